@@ -1,0 +1,81 @@
+# Every verb sets up what it needs: in a fresh clone, `make test` is enough.
+PY ?= .venv/bin/python
+BASE_PYTHON ?= python3
+STAMP := .venv/.stamp
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+# One thread a process: test ranks share the cores, and sums must not depend on how many there are.
+export OMP_NUM_THREADS := 1
+
+# With PY=some/other/python you answer for what is installed there; only our own environment is made here.
+ifeq ($(PY),.venv/bin/python)
+READY := $(STAMP)
+else
+READY :=
+endif
+
+.PHONY: help setup fix check lint types contract pure test demo bench coverage clean
+
+help:
+	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
+	@echo 'make fix       format, and mend what the linter can mend'
+	@echo 'make check     format, lint, types, import contract, pure tests: under a minute, before every commit'
+	@echo 'make test      check, then every test: what CI runs'
+	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
+	@echo 'make bench     side-by-side measurements with public tools'
+	@echo 'make coverage  every test with branch coverage, ranks included; report in htmlcov/'
+	@echo 'make clean     remove .venv and everything tools left behind'
+	@echo
+	@echo 'One test:      .venv/bin/python -m pytest tests/testing -k hang'
+	@echo 'Another python: make check PY=python3    (or BASE_PYTHON=python3.12 for the one .venv is made with)'
+
+setup: $(READY)
+
+# torch first and pinned: its newest release may be a build for accelerators of several gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" --constraint constraints.txt
+	.venv/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+fix: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+check: lint types contract pure
+
+lint: $(READY)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+
+types: $(READY)
+	$(PY) -m mypy
+
+contract: $(READY)
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
+
+pure: $(READY)
+	$(PY) -m pytest -q -m pure
+
+test: check
+	$(PY) -m pytest -q -m 'not pure'
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+bench: $(READY)
+	@test -d bench || { echo 'make bench: there are no measurements in bench/ yet' >&2; exit 1; }
+	for file in bench/*.py; do echo "== $$file"; $(PY) "$$file"; done
+
+coverage: $(READY)
+	$(PY) -m coverage erase
+	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PY) -m coverage run -m pytest -q
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage html --quiet
+	$(PY) -m coverage report
+
+clean:
+	rm -rf .venv build dist htmlcov .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,57 @@
+"""Shardwise: train and run any Hugging Face model on many devices.
+
+The names below are the whole public surface; each is documented where it is defined. They are imported when first used, so
+that `import shardwise` and the torch-free rooms cost nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.api import export_pretrained as export_pretrained
+    from shardwise.api import full_gradients as full_gradients
+    from shardwise.api import full_state_dict as full_state_dict
+    from shardwise.api import load as load
+    from shardwise.api import parallelize as parallelize
+    from shardwise.api import verify as verify
+    from shardwise.errors import ShardwiseError as ShardwiseError
+    from shardwise.mesh import Mesh as Mesh
+    from shardwise.plan.spec import Plan as Plan
+    from shardwise.topology.shape import MeshShape as MeshShape
+    from shardwise.train.clip import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.train.optimizer import build_optimizer as build_optimizer
+    from shardwise.train.step import TrainStep as TrainStep
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Mesh": "mesh",
+    "MeshShape": "topology.shape",
+    "Plan": "plan.spec",
+    "ShardwiseError": "errors",
+    "TrainStep": "train.step",
+    "build_optimizer": "train.optimizer",
+    "clip_grad_norm_": "train.clip",
+    "export_pretrained": "api",
+    "full_gradients": "api",
+    "full_state_dict": "api",
+    "load": "api",
+    "parallelize": "api",
+    "verify": "api",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

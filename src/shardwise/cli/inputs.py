@@ -1,0 +1,121 @@
+"""What a configuration points to: is it there, does it fit? Every problem is collected; nothing large is read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.cli.logs import check_tensorboard
+from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
+from shardwise.train.corpus import find_files
+
+__all__ = ["check_inputs", "find_optimizer", "optimizer_arguments"]
+
+
+def check_inputs(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with the files, packages and classes that `config` names."""
+    problems: list[Problem] = []
+    if config.data.path is not None:
+        problems += _caught("data.path", lambda: find_files(Path(str(config.data.path)), config.data.include))
+    if config.log.tensorboard:
+        problems += _caught("log.tensorboard", check_tensorboard)
+    for key, place in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
+        problems += _check_place(key, place)
+    if isinstance(config.model.config, str) and not Path(config.model.config).is_file():
+        problems.append(Problem("model.config", f"there is no file {config.model.config}"))
+    if isinstance(config.model.config, dict):
+        problems += _check_model_config(config.model.config)
+    return problems + _check_optimizer(config.optimizer) + _check_outputs(config)
+
+
+def find_optimizer(name: str) -> type[torch.optim.Optimizer] | None:
+    """The class called `name` in torch.optim, or at the dotted path `name`; None where there is none."""
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module or "torch.optim"), last, None)
+    except ImportError:
+        return None
+    return found if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def optimizer_arguments(config: OptimizerConfig, cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """The arguments `cls` is built with. A weight decay of 0 is left out where the class has none."""
+    arguments = {"lr": config.lr, "weight_decay": config.weight_decay, **config.options}
+    if config.weight_decay == 0 and "weight_decay" not in inspect.signature(cls).parameters:
+        del arguments["weight_decay"]
+    return arguments
+
+
+def _caught(key: str, check: Callable[[], object]) -> list[Problem]:
+    try:
+        check()
+    except ShardwiseError as error:
+        why = f" ({error.why})" if error.why else ""
+        return [Problem(key, error.summary + why, error.fix or "")]
+    return []
+
+
+def _check_place(key: str, place: str | None) -> list[Problem]:
+    """A hub id has at most one slash and no dot in front; anything else must exist here."""
+    if place is None or Path(place).exists():
+        return []
+    looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or place.endswith("/")
+    return [Problem(key, f"there is no directory {place}")] if looks_local else []
+
+
+def _check_model_config(given: dict[str, Any]) -> list[Problem]:
+    from transformers import CONFIG_MAPPING
+
+    model_type = str(given.get("model_type"))
+    if model_type not in CONFIG_MAPPING:
+        close = did_you_mean(model_type, CONFIG_MAPPING)
+        return [Problem("model.config.model_type", f"transformers knows no {model_type!r}{close}")]
+    default = CONFIG_MAPPING[model_type]()
+    known = [*default.to_dict(), *getattr(default, "attribute_map", {}), *inspect.signature(type(default)).parameters]
+    # transformers keeps any key it is given, so a misspelt one would silently do nothing.
+    return [
+        Problem(f"model.config.{key}", f"unknown key of {model_type}{did_you_mean(key, known)}")
+        for key in given
+        if key not in known
+    ]
+
+
+def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
+    cls = find_optimizer(config.name)
+    if cls is None:
+        names = [name for name, value in vars(torch.optim).items() if inspect.isclass(value)]
+        return [Problem("optimizer.name", f"there is no optimizer class {config.name!r}{did_you_mean(config.name, names)}")]
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return [Problem("optimizer.name", f"{config.name} evaluates the loss itself, which a distributed step cannot serve")]
+    known = inspect.signature(cls).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return []
+    return [
+        Problem(
+            f"optimizer.{key}" if key in ("lr", "weight_decay") else f"optimizer.options.{key}",
+            f"{config.name} has no such argument{did_you_mean(key, known)}",
+        )
+        for key in optimizer_arguments(config, cls)
+        if key not in known
+    ]
+
+
+def _check_outputs(config: TrainConfig) -> list[Problem]:
+    problems = []
+    directories = {"log.dir": config.log.dir, "data.cache_dir": config.data.cache_dir, "export": config.export}
+    for key, directory in directories.items():
+        path = None if directory is None else Path(directory)
+        if path is not None and path.exists() and not path.is_dir():
+            problems.append(Problem(key, f"{path} is a file, not a directory"))
+    if config.export is not None and (path := Path(config.export)).is_dir() and any(path.iterdir()):
+        problems.append(
+            Problem("export", f"the directory {path} is not empty", "remove it or name another; nothing is overwritten")
+        )
+    return problems

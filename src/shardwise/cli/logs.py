@@ -1,0 +1,150 @@
+"""Where the records of a run go: a JSONL file, TensorBoard, the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import Self
+
+from shardwise.errors import ConfigError
+from shardwise.train.loop import StepRecord
+
+__all__ = ["JsonlLog", "Screen", "TensorBoardLog", "check_tensorboard"]
+
+SHOWN_STEPS = 20
+"""Speed on the screen is the mean of this many steps: single ones jump."""
+
+
+class _Closing:
+    """A context manager that closes on the way out, whatever happened."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonlLog(_Closing):
+    """One JSON object a step. Lines are written whole, so the file reads well at any moment.
+
+    A file of an earlier run is kept under the next free number: `train.jsonl` -> `train.1.jsonl`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            number = 1
+            while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
+                number += 1
+            path.rename(kept)
+        self._file: TextIO = path.open("x", encoding="utf-8")
+
+    def report(self, record: StepRecord) -> None:
+        """Write the record."""
+        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardLog(_Closing):
+    """One scalar curve a quantity, in a directory of its own for each run."""
+
+    def __init__(self, directory: Path) -> None:
+        check_tensorboard()
+        from torch.utils.tensorboard import SummaryWriter  # an optional third party, and slow to import
+
+        self._writer: Any = SummaryWriter(str(directory / time.strftime("%Y%m%d-%H%M%S")))
+
+    def report(self, record: StepRecord) -> None:
+        """Write every quantity of the record."""
+        for name, value in dataclasses.asdict(record).items():
+            if name != "step":
+                self._writer.add_scalar(f"train/{name}", value, record.step)
+
+    def close(self) -> None:
+        """Write what is still buffered, and close."""
+        self._writer.close()
+
+
+def check_tensorboard() -> None:
+    """Check that TensorBoard can be written.
+
+    Raises:
+        ConfigError: the `tensorboard` package is missing.
+    """
+    try:
+        import tensorboard  # noqa: F401 - an optional third party; only its presence matters
+    except ImportError as error:
+        raise ConfigError(
+            "log.tensorboard is true, but the package tensorboard is not installed",
+            fix="pip install tensorboard, or set log.tensorboard=false (train.jsonl has the same numbers)",
+        ) from error
+
+
+class Screen(_Closing):
+    """A progress bar on a terminal; elsewhere a line every few steps.
+
+    Args:
+        console: where to draw.
+        num_steps: length of the run.
+        every: steps between lines where `console` is no terminal.
+    """
+
+    def __init__(self, console: Console, *, num_steps: int, every: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._every = every
+        self._speeds: deque[float] = deque(maxlen=SHOWN_STEPS)
+        self._bar = _build_bar(console) if console.is_terminal else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("training", total=num_steps, loss="", rest="")
+            self._bar.start()
+
+    def report(self, record: StepRecord) -> None:
+        """Move the bar, or print a line if one is due."""
+        self._speeds.append(record.tokens_per_second)
+        speed = sum(self._speeds) / len(self._speeds)
+        rest = f"{speed:,.0f} tok/s  {record.memory_bytes / 2**30:.2f} GiB"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
+        elif record.step % self._every == 0 or record.step in (1, self._num_steps):
+            width = len(str(self._num_steps))
+            self._console.print(
+                f"step {record.step:>{width}}/{self._num_steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
+                f"grad {record.grad_norm:.3f}  {rest}",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _build_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}", style="bold"),
+        TextColumn("{task.fields[rest]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )

@@ -1,0 +1,107 @@
+"""The model and tokenizer that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shardwise.api import load, parallelize
+from shardwise.errors import ConfigError, LoadError
+from shardwise.mesh import Mesh
+from shardwise.train.config import TrainConfig
+from shardwise.train.corpus import Encoder, text_fingerprint
+
+__all__ = ["build_encoder", "build_model", "load_tokenizer", "new_model_config"]
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
+    place = config.model.tokenizer or config.model.path
+    try:
+        return transformers.AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise LoadError(
+            f"cannot load a tokenizer from {place!r}",
+            at="model.tokenizer",
+            why=str(error).strip(),
+            fix="name a directory with tokenizer files, or a hub id that can be reached",
+        ) from error
+
+
+def build_encoder(tokenizer: Any) -> Encoder:
+    """How `tokenizer` encodes documents and what it ends them with. Raises `ConfigError` where it has no end token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token",
+            at="model.tokenizer",
+            why="it separates the documents that share a row",
+            fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
+        )
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        # verbose: it would warn of texts longer than the model's window, which are cut into rows later.
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    fingerprint = text_fingerprint(f"{type(tokenizer).__name__} {rules}")
+    return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)
+
+
+def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Module:
+    """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
+        ShardwiseError: the model cannot be loaded or split.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    options = {"plan": config.model.plan or "auto", "sequence_parallel": config.sequence_parallel, "dtype": dtype}
+    torch.manual_seed(config.seed)
+    if config.model.path is not None:
+        _check_fit(transformers.AutoConfig.from_pretrained(config.model.path), config, tokenizer)
+        return load(config.model.path, mesh, **options)
+    model_config = new_model_config(config.model.config, tokenizer)
+    _check_fit(model_config, config, tokenizer)
+    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    return parallelize(model, mesh, **options)
+
+
+def new_model_config(given: str | Mapping[str, Any] | None, tokenizer: Any) -> Any:
+    """A transformers configuration from a mapping or a config.json.
+
+    A mapping takes its vocabulary size and special tokens from the tokenizer where it does not name them.
+    """
+    if isinstance(given, str):
+        return transformers.AutoConfig.from_pretrained(Path(given))
+    values = dict(given or {})
+    values.setdefault("vocab_size", len(tokenizer))
+    for name in SPECIAL_TOKENS:
+        values.setdefault(name, getattr(tokenizer, name))
+    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> None:
+    text_config = model_config.get_text_config()
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}",
+            at="model.tokenizer",
+            fix="use the model's own tokenizer, or a model with a larger vocab_size",
+        )
+    window = getattr(text_config, "max_position_embeddings", None)
+    if window is not None and config.data.seq_length > window:
+        raise ConfigError(
+            f"data.seq_length is {config.data.seq_length:,}, the model sees {window:,} positions",
+            at="data.seq_length",
+            fix=f"use at most {window:,}",
+        )

@@ -1,0 +1,63 @@
+"""Opening what `data:` names: files, or a data set of the `datasets` library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.train.config import DataConfig
+from shardwise.train.corpus import DatasetSource, FileSource, Source, find_files
+
+__all__ = ["open_source"]
+
+
+def open_source(config: DataConfig) -> Source:
+    """The documents that `config` names.
+
+    Raises:
+        LoadError: there is nothing there, or nothing readable.
+        ConfigError: `datasets` is not installed, or the split or column does not exist.
+    """
+    if config.path is not None:
+        return FileSource(find_files(Path(config.path), config.include), text_key=config.text_key)
+    rows = _open_dataset(config)
+    columns = list(rows.column_names)
+    if config.text_key not in columns:
+        raise ConfigError(
+            f"data.text_key is {config.text_key!r}, which is no column of {config.dataset}"
+            f"{did_you_mean(config.text_key, columns)}",
+            why=f"the columns are {', '.join(columns)}",
+        )
+    return DatasetSource(rows, text_key=config.text_key, fingerprint=str(rows._fingerprint))
+
+
+def _open_dataset(config: DataConfig) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"data.dataset is {config.dataset!r}, but the package datasets is not installed",
+            fix="pip install datasets, or give files with data.path",
+        ) from error
+    name = str(config.dataset)
+    try:
+        if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
+            return _pick_split(datasets.load_from_disk(name), config.split, name)
+        return datasets.load_dataset(name, config.subset, split=config.split)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise LoadError(f"datasets cannot open {name!r}", at="data.dataset", why=str(error)) from error
+
+
+def _pick_split(saved: Any, split: str, name: str) -> Any:
+    """What `save_to_disk` wrote is one split, or a dictionary of them."""
+    if not isinstance(saved, dict):
+        return saved
+    if split not in saved:
+        raise ConfigError(
+            f"data.split is {split!r}, which {name} does not have{did_you_mean(split, saved)}",
+            why=f"its splits are {', '.join(saved)}",
+        )
+    return saved[split]

@@ -1,0 +1,85 @@
+"""`shardwise train`: read the configuration, start ranks where none run yet, train."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from shardwise.cli.config import config_error, parse_config
+from shardwise.cli.launch import exit_on_terminate, is_rank, launch, local_rank, record_failures
+from shardwise.errors import ConfigError
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = """\
+Train a model on text, over as many ranks as the layout names.
+
+  shardwise train run.yaml                          # ranks as the layout says, on this machine
+  shardwise train run.yaml layout=tp4 optimizer.lr=1e-4
+  torchrun --nnodes 2 --nproc-per-node 8 -m shardwise train run.yaml    # ranks of your own
+
+A small run.yaml:
+
+  model: {path: path/or/hub-id}         # or config: {model_type: llama, ...} with tokenizer: path
+  layout: tp2                           # ranks along each axis
+  sequence_parallel: true
+  data: {path: corpus/, seq_length: 512}   # .txt .md .rst .py .jsonl, or dataset: hub-id
+  steps: 1000
+  batch_size: 16                        # rows a step, over all ranks
+  optimizer: {lr: 3e-4, schedule: {name: cosine, warmup_steps: 50}}
+  log: {dir: runs/first, tensorboard: true}
+  export: runs/first/model              # for AutoModelForCausalLM.from_pretrained
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardwise train`."""
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; its keys are listed below")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set over the file's, e.g. data.seq_length=256")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: what the layout needs)")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    exit_on_terminate()
+    if is_rank():
+        with record_failures():
+            _run_rank(arguments)
+        return 0
+    config, problems = parse_config(arguments.config, arguments.overrides)
+    if not problems:
+        from shardwise.cli.inputs import check_inputs  # after the quick checks: it imports torch
+
+        problems = check_inputs(config)
+    if problems:
+        raise config_error(str(arguments.config), problems)
+    num_ranks = _num_ranks(MeshShape.parse(config.layout), arguments.nproc)
+    if num_ranks == 1:
+        _run_rank(arguments)
+        return 0
+    words = ["train", str(arguments.config), *arguments.overrides, *(["--traceback"] if arguments.traceback else [])]
+    return launch(words, num_ranks=num_ranks, show_traceback=arguments.traceback)
+
+
+def _num_ranks(shape: MeshShape, asked: int | None) -> int:
+    if asked is not None and asked < 1:
+        raise ConfigError(f"--nproc is {asked}, must be at least 1")
+    if asked is not None:
+        shape.check_world_size(asked)
+    return shape.world_size
+
+
+def _run_rank(arguments: argparse.Namespace) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, or forks of the process draw a warning
+    from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
+    from shardwise.cli.training import train
+
+    config, problems = parse_config(arguments.config, arguments.overrides)
+    # Every rank finds the same problems before any of them communicates, so none waits for another.
+    problems = problems or check_inputs(config)
+    if problems:
+        raise config_error(str(arguments.config), problems)
+    train(config, local_rank=local_rank())

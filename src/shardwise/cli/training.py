@@ -1,0 +1,170 @@
+"""One rank's training run, from a configuration to an exported model."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from numpy.typing import NDArray
+from rich.console import Console
+
+from shardwise.api import export_pretrained
+from shardwise.cli.config import dump_config
+from shardwise.cli.inputs import find_optimizer, optimizer_arguments
+from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
+from shardwise.cli.models import build_encoder, build_model, load_tokenizer
+from shardwise.cli.sources import open_source
+from shardwise.errors import ShardwiseError
+from shardwise.mesh import Mesh
+from shardwise.train.clip import clip_grad_norm_
+from shardwise.train.config import TrainConfig
+from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
+from shardwise.train.data import PackedBatches
+from shardwise.train.loop import Parts, Reporter, StepRecord, run_loop
+from shardwise.train.once import once_per_machine
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.step import TrainStep
+from shardwise.train.whole import partial_name, remove_partial, whole_file
+
+__all__ = ["train"]
+
+
+def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
+    """Trains as `config` says, on this rank; returns the last step's record.
+
+    Args:
+        config: the run, free of problems.
+        local_rank: this rank's number on its machine.
+
+    Raises:
+        ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
+    """
+    with Mesh.open(config.layout) as mesh, ExitStack() as closing:
+        console = Console(quiet=mesh.rank != 0)
+        if mesh.rank != 0:
+            transformers.logging.set_verbosity_error()
+            transformers.logging.disable_progress_bar()
+        tokenizer = load_tokenizer(config)
+        tokens = _prepare_tokens(config, build_encoder(tokenizer), local_rank=local_rank, console=console)
+        batches = PackedBatches(
+            tokens,
+            seq_length=config.data.seq_length,
+            batch_size=config.batch_size,
+            data_rank=mesh.data_rank,
+            data_size=mesh.data_size,
+            seed=config.seed,
+        )
+        model = build_model(config, mesh, tokenizer)
+        parts = _build_parts(config, model, mesh, batches)
+        _print_head(console, config, model, batches)
+        reporters = _open_reporters(config, closing, console) if mesh.rank == 0 else []
+        record = run_loop(parts, num_steps=config.steps, settings=config.optimizer, reporters=reporters)
+        closing.close()  # the bar ends before anything else is printed
+        if config.export is not None:
+            _export(model, tokenizer, Path(config.export), is_first=mesh.rank == 0)
+            console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
+        return record
+
+
+def _prepare_tokens(config: TrainConfig, encoder: Encoder, *, local_rank: int, console: Console) -> NDArray[Any]:
+    """The tokens, encoded by one rank of each machine unless an earlier run has done so."""
+    directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
+    source = open_source(config.data)
+    path = cache_path(directory, source, encoder)
+
+    def write() -> None:
+        if path.exists():
+            return
+        with _progress(console, "tokenizing", source.size) as advance:
+            write_tokens(path, source, encoder=encoder, on_progress=advance)
+
+    once_per_machine(write, local_rank=local_rank)
+    return read_tokens(path)
+
+
+@contextmanager
+def _progress(console: Console, title: str, total: int) -> Iterator[Any]:
+    """Draws a bar on a terminal, prints one line elsewhere; gives the function that moves it."""
+    if not console.is_terminal:
+        console.print(f"{title} ...", highlight=False)
+        yield lambda done: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _build_parts(config: TrainConfig, model: torch.nn.Module, mesh: Mesh, batches: PackedBatches) -> Parts:
+    optimizer_class = find_optimizer(config.optimizer.name)
+    assert optimizer_class is not None, "check_inputs has found it"
+    model.train()
+    return Parts(
+        step=TrainStep(model, mesh, num_microbatches=config.num_microbatches),
+        clip=functools.partial(clip_grad_norm_, model),
+        optimizer=build_optimizer(model, optimizer_class, **optimizer_arguments(config.optimizer, optimizer_class)),
+        batches=iter(batches),
+        device=mesh.device,
+    )
+
+
+def _open_reporters(config: TrainConfig, closing: ExitStack, console: Console) -> list[Reporter]:
+    directory = Path(config.log.dir)
+    log = closing.enter_context(JsonlLog(directory / "train.jsonl"))
+    with whole_file(directory / "config.yaml") as partial:
+        partial.write_text(dump_config(config), encoding="utf-8")
+    reporters: list[Reporter] = [log]
+    if config.log.tensorboard:
+        reporters.append(closing.enter_context(TensorBoardLog(directory / "tensorboard")))
+    screen = closing.enter_context(Screen(console, num_steps=config.steps, every=config.log.every))
+    return [*reporters, screen]
+
+
+def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches) -> None:
+    num_held = sum(parameter.numel() for parameter in model.parameters())
+    sequence = ", sequence parallel" if config.sequence_parallel else ""
+    passes = config.steps * config.batch_size / batches.num_rows
+    lines = (
+        f"model   {type(model).__name__}, {num_held:,} parameters on rank 0, {config.model.dtype}",
+        f"layout  {config.layout}{sequence}",
+        f"data    {len(batches.tokens):,} tokens, {batches.num_rows:,} rows of {batches.seq_length:,}",
+        f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data)",
+        f"logs    {Path(config.log.dir) / 'train.jsonl'}",
+    )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _export(model: torch.nn.Module, tokenizer: Any, path: Path, *, is_first: bool) -> None:
+    """Writes model and tokenizer under a hidden name, then gives it the final one: a directory is there whole or not."""
+    partial = partial_name(path, os.environ.get("TORCHELASTIC_RUN_ID", "export"))
+    try:
+        export_pretrained(model, str(partial))
+        if is_first:
+            tokenizer.save_pretrained(str(partial))
+            _put_in_place(partial, path)
+    finally:
+        if is_first:
+            remove_partial(partial)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _put_in_place(partial: Path, path: Path) -> None:
+    if path.is_dir() and any(path.iterdir()):
+        raise ShardwiseError(
+            f"the directory {path} has been filled while the model trained",
+            at="export",
+            fix="move it away; the model is not written over it",
+        )
+    if path.is_dir():
+        path.rmdir()
+    partial.rename(path)

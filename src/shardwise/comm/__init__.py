@@ -1,0 +1,1 @@
+"""Communication: collectives as autograd pairs on plain tensors."""

@@ -1,0 +1,208 @@
+"""Collectives as autograd pairs on plain tensors: what each does forward, and what that makes it do backward.
+
+Two kinds of gradient meet at the edges of a split region. A gradient is *full* when every rank holds the same, complete
+value, and *partial* when the ranks' values add up to it. Inside a region everything is partial, so that one collective
+at the region's edge settles the whole of it:
+
+    function              forward          backward         gradient that arrives -> leaves
+    copy_to_region        identity         all-reduce       partial -> full
+    reduce_from_region    all-reduce       identity         full -> partial (each rank's own share)
+    gather_to_region      all-gather       reduce-scatter   partial -> full, of the local part
+    scatter_from_region   reduce-scatter   all-gather       full, of the local part -> partial
+    gather_full           all-gather       own slice        full -> full
+    split_full            own slice        all-gather       full -> full
+    scale_gradient        identity         multiply         partial <-> full by hand
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "all_gather_objects",
+    "all_gather_padded",
+    "copy_to_region",
+    "gather_full",
+    "gather_to_region",
+    "reduce_from_region",
+    "scale_gradient",
+    "scatter_from_region",
+    "split_full",
+]
+
+# torch 2.13 renamed the single-tensor forms and deprecates the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy_to_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Enters a split region: identity forward, one all-reduce of the gradient backward."""
+    if group is None or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+
+
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Leaves a split region: sums the ranks' partial results forward (in place), identity backward."""
+    return x if group is None else _Reduce.apply(x, group)
+
+
+def gather_to_region(x: Tensor, group: dist.ProcessGroup | None, *, dim: int) -> Tensor:
+    """Enters a split region from equal parts along `dim`: all-gather forward, reduce-scatter backward."""
+    return x if group is None else _GatherToRegion.apply(x, group, dim)
+
+
+def scatter_from_region(x: Tensor, group: dist.ProcessGroup | None, *, dim: int) -> Tensor:
+    """Leaves a split region into equal parts along `dim`: reduce-scatter forward, all-gather backward."""
+    return x if group is None else _ScatterFromRegion.apply(x, group, dim)
+
+
+def gather_full(x: Tensor, group: dist.ProcessGroup | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Joins parts of the given (maybe unequal) `sizes` along `dim`: all-gather forward, own slice backward."""
+    return x if group is None else _GatherFull.apply(x, group, dim, tuple(sizes))
+
+
+def split_full(x: Tensor, group: dist.ProcessGroup | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Takes this rank's part along `dim`: own slice forward, all-gather backward."""
+    return x if group is None else _SplitFull.apply(x, group, dim, tuple(sizes))
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Identity forward; multiplies the gradient by `factor` backward. Communicates nothing."""
+    if factor == 1.0 or not (torch.is_grad_enabled() and x.requires_grad):
+        return x
+    return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
+
+
+def all_gather_padded(x: Tensor, group: dist.ProcessGroup | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:
+    """All ranks' parts of `x` joined along `dim`, where rank `r` holds `sizes[r]` there; no gradient.
+
+    Communicates: one all-gather of `max(sizes)` along `dim` for each rank.
+    """
+    if group is None:
+        return x
+    parts = x.movedim(dim, 0)
+    largest = max(sizes)
+    if parts.shape[0] < largest:
+        parts = torch.cat([parts, parts.new_zeros(largest - parts.shape[0], *parts.shape[1:])])
+    joined = parts.new_empty(largest * len(sizes), *parts.shape[1:])
+    _all_gather_single(joined, parts.contiguous(), group=group)
+    if any(size != largest for size in sizes):
+        kept = [joined[rank * largest : rank * largest + size] for rank, size in enumerate(sizes)]
+        joined = torch.cat(kept)
+    return joined.movedim(0, dim).contiguous() if dim % x.ndim else joined
+
+
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path)."""
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    return all_gather_padded(x, group, sizes=[x.shape[dim]] * dist.get_world_size(group), dim=dim)
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    parts = x.movedim(dim, 0).contiguous()
+    mine = parts.new_empty(parts.shape[0] // dist.get_world_size(group), *parts.shape[1:])
+    _reduce_scatter_single(mine, parts, group=group)
+    return mine.movedim(0, dim).contiguous() if dim % x.ndim else mine
+
+
+def _own_slice(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A copy: the incoming gradient may be shared with other consumers of the same tensor.
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        summed = x.contiguous()
+        if summed is x:
+            ctx.mark_dirty(x)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scatter(gradient, ctx.group, ctx.dim), None, None
+
+
+class _ScatterFromRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradient, ctx.group, ctx.dim), None, None
+
+
+class _GatherFull(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return all_gather_padded(x, group, sizes=sizes, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _own_slice(gradient, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class _SplitFull(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _own_slice(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_gather_padded(gradient, ctx.group, sizes=ctx.sizes, dim=ctx.dim), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

@@ -1,0 +1,106 @@
+"""Every error Shardwise raises on purpose.
+
+    ShardwiseError
+    ├── MeshError          (ValueError)           mesh shapes, ranks, world size
+    ├── PlanError          (ValueError)           plans and their rules
+    ├── LayoutError        (ValueError)           how a tensor lies on the ranks
+    ├── ConfigError        (ValueError)           user configuration, unknown keys
+    ├── BatchError         (ValueError)           what a training step was fed
+    ├── LoadError          (OSError)              files: missing, corrupt, mismatched
+    ├── UnsupportedError   (NotImplementedError)  a request Shardwise understands and does not serve
+    ├── VerificationError  (ArithmeticError)      a split that computes other numbers
+    └── RankError          (RuntimeError)         another rank failed
+
+An error says what went wrong, and where it can: the place, the rule that was broken with its numbers, and the remedy.
+
+    cannot split model.layers.0.self_attn.k_proj over tp=8
+      at:  rule "model.layers.*.self_attn.k_proj: colwise"
+      why: 6 key-value heads do not divide among 8 ranks, and 8 is not a multiple of 6
+      fix: use tp_size 1, 2, 3 or 6
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "BatchError",
+    "ConfigError",
+    "LayoutError",
+    "LoadError",
+    "MeshError",
+    "PlanError",
+    "RankError",
+    "ShardwiseError",
+    "UnsupportedError",
+    "VerificationError",
+    "did_you_mean",
+]
+
+_CONTINUATION = "\n" + " " * len("  why: ")
+
+
+class ShardwiseError(Exception):
+    """Base of every error Shardwise raises.
+
+    Args:
+        summary: What went wrong, with the values.
+        at: The place: a rule, an FQN, a file, a rank.
+        why: The rule that was broken.
+        fix: What the user can do.
+    """
+
+    # Only `summary` goes into `args`; the other parts live in the instance's `__dict__`. Pickle restores an exception
+    # from exactly these two, so an error keeps its parts on the way out of a child process.
+    def __init__(self, summary: str, *, at: str | None = None, why: str | None = None, fix: str | None = None) -> None:
+        super().__init__(summary)
+        self.summary = summary
+        self.at = at
+        self.why = why
+        self.fix = fix
+
+    def __str__(self) -> str:
+        parts = (("  at:  ", self.at), ("  why: ", self.why), ("  fix: ", self.fix))
+        lines = [label + text.replace("\n", _CONTINUATION) for label, text in parts if text]
+        return "\n".join([self.summary, *lines])
+
+
+class MeshError(ShardwiseError, ValueError):
+    """A mesh shape, rank or world size that does not work out."""
+
+
+class PlanError(ShardwiseError, ValueError):
+    """A plan or one of its rules cannot be followed."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A tensor's layout is inconsistent or does not fit the tensor."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """User configuration that cannot be taken at its word."""
+
+
+class BatchError(ShardwiseError, ValueError):
+    """A batch that a training step cannot use."""
+
+
+class LoadError(ShardwiseError, OSError):
+    """A file that is missing, corrupt, or not the one expected."""
+
+
+class UnsupportedError(ShardwiseError, NotImplementedError):
+    """A request that Shardwise understands and does not serve."""
+
+
+class VerificationError(ShardwiseError, ArithmeticError):
+    """A split model that computes other numbers than the whole one."""
+
+
+class RankError(ShardwiseError, RuntimeError):
+    """Another rank failed."""
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """The ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` when nothing is close."""
+    close = difflib.get_close_matches(word, list(candidates), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,1 @@
+"""What split modules do in their forward: linears, embeddings, norms, regions, the vocabulary loss."""

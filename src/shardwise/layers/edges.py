@@ -1,0 +1,168 @@
+"""The edges of split regions: what happens to the tensors that enter and leave them.
+
+See [Note: partial inside] in `shardwise.plan.regions`. With sequence parallelism the same edges carry the same bytes as
+all-gather and reduce-scatter, and everything between regions works on a part of the sequence.
+
+# [Note: sequence lengths]
+Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest. Every
+region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is set
+where the layer stack is entered; microbatches of one step share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import (
+    copy_to_region,
+    gather_full,
+    gather_to_region,
+    reduce_from_region,
+    scatter_from_region,
+    split_full,
+)
+from shardwise.layers.context import SplitContext
+
+__all__ = ["enter_region", "install_region", "install_stack", "leave_region"]
+
+
+def enter_region(x: Tensor, context: SplitContext) -> Tensor:
+    """The region's view of its hidden states `[batch, sequence, hidden]` (or `[tokens, hidden]`).
+
+    Communicates: over tp, nothing forward and one all-reduce of the gradient backward; under sequence parallelism an
+    all-gather forward and a reduce-scatter backward.
+    """
+    if not context.sequence_parallel:
+        return copy_to_region(x, context.group)
+    dim = _sequence_dim(x)
+    whole = gather_to_region(x, context.group, dim=dim)
+    return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
+
+
+def leave_region(x: Tensor, context: SplitContext) -> Tensor:
+    """Sums the ranks' partial results `x`, which are full in the sequence.
+
+    Communicates: over tp, one all-reduce forward and nothing backward; under sequence parallelism a reduce-scatter
+    forward and an all-gather backward.
+    """
+    if not context.sequence_parallel:
+        return reduce_from_region(x, context.group)
+    dim = _sequence_dim(x)
+    return scatter_from_region(_pad(x, dim, context.size), context.group, dim=dim)
+
+
+def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
+    """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        args, kwargs = _map_inputs(args, kwargs, lambda x, hidden: _enter_input(x, hidden, context))
+        if context.has_dropout and module.training:
+            context.begin_own_random_numbers(_device_of(module))
+        return args, kwargs
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if context.has_dropout and module.training:
+            context.end_own_random_numbers(_device_of(module))
+        if edge != "output" or output is None:
+            return output
+        return _map_first(output, lambda x: leave_region(x, context))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
+    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward."""
+
+    def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+
+    module.register_forward_hook(leave)
+
+
+def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behind: bool) -> None:
+    """Splits the hidden states along the sequence where they enter the first layer, joins them behind the last.
+
+    Args:
+        partial_behind: whether gradients behind the stack are partial (a split head follows), so that the join must sum
+            them; else every rank's gradient is complete and the join takes its slice.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return _map_inputs(args, kwargs, lambda x, hidden: _split_sequence(x, context) if hidden else x)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        return _map_first(output, lambda x: _join_sequence(x, context, partial_behind=partial_behind))
+
+    layers[0].register_forward_pre_hook(enter, with_kwargs=True)
+    layers[-1].register_forward_hook(leave)
+
+
+def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
+    context.sequence_length = x.shape[1]
+    padded = _pad(x, 1, context.size)
+    if context.defer_embedding:
+        return scatter_from_region(padded, context.group, dim=1)
+    return split_full(padded, context.group, dim=1, sizes=context.even_sizes(padded.shape[1]))
+
+
+def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) -> Tensor:
+    if partial_behind:
+        whole = gather_to_region(x, context.group, dim=1)
+    else:
+        whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
+    return _cut(whole, 1, context.sequence_length)
+
+
+def _enter_input(x: Tensor, hidden: bool, context: SplitContext) -> Tensor:
+    return enter_region(x, context) if hidden else copy_to_region(x, context.group)
+
+
+def _map_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor, bool], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Applies `change(tensor, is_hidden_states)` to the floating-point tensors among a module's inputs.
+
+    The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
+    """
+    first = [name for name in ("hidden_states",) if name in kwargs]
+    seen = bool(first)
+
+    def changed(value: Any) -> Any:
+        nonlocal seen
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        hidden, seen = not seen, True
+        return change(value, hidden)
+
+    new_kwargs = {name: change(kwargs[name], True) for name in first}
+    new_args = tuple(changed(value) for value in args)
+    return new_args, {name: new_kwargs[name] if name in first else changed(value) for name, value in kwargs.items()}
+
+
+def _map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Applies `change` to a module's output, or to the first element of it where it is a tuple."""
+    if isinstance(output, Tensor):
+        return change(output)
+    return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output
+
+
+def _sequence_dim(x: Tensor) -> int:
+    return 1 if x.ndim > 2 else 0
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = -x.shape[dim] % size
+    return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
+
+
+def _cut(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.narrow(dim, 0, length) if x.shape[dim] != length else x
+
+
+def _device_of(module: nn.Module) -> Any:
+    return next(module.parameters()).device

@@ -1,0 +1,92 @@
+"""The output embedding whose logits are split along the vocabulary, from its input to the loss."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
+from shardwise.layers.context import SplitContext
+from shardwise.layers.loss import SplitLossMode
+
+__all__ = ["install_head", "install_loss", "install_side_outputs"]
+
+# Values computed whole inside a region that leave it another way than through its edge.
+_SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
+
+
+def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -> None:
+    """Makes `head` compute this rank's part of the logits.
+
+    Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary; else
+    they are joined, so that `generate()` and a loss of the user's own see whole logits.
+
+    Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
+    layer stack does that); without a loss inside one all-gather of the logits forward.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if context.sequence_parallel:
+            return args
+        return (copy_to_region(args[0], context.group), *args[1:])
+
+    def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
+        if not context.keep_logits_split:
+            sizes = context.even_sizes(vocabulary_size)
+            return gather_full(local, context.group, dim=local.ndim - 1, sizes=sizes)
+        shape = (*local.shape[:-1], vocabulary_size)
+        context.enter_loss_mode(SplitLossMode)
+        return DTensor.from_local(
+            local, context.mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=_strides(shape)
+        )
+
+    head.register_forward_pre_hook(enter)
+    head.register_forward_hook(leave)
+
+
+def install_loss(model: nn.Module, context: SplitContext) -> None:
+    """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode behind each."""
+    names = list(inspect.signature(model.forward).parameters)
+    position = names.index("labels") if "labels" in names else None
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels")
+        if labels is None and position is not None and len(args) > position:
+            labels = args[position]
+        context.keep_logits_split = labels is not None
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        context.keep_logits_split = False
+        context.leave_loss_mode()
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
+    """Lets what leaves a region through the side door carry its share of the gradient.
+
+    Router logits are computed whole on every rank but inside a region, where gradients are partial; an auxiliary loss
+    outside gives every rank their whole gradient, so each keeps 1 / tp of it.
+    """
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        for name in _SIDE_OUTPUTS:
+            values = output.get(name) if isinstance(output, dict) else None
+            if isinstance(values, tuple):
+                output[name] = tuple(
+                    scale_gradient(value, 1 / context.size) if isinstance(value, Tensor) else value for value in values
+                )
+        return output
+
+    base.register_forward_hook(leave)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides)

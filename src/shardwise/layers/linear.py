@@ -1,0 +1,65 @@
+"""Linears whose output or input features are split over tp ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import split_full
+from shardwise.layers.context import SplitContext
+from shardwise.layers.edges import leave_region
+
+__all__ = ["RowSplit", "become"]
+
+
+class RowSplit:
+    """Mixin of a linear whose input features are split: its product is a partial sum over tp ranks.
+
+    The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
+
+    Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
+    nothing backward (an all-gather); nothing at all inside a region that reduces at its output.
+    """
+
+    _split: SplitContext
+    _reduces: bool
+    _input_sizes: tuple[int, ...] | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x `[..., in]`, per rank `[..., in / tp]`. Returns `[..., out]`."""
+        context = self._split
+        if self._input_sizes is not None:
+            x = split_full(x, context.group, dim=x.ndim - 1, sizes=self._input_sizes)
+        parameters = self._parameters  # type: ignore[attr-defined]
+        bias = parameters.get("bias")
+        if not self._reduces:
+            if bias is not None and context.coord:
+                bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
+            return self._product(x, bias)
+        out = leave_region(self._product(x, None), context)
+        return out if bias is None else out + bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(self, nn.Linear) and type(self).__mro__[2] is nn.Linear:
+            return F.linear(x, self.weight, bias)
+        parameters = self._parameters  # type: ignore[attr-defined]
+        kept, parameters["bias"] = parameters.get("bias"), bias
+        try:
+            return super().forward(x)  # type: ignore[misc,no-any-return]
+        finally:
+            parameters["bias"] = kept
+
+
+def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Makes `module` an instance of `mixin` on top of its own class, in place; its name and parameters stay."""
+    module.__class__ = _combined(mixin, type(module))
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@functools.cache
+def _combined(mixin: type, base: type) -> type:
+    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": mixin.__doc__})

@@ -1,0 +1,175 @@
+"""Cross-entropy over logits that are split along the vocabulary.
+
+85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them are
+served: from the head to the end of the model's forward a torch-function mode is active, which computes cross-entropy on
+split logits from the local parts and leaves every other call alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
+
+from shardwise.layers.context import SplitContext
+
+__all__ = ["SplitLossMode", "split_cross_entropy"]
+
+
+class SplitLossMode(TorchFunctionMode):
+    """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts."""
+
+    def __init__(self, context: SplitContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            logits = args[0] if args else kwargs["input"]
+            if isinstance(logits, DTensor) and logits.placements == (Shard(_class_dim(logits)),):
+                return _intercepted(self.context, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _intercepted(
+    context: SplitContext,
+    input: DTensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` with its own signature, on split logits."""
+    if size_average is not None or reduce is not None:
+        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+    if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
+        return F.cross_entropy(
+            input.full_tensor(), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
+        )
+    dim = _class_dim(input)
+    local = input.to_local().movedim(dim, -1)
+    losses, weights = split_cross_entropy(
+        local.reshape(-1, local.shape[-1]),
+        target.reshape(-1),
+        context=context,
+        num_classes=input.shape[dim],
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    if reduction == "mean":
+        return losses.sum() / weights.sum()
+    return losses.sum() if reduction == "sum" else losses.reshape(target.shape)
+
+
+def split_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    context: SplitContext,
+    num_classes: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every row, computed in float32 from this rank's classes.
+
+    Args:
+        logits: `[rows, classes]`, per rank `[rows, classes of this rank]` in the order of `torch.chunk`; not modified.
+        target: int `[rows]`, the same on every tp rank.
+        weight: `[classes]`, whole on every rank.
+
+    Returns:
+        Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
+
+    Communicates: over tp, one all-reduce (maximum) of a value a row and one (sum) of three values a row (four with class
+    weights); nothing backward.
+    """
+    return _SplitCrossEntropy.apply(  # type: ignore[no-any-return]
+        logits, target, context, num_classes, weight, ignore_index, label_smoothing
+    )
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        context: SplitContext,
+        num_classes: int,
+        weight: Tensor | None,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        kept = target != ignore_index
+        _check_targets(target, kept, num_classes)
+        start = sum(context.even_sizes(num_classes)[: context.coord])
+        rows, local_classes = logits.shape
+        own_weight = None if weight is None else weight[start : start + local_classes].float()
+        position = target - start
+        mine = kept & (position >= 0) & (position < local_classes)
+        position = position.clamp(0, max(0, local_classes - 1))
+
+        values = logits.float()
+        largest = values.amax(-1) if local_classes else values.new_full((rows,), -torch.inf)
+        if context.group is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=context.group)
+        shifted = values - largest.unsqueeze(-1)
+        picked = shifted.gather(-1, position.unsqueeze(-1)).squeeze(-1) if local_classes else torch.zeros_like(largest)
+        smooth = shifted if own_weight is None else shifted * own_weight
+        sums = torch.stack([shifted.exp().sum(-1), picked * mine, smooth.sum(-1) if label_smoothing else largest * 0])
+        if context.group is not None:
+            dist.all_reduce(sums, group=context.group)
+        log_total = sums[0].log()
+
+        row_weight = kept.float() if weight is None else weight[target.clamp(min=0)].float() * kept
+        losses = (log_total - sums[1]) * row_weight
+        total_weight = float(num_classes) if weight is None else weight.float().sum()
+        if label_smoothing:
+            spread = (log_total * total_weight - sums[2]) * kept
+            losses = losses * (1 - label_smoothing) + spread * (label_smoothing / num_classes)
+        # Of the vocabulary-sized tensors only the logits are kept; the softmax is taken again in backward.
+        ctx.save_for_backward(logits, largest + log_total, position, mine, kept, row_weight, own_weight)
+        ctx.label_smoothing, ctx.num_classes, ctx.total_weight = label_smoothing, num_classes, total_weight
+        ctx.mark_non_differentiable(row_weight)
+        return losses, row_weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_total, position, mine, kept, row_weight, own_weight = ctx.saved_tensors
+        smoothing = ctx.label_smoothing
+        hard = gradient * row_weight * (1 - smoothing)
+        soft = gradient * kept * (smoothing / ctx.num_classes)
+        result = (logits.float() - log_total.unsqueeze(-1)).exp()
+        result *= (hard + soft * ctx.total_weight).unsqueeze(-1)
+        if logits.shape[-1]:
+            result.scatter_add_(-1, position.unsqueeze(-1), (-hard * mine).unsqueeze(-1))
+        if smoothing:
+            result -= soft.unsqueeze(-1) * (1.0 if own_weight is None else own_weight)
+        return result.to(logits.dtype), None, None, None, None, None, None
+
+
+def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
+    # A target of no rank would come back as a silent loss; where checking would stall a GPU, the device checks.
+    valid = (~kept | ((target >= 0) & (target < num_classes))).all()
+    if target.device.type != "cpu":
+        torch._assert_async(valid, "a target is outside the classes")
+    elif not valid:
+        bad = target[kept & ((target < 0) | (target >= num_classes))]
+        raise IndexError(f"Target {int(bad[0])} is out of bounds: there are {num_classes} classes")
+
+
+def _class_dim(logits: Tensor) -> int:
+    return 0 if logits.ndim == 1 else 1
+
+

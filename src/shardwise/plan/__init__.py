@@ -1,0 +1,1 @@
+"""Plans: which style splits which module or parameter, and why."""

@@ -1,0 +1,89 @@
+"""How the feature dims of a block divide among tp ranks: whole heads in attention, plain runs elsewhere."""
+
+from __future__ import annotations
+
+from shardwise.errors import PlanError
+from shardwise.layout.placement import Split, split_blocks, split_even, split_heads, split_sections
+from shardwise.plan.structure import Heads
+
+__all__ = ["check_heads", "feature_split", "legal_sizes", "local_heads", "qkv_split"]
+
+
+def is_legal(heads: Heads, tp_size: int) -> bool:
+    """Whether query heads divide among `tp_size` ranks and key/value heads divide or replicate evenly."""
+    kv = heads.num_key_value_heads
+    return heads.num_heads % tp_size == 0 and (kv % tp_size == 0 or tp_size % kv == 0)
+
+
+def legal_sizes(heads: Heads) -> tuple[int, ...]:
+    """Every tp_size that divides these heads."""
+    return tuple(size for size in range(1, heads.num_heads + 1) if is_legal(heads, size))
+
+
+def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
+    """Why `heads` cannot be divided among `tp_size` ranks and what to do, None if they can."""
+    if is_legal(heads, tp_size):
+        return None
+    reasons = []
+    if heads.num_heads % tp_size:
+        reasons.append(f"{heads.num_heads} query heads do not divide among {tp_size} ranks")
+    kv = heads.num_key_value_heads
+    if kv % tp_size and tp_size % kv:
+        reasons.append(
+            f"{kv} key-value heads do not divide among {tp_size} ranks, and {tp_size} is not a multiple of {kv}"
+        )
+    sizes = ", ".join(map(str, legal_sizes(heads)))
+    return "; ".join(reasons), f"use tp_size {sizes}, or keep this attention whole with the style replicate"
+
+
+def local_heads(heads: Heads, tp_size: int) -> Heads:
+    """The heads one rank computes with."""
+    return Heads(
+        num_heads=heads.num_heads // tp_size,
+        num_key_value_heads=max(1, heads.num_key_value_heads // tp_size),
+        head_dim=heads.head_dim,
+    )
+
+
+def feature_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> Split:
+    """The split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads.
+
+    Raises:
+        PlanError: the size is no whole number of heads, or leaves a rank with nothing.
+    """
+    if heads is None:
+        if size < tp_size:
+            raise PlanError(f"{size} features cannot be split over tp={tp_size}", why="a rank would hold none of them")
+        return split_even(dim, size, parts=tp_size)
+    kv, head_dim = heads.num_key_value_heads, heads.head_dim
+    if head_dim is not None and size == kv * head_dim:
+        return split_heads(dim, kv, head_dim=head_dim, parts=tp_size)
+    if size % heads.num_heads == 0:
+        return split_blocks(dim, heads.num_heads, block_size=size // heads.num_heads, parts=tp_size)
+    if size % kv == 0:
+        return split_heads(dim, kv, head_dim=size // kv, parts=tp_size)
+    raise PlanError(
+        f"{size} features are no whole number of heads",
+        why=f"the module has {heads.num_heads} query and {kv} key-value heads"
+        + (f" of {head_dim} features" if head_dim else ""),
+        fix='keep it whole with the style "replicate", or split its features in plain runs in a block without heads',
+    )
+
+
+def qkv_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> Split:
+    """The split of a fused `[q | k | v]` dim, every section by its own heads.
+
+    Raises:
+        PlanError: the module has no known heads, or the sections do not add up to `size`.
+    """
+    if heads is None:
+        raise PlanError("qkv_colwise needs the heads of the module it is in", why="no head counts were found on it")
+    num_blocks = heads.num_heads + 2 * heads.num_key_value_heads
+    if size % num_blocks:
+        raise PlanError(
+            f"{size} features are not q, k and v sections",
+            why=f"{heads.num_heads} query and 2 x {heads.num_key_value_heads} key-value heads make {num_blocks} heads",
+        )
+    head_dim = size // num_blocks
+    kv = split_heads(dim, heads.num_key_value_heads, head_dim=head_dim, parts=tp_size)
+    return split_sections(dim, [split_blocks(dim, heads.num_heads, block_size=head_dim, parts=tp_size), kv, kv])

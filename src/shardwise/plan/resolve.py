@@ -1,0 +1,289 @@
+"""A plan applied to a model's facts: for every parameter where it lies, for every module what it does.
+
+This is the one place where styles become placements. All problems are collected and raised once, before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.errors import PlanError
+from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
+from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
+from shardwise.plan.match import Matcher
+from shardwise.plan.regions import (
+    COLUMN_STYLES,
+    GATHERED_STYLES,
+    ROW_STYLES,
+    Region,
+    find_regions,
+)
+from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
+
+__all__ = ["ParameterPlan", "SplitPlan", "resolve"]
+
+_VOCABULARY = frozenset({"embedding_rowwise", *GATHERED_STYLES, "colwise"})
+_MODULE_STYLES = frozenset(
+    {"all_reduce", "embedding_colwise", "embedding_rowwise", "moe_identity_expert", "norm_split"}
+    | {"rowwise", "rowwise_rep", "rowwise_split_input"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """One parameter.
+
+    Attributes:
+        placement: over the tp axis.
+        gradient: "whole" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
+            gradients must be summed over tp (see [Note: partial inside]).
+    """
+
+    fqn: str
+    shape: Shape
+    placement: Placement
+    rule: Rule
+    gradient: str = "whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """A model's plan with nothing left to decide.
+
+    Attributes:
+        parameters: canonical FQN to its plan; tied aliases are left out.
+        regions: in model order, outermost only.
+        modules: FQN to the style of the modules whose forward changes.
+        heads: attention module to its heads before and after the split.
+        head: the output embedding if its logits are split over the vocabulary.
+        stack: the layer list whose hidden states are split along the sequence; None without sequence parallelism.
+        unmatched: rules that govern nothing in this model (never the user's: those are errors).
+    """
+
+    tp_size: int
+    parameters: Mapping[str, ParameterPlan]
+    regions: tuple[Region, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, tuple[Heads, Heads]] = field(default_factory=dict)
+    head: str | None = None
+    stack: str | None = None
+    unmatched: tuple[Rule, ...] = ()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether hidden states between blocks are split along the sequence."""
+        return self.stack is not None
+
+
+def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False) -> SplitPlan:
+    """Decides every parameter and module of the model that `facts` describe.
+
+    Raises:
+        PlanError: listing every rule that cannot be followed, with the legal sizes.
+    """
+    return _Resolver(plan, facts, tp_size, sequence_parallel).result()
+
+
+class _Resolver:
+    def __init__(self, plan: Plan, facts: ModelFacts, tp_size: int, sequence_parallel: bool) -> None:
+        self.facts = facts
+        self.tp_size = tp_size
+        self.sequence_parallel = sequence_parallel and tp_size > 1
+        self.problems: list[PlanError] = []
+        matcher = Matcher(facts.names())
+        self.unmatched = matcher.unmatched(plan)
+        governed = matcher.resolve(plan)
+        self.rules = dict(governed) if tp_size > 1 else {}
+        self._complete_tied_vocabulary()
+        self.head = self._vocabulary_head()
+        blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
+        self.regions = find_regions(facts, blocks)
+        self.stack = self._find_stack() if self.sequence_parallel else None
+
+    def result(self) -> SplitPlan:
+        parameters = {
+            fqn: self._parameter(fqn, module, name, shape)
+            for fqn, module, name, shape in self.facts.parameters()
+            if fqn not in self.facts.tied
+        }
+        heads = self._checked_heads()
+        self._check_ties(parameters)
+        if self.problems:
+            raise _all_problems(self.problems)
+        return SplitPlan(
+            tp_size=self.tp_size,
+            parameters=parameters,
+            regions=self.regions,
+            modules={
+                name: rule.style
+                for name, rule in self.rules.items()
+                if name in self.facts.modules and name != self.head and rule.style in _MODULE_STYLES
+            },
+            heads=heads,
+            head=self.head,
+            stack=self.stack,
+            unmatched=self.unmatched,
+        )
+
+    def _parameter(self, fqn: str, module: str, name: str, shape: Shape) -> ParameterPlan:
+        rule = self.rules.get(fqn) or self.rules.get(module)
+        if rule is None:
+            rule = Rule(fqn, "replicate", source="structure", reason="no rule names it")
+        placement: Placement = Replicate()
+        try:
+            placement = self._placement(rule, module, name, shape)
+        except PlanError as problem:
+            problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source}) on {fqn} {list(shape)}'
+            problem.summary = f"cannot split {fqn} over tp={self.tp_size}: {problem.summary}"
+            self.problems.append(problem)
+        return ParameterPlan(
+            fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, module, name, placement)
+        )
+
+    def _placement(self, rule: Rule, module: str, name: str, shape: Shape) -> Placement:
+        style, tp = rule.style, self.tp_size
+        kind = self.facts.modules[module].kind
+        last = len(shape) - 1
+        out_dim = last if kind == "transposed" else max(0, last - 1)
+        in_dim = out_dim - 1 if kind == "transposed" else last
+        if module == self.head:
+            return split_even(0, shape[0], parts=tp)
+        if style == "embedding_rowwise":
+            return split_even(0, shape[0], parts=tp)
+        if style == "embedding_colwise":
+            return feature_split(last, shape[last], heads=None, tp_size=tp)
+        heads = self._heads_around(module)
+        if style == "packed_colwise":
+            return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=tp)
+        if style == "qkv_colwise":
+            return qkv_split(out_dim, shape[out_dim], heads=heads, tp_size=tp)
+        if style in COLUMN_STYLES or style in GATHERED_STYLES or style == "norm_split":
+            return feature_split(out_dim, shape[out_dim], heads=heads, tp_size=tp)
+        if (len(shape) == 1 or name == "bias") and style.startswith(("rowwise", "packed_rowwise")):
+            return Replicate()
+        if style == "packed_rowwise":
+            return equal_sections(in_dim, shape[in_dim], num_sections=2, parts=tp)
+        if style in ROW_STYLES or style in ("rowwise_rep", "rowwise_split_input"):
+            return feature_split(in_dim, shape[in_dim], heads=heads, tp_size=tp)
+        return Replicate()
+
+    def _gradient(self, rule: Rule, module: str, name: str, placement: Placement) -> str:
+        """Whether a parameter's gradients differ between ranks. A split one's are complete (its replicas' aside)."""
+        if self.tp_size == 1 or isinstance(placement, Split):
+            return "whole"
+        region = self._region_of(module)
+        after_reduce = name == "bias" and rule.style in ROW_STYLES and region is not None and region.edge == "row"
+        if rule.style == "replicated_with_grad_allreduce" or (region is not None and not after_reduce):
+            return "partial"
+        return "partial" if self.stack is not None and self._sees_part_of_the_sequence(module) else "whole"
+
+    def _sees_part_of_the_sequence(self, module: str) -> bool:
+        """Inside the layer stack, or behind it where a split head makes all gradients partial."""
+        assert self.stack is not None
+        if module.startswith(f"{self.stack}."):
+            return True
+        order = list(self.facts.modules)
+        return self.head is not None and order.index(module) > order.index(self.stack)
+
+    def _heads_around(self, module: str) -> Heads | None:
+        region = self._region_of(module)
+        while module:
+            heads = self.facts.modules[module].heads
+            if heads is not None:
+                return heads
+            if region is not None and module == region.fqn:
+                return None
+            module = parent_of(module)
+        return None
+
+    def _region_of(self, module: str) -> Region | None:
+        for region in self.regions:
+            if module == region.fqn or module.startswith(f"{region.fqn}."):
+                return region
+        return None
+
+    def _checked_heads(self) -> dict[str, tuple[Heads, Heads]]:
+        found: dict[str, tuple[Heads, Heads]] = {}
+        for region in self.regions:
+            for module in (region.fqn, *self.facts.inside(region.fqn)):
+                heads = self.facts.modules[module].heads
+                if heads is None or module not in self._split_attention(module):
+                    continue
+                problem = check_heads(heads, self.tp_size)
+                if problem:
+                    why, fix = problem
+                    self.problems.append(
+                        PlanError(f"cannot split the heads of {module} over tp={self.tp_size}", why=why, fix=fix)
+                    )
+                else:
+                    found[module] = (heads, local_heads(heads, self.tp_size))
+        return found
+
+    def _split_attention(self, module: str) -> tuple[str, ...]:
+        """`module` if one of the projections inside it is column split."""
+        below = [name for name in self.rules if name.startswith(f"{module}.")]
+        return (module,) if any(self.rules[name].style in COLUMN_STYLES for name in below) else ()
+
+    def _vocabulary_head(self) -> str | None:
+        head = self.facts.head
+        rule = self.rules.get(head) if head else None
+        return head if rule is not None and rule.style in _VOCABULARY else None
+
+    def _complete_tied_vocabulary(self) -> None:
+        """A tied head follows its embedding and the other way round: it is one parameter."""
+        head, embedding = self.facts.head, self.facts.embedding
+        if not head or not embedding or f"{head}.weight" not in self.facts.tied or self.tp_size == 1:
+            return
+        styles = {head: "colwise_gather_output", embedding: "embedding_rowwise"}
+        for name, other in ((head, embedding), (embedding, head)):
+            given = self.rules.get(other)
+            if name not in self.rules and given is not None and given.style in _VOCABULARY:
+                self.rules[name] = Rule(name, styles[name], source="structure", reason=f"tied to {other}")
+
+    def _check_ties(self, parameters: Mapping[str, ParameterPlan]) -> None:
+        for alias, canonical in self.facts.tied.items():
+            module, _, name = alias.rpartition(".")
+            there = self._parameter(alias, module, name, parameters[canonical].shape)
+            if there.placement != parameters[canonical].placement:
+                self.problems.append(
+                    PlanError(
+                        f"{alias} and {canonical} are one tied parameter, but the plan splits them differently",
+                        why=f"{alias}: {there.placement}; {canonical}: {parameters[canonical].placement}",
+                        fix="give both the vocabulary styles (colwise_gather_output, embedding_rowwise) or replicate both",
+                    )
+                )
+
+    def _find_stack(self) -> str | None:
+        stacks = []
+        for name, facts in self.facts.modules.items():
+            split_inside = any(region.fqn.startswith(f"{name}.") for region in self.regions)
+            nested = any(name.startswith(f"{stack}.") for stack in stacks)
+            if facts.kind == "list" and split_inside and not nested:
+                stacks.append(name)
+        if len(stacks) != 1:
+            self.problems.append(
+                PlanError(
+                    "sequence parallelism needs one stack of layers",
+                    why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
+                    fix="use sequence_parallel=False",
+                )
+            )
+            return None
+        return stacks[0]
+
+
+def _all_problems(problems: list[PlanError]) -> PlanError:
+    if len(problems) == 1:
+        return problems[0]
+    seen: dict[str, str] = {}
+    for problem in problems:
+        text = str(problem)
+        # The same complaint about every layer is one complaint.
+        seen.setdefault("".join("*" if letter.isdigit() else letter for letter in text.split("\n")[0]), text)
+    return PlanError(
+        f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct", why="\n".join(seen.values())
+    )
+
+

@@ -1,0 +1,84 @@
+"""What planning needs to know about a model, as plain values: the parameters and modules, their shapes and their heads.
+
+Read off a real or meta model by `shardwise.split.facts`; nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+__all__ = ["Heads", "ModelFacts", "ModuleFacts", "parent_of"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The heads of one attention module.
+
+    Attributes:
+        num_heads: query heads.
+        num_key_value_heads: key/value heads; equal to `num_heads` in multi-head attention.
+        head_dim: features of a query head where the module says so, else None.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleFacts:
+    """One module: what it is, and the shapes of the parameters that it owns itself.
+
+    Attributes:
+        kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList` whose
+            items run in a row), or "other".
+        parameters: own parameter name to shape, children excluded.
+        heads: present on attention modules.
+    """
+
+    kind: str
+    parameters: Mapping[str, Shape] = field(default_factory=dict)
+    heads: Heads | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """A whole model.
+
+    Attributes:
+        model_type: transformers' `config.model_type`.
+        modules: FQN to facts in the model's own order; `""` is the model.
+        tied: alias parameter FQN to the FQN under which the parameter comes first.
+        head: FQN of the output embedding (`lm_head`), None where the model has none.
+        embedding: FQN of the input embedding, None where the model has none.
+    """
+
+    model_type: str
+    modules: Mapping[str, ModuleFacts]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    head: str | None = None
+    embedding: str | None = None
+
+    def parameters(self) -> Iterator[tuple[str, str, str, Shape]]:
+        """Every parameter as (FQN, module FQN, own name, canonical shape), tied aliases included."""
+        for module, facts in self.modules.items():
+            for name, shape in facts.parameters.items():
+                yield (f"{module}.{name}" if module else name), module, name, shape
+
+    def names(self) -> tuple[str, ...]:
+        """Every FQN a rule may name: modules and parameters."""
+        return (*(name for name in self.modules if name), *(fqn for fqn, *_ in self.parameters()))
+
+    def inside(self, ancestor: str) -> Iterator[str]:
+        """The FQNs of the modules below `ancestor`, itself excluded."""
+        prefix = f"{ancestor}." if ancestor else ""
+        return (name for name in self.modules if name.startswith(prefix) and name != ancestor and name)
+
+
+def parent_of(fqn: str) -> str:
+    """`a.b` for `a.b.c`, the empty name for a top-level one."""
+    return fqn.rpartition(".")[0]

@@ -1,0 +1,81 @@
+"""The spine: what splitting a model does, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardwise.errors import PlanError, UnsupportedError
+from shardwise.layers.context import SplitContext
+from shardwise.layers.registry import Registry, attach_registry, is_split
+from shardwise.mesh import Mesh
+from shardwise.split.door import guard_door
+from shardwise.split.facts import read_facts
+from shardwise.split.plans import choose_plan
+from shardwise.split.sequence import apply_sequence_parallelism, is_direct
+from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan
+
+__all__ = ["apply_layout"]
+
+
+def apply_layout(
+    model: nn.Module, mesh: Mesh, *, plan: str | Plan | Mapping[str, str] = "auto", sequence_parallel: bool = False
+) -> Registry:
+    """Splits `model` (real or meta) over `mesh` in place; parameter names stay.
+
+    Every rank decides the same from the same shapes, before anything is communicated or changed.
+
+    Raises:
+        PlanError: the plan cannot be followed; lists every problem.
+        UnsupportedError: the layout has an axis that is not supported yet.
+    """
+    _check_axes(mesh)
+    if is_split(model):
+        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
+    facts = read_facts(model)
+    tp_size = mesh.size("tp")
+    rules = choose_plan(model, facts, plan) if tp_size > 1 or plan != "auto" else Plan(())
+    split_plan = resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+
+    context = SplitContext(
+        group=mesh.group("tp"),
+        size=tp_size,
+        coord=mesh.coord("tp"),
+        mesh=mesh.device_mesh["tp"] if tp_size > 1 else None,
+        has_dropout=_has_dropout(model),
+    )
+    registry = Registry(mesh=mesh, plan=split_plan, context=context, tied=facts.tied)
+    direct = is_direct(model, split_plan, facts.embedding)
+    cut_parameters(model, registry)
+    if tp_size > 1:
+        apply_tensor_parallelism(model, registry)
+        apply_sequence_parallelism(model, registry, direct=direct)
+    attach_registry(model, registry)
+    guard_door(model, registry)
+    return registry
+
+
+def _check_axes(mesh: Mesh) -> None:
+    waiting = {axis: mesh.size(axis) for axis in ("pp", "ddp", "fsdp", "cp") if mesh.size(axis) > 1}
+    if waiting:
+        raise UnsupportedError(
+            f"layout {mesh.shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
+            why="only tp is supported so far",
+            fix=f"use tp{mesh.shape.world_size}",
+        )
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether anything in the model draws random numbers in training, as far as modules and configs say."""
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    owners = [getattr(model, "config", None), *model.modules()]
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        for owner in owners
+        if owner is not None
+        for name, value in vars(owner).items()
+    )

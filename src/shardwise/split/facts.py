@@ -1,0 +1,94 @@
+"""Reads structure facts off a live (real or meta) model: the only eyes that planning has.
+
+Head counts are read from the attention modules themselves, so a model whose layers differ in heads is seen as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.plan.structure import Heads, ModelFacts, ModuleFacts
+
+__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "read_facts"]
+
+# Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
+QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_VALUE_HEAD_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim")
+
+
+def read_facts(model: nn.Module) -> ModelFacts:
+    """The facts of `model`; reads shapes and attributes only, so meta models will do."""
+    canonical: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    modules: dict[str, ModuleFacts] = {}
+    for name, module in model.named_modules():
+        parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
+        modules[name] = ModuleFacts(kind=_kind(module), parameters=parameters, heads=_heads(module))
+        for own in parameters:
+            fqn = f"{name}.{own}" if name else own
+            first = canonical.setdefault(id(module._parameters[own]), fqn)
+            if first != fqn:
+                tied[fqn] = first
+    return ModelFacts(
+        model_type=getattr(getattr(model, "config", None), "model_type", "") or "",
+        modules=modules,
+        tied=tied,
+        head=_name_of(model, "get_output_embeddings"),
+        embedding=_name_of(model, "get_input_embeddings"),
+    )
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    if isinstance(module, nn.ModuleList):
+        return "list"
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]:
+        return "transposed"  # transformers' Conv1D stores [in, out]
+    return "other"
+
+
+def _heads(module: nn.Module) -> Heads | None:
+    """The module's heads if it is an attention: it knows a head's size and what it holds agrees with the counts."""
+    head_dim = _first_int(module, _HEAD_DIM_NAMES)
+    if head_dim is None and _first_int(module, QUERY_HEAD_NAMES) is None:
+        return None
+    config: Any = getattr(module, "config", None)
+    num_heads = _first_int(module, QUERY_HEAD_NAMES) or _first_int(config, QUERY_HEAD_NAMES)
+    if num_heads is None:
+        return None
+    groups = _first_int(module, ("num_key_value_groups",))
+    num_key_value_heads = _first_int(module, KEY_VALUE_HEAD_NAMES) or (num_heads // groups if groups else num_heads)
+    if "qk_head_dim" in vars(module):
+        # Latent attention: query, key and value features differ, so sizes are told by the count alone.
+        return Heads(num_heads=num_heads, num_key_value_heads=num_heads)
+    return Heads(num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
+
+
+def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _name_of(model: nn.Module, getter: str) -> str | None:
+    """FQN of the module that one of transformers' embedding getters returns, None where the model has none."""
+    get = getattr(model, getter, None)
+    if get is None:
+        return None
+    try:
+        found = get()
+    except (NotImplementedError, AttributeError):
+        return None
+    if not isinstance(found, nn.Module) or not isinstance(getattr(found, "weight", None), torch.Tensor):
+        return None
+    return next((name for name, module in model.named_modules() if module is found), None)

@@ -1,0 +1,56 @@
+"""Head counts on attention modules: what a module says about its own heads must be what it computes with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES
+from shardwise.plan.structure import Heads
+
+__all__ = ["LocalConfig", "apply_local_heads"]
+
+
+class LocalConfig:
+    """A module's view of the model's config with some values of its own; everything else is the config's.
+
+    Some attention forwards read head counts from `self.config`. The config itself is shared by the whole model, is saved
+    with it, and never changes.
+    """
+
+    def __init__(self, config: Any, **values: int) -> None:
+        self.__dict__.update(values, _config=config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_config":
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+
+def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[Heads, Heads]]) -> None:
+    """Sets the head counts of every split attention module to this rank's."""
+    for name, (full, local) in heads.items():
+        module = modules[name]
+        _set_counts(module, QUERY_HEAD_NAMES, full.num_heads, local.num_heads)
+        _set_counts(module, KEY_VALUE_HEAD_NAMES, full.num_key_value_heads, local.num_key_value_heads)
+        groups = full.num_heads // full.num_key_value_heads
+        _set_counts(module, ("num_key_value_groups",), groups, local.num_heads // local.num_key_value_heads)
+        read = _config_values_read(module)
+        values = {name: local.num_heads for name in QUERY_HEAD_NAMES if name in read}
+        values |= {name: local.num_key_value_heads for name in KEY_VALUE_HEAD_NAMES if name in read}
+        if values and getattr(module, "config", None) is not None:
+            module.config = LocalConfig(module.config, **values)
+
+
+def _set_counts(module: nn.Module, names: tuple[str, ...], full: int, local: int) -> None:
+    for name in names:
+        if name in vars(module) and getattr(module, name) == full:
+            setattr(module, name, local)
+
+
+def _config_values_read(module: nn.Module) -> frozenset[str]:
+    """The attribute names that the module's forward mentions."""
+    return frozenset(inspect.unwrap(type(module).forward).__code__.co_names)

@@ -1,0 +1,89 @@
+"""Sequence parallelism: where the hidden states are split along the sequence and joined again.
+
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.layers.edges import install_stack
+from shardwise.layers.registry import Registry
+from shardwise.plan.resolve import SplitPlan
+
+__all__ = ["apply_sequence_parallelism", "is_direct"]
+
+
+class _Reached(Exception):
+    """The first layer was reached; carries its input."""
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__()
+        self.hidden_states = hidden_states
+
+
+def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, direct: bool) -> nn.Module:
+    """Splits the sequence over the layer stack that the plan names, if it names one. Communicates nothing.
+
+    Args:
+        direct: what `is_direct` said of the model before its modules changed.
+    """
+    plan, context = registry.plan, registry.context
+    if plan.stack is None:
+        return model
+    layers = model.get_submodule(plan.stack)
+    assert isinstance(layers, nn.ModuleList)
+    context.defer_embedding = direct
+    context.sequence_parallel = True
+    install_stack(layers, context, partial_behind=plan.head is not None)
+    return model
+
+
+def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
+    """Whether the rows looked up in a split embedding, perhaps scaled, are all that enters the layers.
+
+    Then their sum over ranks can wait until the stack splits it along the sequence: a reduce-scatter instead of an
+    all-reduce and a slice. Found by running what comes before the first layer on made-up rows.
+    """
+    if plan.stack is None or embedding is None or plan.modules.get(embedding) != "embedding_rowwise":
+        return False
+    layers, module = model.get_submodule(plan.stack), model.get_submodule(embedding)
+    assert isinstance(layers, nn.ModuleList)
+    weight = module.get_parameter("weight")
+    rows = torch.randn(1, 4, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    hidden = _prologue(model, module, layers, rows)
+    if hidden is rows:
+        return True
+    if hidden is None or hidden.shape != rows.shape or hidden.is_meta:
+        return False
+    twice = _prologue(model, module, layers, rows * 2)
+    return twice is not None and torch.equal(twice, hidden * 2) and bool((hidden * rows >= 0).all())
+
+
+def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, rows: Tensor) -> Tensor | None:
+    """The first layer's input when the embedding gives `rows`; None where the model cannot run on its own like this."""
+
+    def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Reached(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+
+    hooks = [
+        embedding.register_forward_hook(lambda module, args, output: rows, prepend=True),
+        layers[0].register_forward_pre_hook(reached, with_kwargs=True, prepend=True),
+    ]
+    training = model.training
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
+    except _Reached as stop:
+        return stop.hidden_states
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        # The model wants other inputs, or cannot run on the meta device: then nothing is known, and nothing is deferred.
+        return None
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    return None

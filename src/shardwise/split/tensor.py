@@ -1,0 +1,125 @@
+"""Tensor parallelism: cuts parameters to this rank's part and makes the modules compute with it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.comm.collectives import reduce_from_region
+from shardwise.errors import UnsupportedError
+from shardwise.layers.canonical import local_tensor
+from shardwise.layers.context import SplitContext
+from shardwise.layers.edges import install_gathered, install_region
+from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
+from shardwise.layers.head import install_head, install_loss, install_side_outputs
+from shardwise.layers.linear import RowSplit, become
+from shardwise.layers.norm import SplitNorm, recognise_norm
+from shardwise.layers.registry import ParameterEntry, Registry
+from shardwise.layout.placement import Split
+from shardwise.layout.tensor import Layout, Step
+from shardwise.split.heads import apply_local_heads
+from shardwise.plan.resolve import SplitPlan
+
+__all__ = ["apply_tensor_parallelism", "cut_parameters"]
+
+
+def cut_parameters(model: nn.Module, registry: Registry) -> None:
+    """Replaces every split parameter's values by this rank's part (of a meta parameter, its shape), in place.
+
+    Parameters keep their identity, so tied ones stay tied, and own their storage.
+    """
+    coords = registry.mesh.coords
+    for fqn, planned in registry.plan.parameters.items():
+        step = Step("tp", registry.plan.tp_size, planned.placement)
+        layout = Layout(planned.shape, (step,) if registry.plan.tp_size > 1 else ())
+        entry = ParameterEntry(fqn=fqn, layout=layout, gradient=planned.gradient, registry=registry)
+        registry.entries[fqn] = entry
+        if entry.split is None:
+            continue
+        parameter = model.get_parameter(fqn)
+        if parameter.is_meta:
+            parameter.data = parameter.data.new_empty(layout.local_shape(coords))
+        else:
+            parameter.data = local_tensor(parameter.data, layout, coords)
+
+
+def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
+    """Changes the forward of the modules the plan names. Parameters are cut already. Communicates nothing."""
+    plan, context = registry.plan, registry.context
+    modules = dict(model.named_modules())
+    outer = {region.fqn for region in plan.regions if region.edge == "output"}
+    for name, module in modules.items():
+        _fit_sizes(module)
+        if name in plan.modules:
+            reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
+            _apply_style(module, plan.modules[name], _split_of(plan, name), context, reduces)
+    for region in plan.regions:
+        module = modules[region.fqn]
+        install_region(module, region.edge, context)
+        split = _split_of(plan, region.fqn)
+        if region.edge == "gather" and split is not None:
+            install_gathered(module, _sizes(split), context)
+    apply_local_heads(modules, plan.heads)
+    if plan.head is not None:
+        install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
+    install_loss(model, context)
+    install_side_outputs(getattr(model, "base_model", model), context)
+    return model
+
+
+def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, reduces: bool) -> None:
+    if style in ("rowwise", "rowwise_rep", "rowwise_split_input"):
+        if split is None:
+            return  # a bare parameter's rule: its module computes with it as it is
+        sizes = None if style == "rowwise" else _sizes(split)
+        become(module, RowSplit, _split=context, _reduces=reduces, _input_sizes=sizes)
+    elif style == "embedding_rowwise" and split is not None:
+        _split_vocabulary(module, split, context)
+    elif style == "embedding_colwise" and split is not None:
+        become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
+    elif style == "norm_split" and split is not None:
+        centered, offset = recognise_norm(module)
+        held = sum(split.local_size_of(coord) for coord in range(split.parts))
+        become(module, SplitNorm, _split=context, _num_features=held, _centered=centered, _weight_offset=offset)
+    elif style == "all_reduce":
+        module.register_forward_hook(lambda module, args, output: reduce_from_region(output, context.group))
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
+
+
+def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedError(
+            "an embedding with max_norm cannot be split over its vocabulary",
+            why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
+            fix='keep it whole with the style "replicate"',
+        )
+    start = sum(_sizes(split)[: context.coord])
+    rows = split.local_size_of(context.coord)
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:
+        module.padding_idx = padding - start if start <= padding < start + rows else None
+    become(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
+
+
+def _fit_sizes(module: nn.Module) -> None:
+    """Lets a linear or embedding say the sizes that it has now."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = weight.shape
+
+
+def _split_of(plan: SplitPlan, module: str) -> Split | None:
+    planned = plan.parameters.get(f"{module}.weight")
+    return planned.placement if planned is not None and isinstance(planned.placement, Split) else None
+
+
+def _weight_of(registry: Registry, module: str) -> str:
+    return registry.tied.get(f"{module}.weight", f"{module}.weight")
+
+
+def _sizes(split: Split) -> tuple[int, ...]:
+    return tuple(split.local_size_of(coord) for coord in range(split.parts))

@@ -1,0 +1,157 @@
+"""The client's end of the warm process that ranks are forked from (see `zygote.py` for why there is one)."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from shardwise.errors import RankError
+
+__all__ = ["DEFAULT_PRELOAD", "Outcome", "Pool", "default_pool"]
+
+DEFAULT_PRELOAD = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+)
+"""What every rank finds imported. Never a part of Shardwise: ranks import the code under test fresh."""
+
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of the ranks of one case, by rank.
+
+    Args:
+        outcome: "finished", "failed" (some rank exited with another code than 0) or "timeout".
+        exit_codes: of every rank; a negative one is the signal that ended it.
+        killed: ranks the pool ended, because another had failed or time was up.
+        unfinished: ranks that had not reported when the case was decided.
+    """
+
+    outcome: Literal["finished", "failed", "timeout"]
+    exit_codes: tuple[int, ...]
+    killed: tuple[int, ...]
+    unfinished: tuple[int, ...]
+
+
+class Pool:
+    """A warm process that forks ranks on request, started at its first case and again if it was closed.
+
+    One case runs at a time; threads queue. Building a Pool does nothing.
+
+    Args:
+        preload: modules the process imports once. They must not start threads.
+    """
+
+    def __init__(self, *, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
+        self._preload = tuple(preload)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._stderr: IO[bytes] | None = None
+
+    def run(self, directory: Path, *, world_size: int, timeout: float) -> Outcome:
+        """Run the case written in `directory` and wait for it; an interrupt meanwhile kills the ranks.
+
+        Raises:
+            RankError: the warm process cannot be started, or died.
+        """
+        with self._lock:
+            try:
+                if self._process is None:
+                    self._start()
+                reply = self._ask({"directory": str(directory), "world_size": world_size, "timeout": timeout})
+            except BaseException:  # Ctrl-C or a test's timeout: closing is what kills the ranks
+                self._stop()
+                raise
+        lists = {key: tuple(value) for key, value in reply.items() if key != "outcome"}
+        return Outcome(outcome=reply["outcome"], **lists)
+
+    def close(self) -> None:
+        """End the warm process and any rank it still runs; the next case starts a new one."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *self._preload],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            text=True,
+            env={**os.environ, **SINGLE_THREADED},
+            start_new_session=True,  # Ctrl-C in a terminal reaches us only; we pass it on by closing
+        )
+        atexit.register(self.close)
+        ready = self._read()
+        if ready["threads"] != 1:
+            raise RankError(
+                f"cannot fork ranks: preloading started {ready['threads'] - 1} thread(s)",
+                at=f"Pool(preload={self._preload!r})",
+                why="a fork of a process with threads inherits locks that nobody will ever release",
+                fix="leave out the module that starts threads when it is imported",
+            )
+
+    def _ask(self, request: Mapping[str, object]) -> Any:
+        process = self._process
+        assert process is not None and process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it is dead: reading says so, with its last words
+        return self._read()
+
+    def _read(self) -> Any:
+        process, stderr = self._process, self._stderr
+        assert process is not None and process.stdout is not None and stderr is not None
+        if line := process.stdout.readline():
+            return json.loads(line)
+        code = process.wait()
+        stderr.seek(0)
+        raise RankError(
+            f"the warm process that ranks are forked from ended with exit code {code}",
+            why=stderr.read().decode(errors="replace").strip() or "it printed nothing",
+            fix="mend the import of a preloaded module if that is what failed; the next case starts a new process",
+        )
+
+    def _stop(self) -> None:
+        process, stderr = self._process, self._stderr
+        self._process = self._stderr = None
+        if process is None or stderr is None:
+            return
+        atexit.unregister(self.close)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # a request was still buffered for a process that is gone
+        process.stdout.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        stderr.close()
+
+
+_DEFAULT = Pool()
+
+
+def default_pool() -> Pool:
+    """The pool that `spawn` uses unless told otherwise: one per process, started at its first case."""
+    return _DEFAULT

@@ -1,0 +1,1 @@
+"""Mesh shapes: axes, sizes, and which rank sits where. Arithmetic only."""

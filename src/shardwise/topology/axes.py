@@ -1,0 +1,33 @@
+"""The axes of a device mesh: their names, their order, and how a user spells their sizes."""
+
+from shardwise.errors import MeshError, did_you_mean
+
+__all__ = ["AXES", "DATA_AXES", "SIZE_NAMES", "check_axis"]
+
+AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
+"""Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
+
+DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
+"""Axes along which ranks see different rows of a batch."""
+
+SIZE_NAMES: dict[str, str] = {
+    "pp": "pp_size",
+    "ddp": "dp_replicate_size",
+    "fsdp": "fsdp_size",
+    "cp": "cp_size",
+    "tp": "tp_size",
+}
+"""Axis name -> the name of its size, as transformers spells it."""
+
+
+def check_axis(axis: str) -> None:
+    """Check that `axis` is an axis name.
+
+    Raises:
+        MeshError: there is no such axis.
+    """
+    if axis not in SIZE_NAMES:
+        raise MeshError(
+            f"unknown mesh axis {axis!r}{did_you_mean(axis, AXES)}",
+            fix=f"use one of {', '.join(AXES)}",
+        )

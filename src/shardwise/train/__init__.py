@@ -1,0 +1,1 @@
+"""Training: the step, the optimizer, clipping, random numbers, the loop and its data."""

@@ -1,0 +1,84 @@
+"""Gradient norms and clipping over every rank that holds a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.layers.canonical import owned_parts
+from shardwise.layers.registry import Registry, entry_of, registry_of
+from shardwise.train.gradients import reduce_gradients
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does on the whole model.
+
+    Every canonical element counts once, however many ranks hold it.
+
+    Args:
+        parameters: a split model, or some of its parameters (the same on every rank).
+        max_norm: what the norm is clipped to; `math.inf` clips nothing and just returns the norm.
+        norm_type: p of the p-norm, `math.inf` for the largest entry.
+        error_if_nonfinite: raise where the norm is infinite or NaN, on every rank.
+
+    Returns:
+        The norm before clipping, float32 scalar, the same on every rank.
+
+    Communicates: over tp, one all-reduce of one value; first sums gradients that are still partial if a model is given.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    if isinstance(parameters, nn.Module):
+        reduce_gradients(parameters)
+        registry: Registry | None = registry_of(parameters)
+        parameters = parameters.parameters()
+    else:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        registry = next((entry.registry for entry in map(entry_of, parameters) if entry is not None), None)
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    total = _total_norm(held, registry, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+    if gradients and math.isfinite(max_norm):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return total
+
+
+def _total_norm(held: list[Tensor], registry: Registry | None, norm_type: float) -> Tensor:
+    device = registry.mesh.device if registry is not None else (held[0].device if held else torch.device("cpu"))
+    parts = [part for parameter in held for part in _owned(parameter, registry) if part.numel()]
+    norms = torch._foreach_norm([part.float() for part in parts], norm_type) if parts else []
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    group = registry.mesh.group("tp") if registry is not None else None
+    if group is None:
+        return local
+    if math.isinf(norm_type):
+        dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
+        return local
+    powered = local.pow(norm_type)
+    dist.all_reduce(powered, group=group)
+    return powered.pow(1.0 / norm_type)
+
+
+def _owned(parameter: Tensor, registry: Registry | None) -> list[Tensor]:
+    entry = entry_of(parameter)
+    assert parameter.grad is not None
+    if entry is None or registry is None:
+        return [parameter.grad]
+    return owned_parts(parameter.grad, entry.layout, registry.mesh.coords)

@@ -1,0 +1,237 @@
+"""What a training run is asked to do, as frozen values. Building one reads nothing and starts nothing.
+
+The field names here are the keys of the YAML file that `shardwise train` reads, so renaming one is a breaking change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwise.errors import MeshError
+from shardwise.topology.shape import MeshShape
+
+__all__ = [
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Problem",
+    "ScheduleConfig",
+    "TrainConfig",
+    "check_config",
+    "lr_factor",
+]
+
+TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    Attributes:
+        key: the dotted key it is about, such as `optimizer.lr`.
+        what: what is wrong, with the value.
+        fix: what to write instead; empty when `what` says it all.
+    """
+
+    key: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" + (f"; {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained, and in which precision its weights are kept."""
+
+    path: str | None = None
+    """Model directory or hub id: its weights are loaded."""
+    config: str | dict[str, Any] | None = None
+    """Instead of `path`: a configuration (a mapping, or the path of a config.json), with weights drawn from the seed."""
+    tokenizer: str | None = None
+    """Tokenizer directory or hub id; by default the model's own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, gradients and optimizer state."""
+    plan: dict[str, str] = field(default_factory=dict)
+    """Rules laid over the automatic plan: name pattern -> style."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from, and how it is cut into rows."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them."""
+    dataset: str | None = None
+    """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
+    subset: str | None = None
+    """Configuration name of a `dataset` that has several."""
+    split: str = "train"
+    """Split of a `dataset`."""
+    text_key: str = "text"
+    """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
+    include: tuple[str, ...] = TEXT_PATTERNS
+    """Which files of a directory are read, as glob patterns below it."""
+    seq_length: int = 512
+    """Tokens in a row."""
+    cache_dir: str | None = None
+    """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How the learning rate moves over the run."""
+
+    name: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after the warmup."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises from 0."""
+    final_ratio: float = 0.1
+    """What is left of the rate at the last step, as a share of `lr`; `constant` does not decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and what bounds its updates."""
+
+    name: str = "AdamW"
+    """A class of torch.optim, or the dotted path of another."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the class, such as `betas: [0.9, 0.95]`."""
+    max_grad_norm: float | None = 1.0
+    """Gradients with a larger norm are scaled down to it; null leaves them."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where a run writes down what happens."""
+
+    dir: str = "runs/latest"
+    """Holds train.jsonl (one object a step), config.yaml and, if asked for, tensorboard/."""
+    every: int = 10
+    """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    layout: str = "tp1"
+    """Ranks along each axis, outermost first, such as `tp2`."""
+    sequence_parallel: bool = False
+    """Split activations between the tensor-parallel regions along the sequence."""
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Rows of one step, over all ranks and microbatches."""
+    num_microbatches: int = 1
+    """Parts in which each rank takes its rows; more of them need less memory."""
+    seed: int = 0
+    """Decides the order of the data, dropout, and weights that are not loaded."""
+    export: str | None = None
+    """Directory for the trained model and its tokenizer, for `from_pretrained`."""
+
+
+def check_config(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with `config` that can be told from its values alone."""
+    return [*_check_sources(config), *_check_numbers(config), *_check_layout(config)]
+
+
+def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
+    """Share of the peak learning rate at `step`, counted from 0, of `num_steps`."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / (schedule.warmup_steps + 1)
+    if schedule.name == "constant":
+        return 1.0
+    progress = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
+    left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return schedule.final_ratio + (1 - schedule.final_ratio) * left
+
+
+def _check_sources(config: TrainConfig) -> Iterator[Problem]:
+    model, data = config.model, config.data
+    if (model.path is None) == (model.config is None):
+        given = "neither is given" if model.path is None else "both are given"
+        yield Problem("model", f"takes either path (trained weights) or config (new weights); {given}")
+    if model.config is not None and model.tokenizer is None:
+        yield Problem("model.tokenizer", "is missing", "a model made from model.config brings no tokenizer, so name one")
+    if isinstance(model.config, Mapping) and "model_type" not in model.config:
+        yield Problem("model.config", "has no model_type", "name the architecture, such as model_type: llama")
+    if (data.path is None) == (data.dataset is None):
+        given = "neither is given" if data.path is None else "both are given"
+        yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
+    if data.dataset is None and data.subset is not None:
+        yield Problem("data.subset", "only means something with data.dataset")
+    if not data.include:
+        yield Problem("data.include", "is empty, so no file would be read")
+    for pattern in data.include:
+        if not pattern or pattern.startswith("/"):
+            yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
+
+
+def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
+    optimizer, schedule = config.optimizer, config.optimizer.schedule
+    counts = {
+        "steps": config.steps,
+        "batch_size": config.batch_size,
+        "num_microbatches": config.num_microbatches,
+        "log.every": config.log.every,
+    }
+    for key, count in counts.items():
+        if count < 1:
+            yield Problem(key, f"is {count}, must be at least 1")
+    if config.data.seq_length < 2:
+        yield Problem("data.seq_length", f"is {config.data.seq_length}, must be at least 2: each token predicts the next")
+    if not 0 <= config.seed < 2**63:
+        yield Problem("seed", f"is {config.seed}, must be between 0 and 2**63 - 1")
+    if not (optimizer.lr > 0 and math.isfinite(optimizer.lr)):
+        yield Problem("optimizer.lr", f"is {optimizer.lr}, must be a positive number")
+    if not (optimizer.weight_decay >= 0 and math.isfinite(optimizer.weight_decay)):
+        yield Problem("optimizer.weight_decay", f"is {optimizer.weight_decay}, must not be negative")
+    if optimizer.max_grad_norm is not None and not optimizer.max_grad_norm > 0:
+        yield Problem("optimizer.max_grad_norm", f"is {optimizer.max_grad_norm}, must be positive", "null turns it off")
+    for key in {"lr", "weight_decay"} & optimizer.options.keys():
+        yield Problem(f"optimizer.options.{key}", f"stands in the wrong place: it is optimizer.{key}")
+    if not 0 <= schedule.warmup_steps <= config.steps:
+        yield Problem(
+            "optimizer.schedule.warmup_steps", f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})"
+        )
+    if not 0 <= schedule.final_ratio <= 1:
+        yield Problem("optimizer.schedule.final_ratio", f"is {schedule.final_ratio}, must be between 0 and 1")
+
+
+def _check_layout(config: TrainConfig) -> Iterator[Problem]:
+    try:
+        shape = MeshShape.parse(config.layout)
+    except MeshError as error:
+        yield Problem("layout", str(error))
+        return
+    if config.batch_size < 1 or config.num_microbatches < 1:
+        return
+    parts = shape.data_size * config.num_microbatches
+    if config.batch_size % parts:
+        yield Problem(
+            "batch_size",
+            f"is {config.batch_size}, which does not divide into {shape.data_size} data-parallel part(s) "
+            f"of {config.num_microbatches} microbatch(es)",
+            f"use a multiple of {parts}",
+        )
+    if config.sequence_parallel and shape.tp_size == 1:
+        yield Problem("sequence_parallel", f"needs tp_size of at least 2; the layout is {shape}")

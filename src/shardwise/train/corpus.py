@@ -1,0 +1,277 @@
+"""From text to one flat file of tokens: find the documents, encode them once, keep the result.
+
+The file is the cache: little-endian uint32, documents one after the other, each ended by the separator. Its name is a
+digest of everything that decides its content, so a changed text or tokenizer makes another file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.train.whole import whole_file
+
+__all__ = [
+    "DatasetSource",
+    "Encoder",
+    "FileSource",
+    "Piece",
+    "Source",
+    "cache_path",
+    "find_files",
+    "read_tokens",
+    "text_fingerprint",
+    "write_tokens",
+]
+
+FORMAT = 1
+TOKEN_TYPE = np.dtype("<u4")
+PIECE_CHARS = 1 << 20
+"""A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
+ENCODE_CHARS = 4 << 20
+"""Text handed to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of text from one document; the separator follows it if it `ends_document`."""
+
+    text: str
+    ends_document: bool = True
+
+
+class Source(Protocol):
+    """Documents in a fixed order, and a digest that changes when they do."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def size(self) -> int:
+        """How much there is to read, in the source's own unit: what progress is a share of."""
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """Each piece, with how much of `size` has been read after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """A tokenizer, as far as it matters here.
+
+    Attributes:
+        encode: texts -> token ids of each, without special tokens.
+        separator: the token that ends a document.
+        fingerprint: digest of the vocabulary and its rules.
+    """
+
+    encode: Callable[[list[str]], Sequence[Sequence[int]]]
+    separator: int
+    fingerprint: str
+
+
+def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
+    """The files that `path` stands for: itself, or those below it that match a pattern, sorted; hidden ones are left out.
+
+    Raises:
+        LoadError: there is no such path, or no file matches.
+    """
+    if path.is_file():
+        return (path,)
+    if not path.is_dir():
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise LoadError(
+            f"there is no file or directory {path}{did_you_mean(path.name, beside)}",
+            at="data.path",
+            fix="give an existing path, or data.dataset for the datasets library",
+        )
+    found = {file for pattern in include for file in path.glob(pattern) if file.is_file()}
+    files = sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts))
+    if not files:
+        suffixes = sorted({entry.suffix or entry.name for entry in path.rglob("*") if entry.is_file()})
+        raise LoadError(
+            f"no file below {path} matches {', '.join(include)}",
+            at="data.include",
+            why=f"it holds {', '.join(suffixes[:12])}" if suffixes else "it holds no files",
+            fix="say which files are text, such as data.include=['**/*.txt']",
+        )
+    return tuple(files)
+
+
+class FileSource:
+    """Text files, one document each, and .jsonl files, one document a line.
+
+    Args:
+        files: what to read, in this order.
+        text_key: key of a .jsonl line that holds the text.
+    """
+
+    def __init__(self, files: Sequence[Path], *, text_key: str = "text") -> None:
+        self.files = tuple(files)
+        self.text_key = text_key
+        self._sizes = [file.stat().st_size for file in self.files]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(self._sizes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of names, sizes and modification times: reading every byte would cost as much as encoding does."""
+        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        return _digest("files", self.text_key, stats)
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """Each piece, with the bytes of all files finished before it.
+
+        Raises:
+            LoadError: a file is not UTF-8, or a line of a .jsonl file holds no text.
+        """
+        done = 0
+        for file, size in zip(self.files, self._sizes, strict=True):
+            read = self._lines if file.suffix == ".jsonl" else self._blocks
+            try:
+                for piece in read(file):
+                    yield piece, done
+            except UnicodeDecodeError as error:
+                raise LoadError(
+                    f"{file} is not UTF-8 text",
+                    why=str(error),
+                    fix="convert it (iconv -f ... -t UTF-8), or leave it out with data.include",
+                ) from error
+            done += size
+
+    def _blocks(self, file: Path) -> Iterator[Piece]:
+        with file.open(encoding="utf-8", newline="") as lines:
+            block = "".join(lines.readlines(PIECE_CHARS))
+            while block:
+                following = "".join(lines.readlines(PIECE_CHARS))
+                yield Piece(block, ends_document=not following)
+                block = following
+
+    def _lines(self, file: Path) -> Iterator[Piece]:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    document = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
+                yield Piece(_text_of(document, self.text_key, f"{file}:{number}"))
+
+
+class DatasetSource:
+    """The rows of one split of a `datasets` data set, one document each.
+
+    Args:
+        rows: the split: sized, iterable, each row a mapping.
+        text_key: the column that holds the text.
+        fingerprint: what `datasets` calls the state of the split.
+    """
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], *, text_key: str, fingerprint: str) -> None:
+        self.rows = rows
+        self.text_key = text_key
+        self.fingerprint = _digest("dataset", text_key, fingerprint)
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        assert isinstance(self.rows, Sized)
+        return len(self.rows)
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """Each row's text, with the rows read before it. Raises `LoadError` where a row holds none."""
+        for number, row in enumerate(self.rows):
+            yield Piece(_text_of(row, self.text_key, f"row {number}")), number
+
+
+def cache_path(directory: Path, source: Source, encoder: Encoder) -> Path:
+    """Where the tokens of `source` under `encoder` are kept."""
+    return directory / f"{_digest(FORMAT, source.fingerprint, encoder.fingerprint, encoder.separator)}.tokens"
+
+
+def write_tokens(
+    path: Path, source: Source, *, encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
+) -> None:
+    """Encodes `source` into `path`, which appears only when it is complete.
+
+    Args:
+        path: where to write.
+        source: the documents.
+        encoder: the tokenizer.
+        on_progress: told how much of `source.size` has been encoded.
+
+    Raises:
+        LoadError: the source could not be read, or holds no text at all.
+    """
+    num_tokens = 0
+    with whole_file(path) as partial, partial.open("wb") as out:
+        for pieces, done in _batches(source):
+            rows = encoder.encode([piece.text for piece in pieces])
+            for piece, row in zip(pieces, rows, strict=True):
+                tokens = [*row, encoder.separator] if piece.ends_document else row
+                out.write(np.asarray(tokens, dtype=TOKEN_TYPE).tobytes())
+                num_tokens += len(tokens)
+            on_progress(done)
+        if num_tokens == 0:
+            raise LoadError("the data holds no text", at="data", why="every file or line is empty")
+    on_progress(source.size)
+
+
+def read_tokens(path: Path) -> NDArray[np.uint32]:
+    """The tokens in `path` as a read-only memory map: uint32 [num_tokens]."""
+    return np.memmap(path, dtype=TOKEN_TYPE, mode="r")
+
+
+def _batches(source: Source) -> Iterator[tuple[list[Piece], int]]:
+    pieces: list[Piece] = []
+    num_chars = 0
+    done = 0
+    for piece, done in source.pieces():
+        if not piece.text:
+            continue
+        pieces.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= ENCODE_CHARS:
+            yield pieces, done
+            pieces, num_chars = [], 0
+    if pieces:
+        yield pieces, done
+
+
+def text_fingerprint(text: str) -> str:
+    """A short digest of `text`."""
+    return _digest(text)
+
+
+def _text_of(document: object, key: str, place: str) -> str:
+    if not isinstance(document, Mapping):
+        raise LoadError(
+            f"expected an object with the key {key!r}, found {type(document).__name__}",
+            at=place,
+            fix='a line looks like {"text": "..."}',
+        )
+    if key not in document:
+        raise ConfigError(
+            f"data.text_key is {key!r}, which is not there{did_you_mean(key, map(str, document))}",
+            at=place,
+            why=f"the keys are {', '.join(map(str, document))}",
+        )
+    text = document[key]
+    if not isinstance(text, str):
+        raise LoadError(f"{key!r} holds {type(text).__name__}, not text", at=place)
+    return text
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]

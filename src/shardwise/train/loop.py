@@ -1,0 +1,130 @@
+"""The trainer behind `shardwise train`: takes batches, steps, and tells what happens.
+
+It is handed everything ready-made, so it neither knows how a model was split nor where a batch came from.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwise.errors import BatchError
+from shardwise.train.config import OptimizerConfig, lr_factor
+from shardwise.train.step import StepResult
+
+__all__ = ["Parts", "Reporter", "StepRecord", "run_loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        step: forward and backward of one batch; leaves gradients in the model (a `TrainStep`).
+        clip: scales gradients down to a norm and returns the norm they had.
+        optimizer: already holds the model's parameters.
+        batches: an endless stream of this rank's batches.
+        device: where the model computes, and so where memory counts.
+    """
+
+    step: Callable[[Mapping[str, torch.Tensor]], StepResult]
+    clip: Callable[[float], torch.Tensor | float]
+    optimizer: torch.optim.Optimizer
+    batches: Iterator[Mapping[str, torch.Tensor]]
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step, as it is logged.
+
+    Attributes:
+        step: counted from 1.
+        loss: mean over the tokens of the global batch, before this step's update.
+        lr: learning rate of the update.
+        grad_norm: norm of the gradients before clipping.
+        tokens: tokens of the global batch that counted towards the loss.
+        tokens_per_second: over all ranks.
+        memory_bytes: most that this rank has held so far: on its GPU, or of the process where there is none.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    memory_bytes: int
+
+
+class Reporter(Protocol):
+    """Someone who is told of every step."""
+
+    def report(self, record: StepRecord) -> None: ...
+
+
+def run_loop(
+    parts: Parts, *, num_steps: int, settings: OptimizerConfig, reporters: Sequence[Reporter] = (), first_step: int = 0
+) -> StepRecord | None:
+    """Runs steps `first_step` to `num_steps` (counted from 0) and returns the last one's record.
+
+    Args:
+        parts: the step, the optimizer and their surroundings.
+        num_steps: length of the whole run, which the learning rate schedule spans.
+        settings: the learning rate, its schedule and the clipping.
+        reporters: told of each step, in this order; usually on one rank only.
+        first_step: steps already taken.
+
+    Raises:
+        BatchError: the loss or the gradient norm is not finite. The weights are still those of the step before.
+    """
+    record = None
+    for index in range(first_step, num_steps):
+        lr = settings.lr * lr_factor(settings.schedule, step=index, num_steps=num_steps)
+        record = _run_step(parts, index + 1, lr=lr, max_grad_norm=settings.max_grad_norm)
+        for reporter in reporters:
+            reporter.report(record)
+    return record
+
+
+def _run_step(parts: Parts, step: int, *, lr: float, max_grad_norm: float | None) -> StepRecord:
+    started = time.perf_counter()
+    for group in parts.optimizer.param_groups:
+        group["lr"] = lr
+    result = parts.step(next(parts.batches))
+    # An infinite bound changes nothing, and the norm is worth knowing all the same.
+    grad_norm = float(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
+    loss = float(result.loss)
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise BatchError(
+            f"training diverged: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
+            at=f"step {step}",
+            why=f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}",
+            fix="lower optimizer.lr, raise optimizer.schedule.warmup_steps, or use a wider model.dtype",
+        )
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    seconds = time.perf_counter() - started
+    return StepRecord(
+        step=step,
+        loss=loss,
+        lr=lr,
+        grad_norm=grad_norm,
+        tokens=result.num_tokens,
+        tokens_per_second=result.num_tokens / seconds,
+        memory_bytes=_peak_memory_bytes(parts.device),
+    )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,153 @@
+"""One training step, forward and backward, for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import BatchError
+from shardwise.layers.registry import registry_of
+from shardwise.mesh import Mesh
+from shardwise.train.gradients import add_back, mark_unsummed, reduce_gradients, set_aside_summed
+
+__all__ = ["StepResult", "TrainStep"]
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step computed.
+
+    Attributes:
+        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the whole batch, the same on
+            every rank. `float(result.loss)` waits for the device.
+        num_tokens: target tokens of the whole batch.
+    """
+
+    loss: Tensor
+    num_tokens: int
+
+
+class TrainStep:
+    """Runs forward and backward of one batch and leaves summed, complete gradients in `parameter.grad`.
+
+    Gradients accumulate over calls until they are zeroed, as in plain torch.
+
+    Args:
+        model: a model that `shardwise.load` or `shardwise.parallelize` returned.
+        mesh: the mesh it was split over.
+        num_microbatches: into how many equal runs of rows a batch is divided; the rows must divide by it.
+
+    Raises:
+        BatchError: `num_microbatches` is no positive integer.
+        ShardwiseError: the model is not split by Shardwise.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, *, num_microbatches: int = 1) -> None:
+        if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
+            raise BatchError(
+                f"num_microbatches is {num_microbatches!r}", why="it counts microbatches", fix="use an integer of at least 1"
+            )
+        registry_of(model)
+        self.model = model
+        self.mesh = mesh
+        self.num_microbatches = num_microbatches
+
+    def __call__(self, batch: Mapping[str, Any]) -> StepResult:
+        """Computes loss and gradients of `batch`.
+
+        Args:
+            batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device; this
+                data rank's rows, the same on every tp rank. Values without rows are handed on as they are.
+
+        Returns:
+            The loss as the mean over all target tokens, and their number. A microbatch without any target counts
+            nothing; where the whole batch has none, loss and gradients are 0.
+
+        Raises:
+            BatchError: labels are missing, tensors differ in rows, or rows do not divide by `num_microbatches`.
+
+        Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient phase]).
+        """
+        rows = _check_batch(batch, self.num_microbatches)
+        placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
+        counts = [_count_targets(self.model, part) for part in _microbatches(placed, rows, self.num_microbatches)]
+        num_tokens = sum(counts)
+        earlier = set_aside_summed(self.model)
+        total = torch.zeros((), device=self.mesh.device)
+        for part, count in zip(_microbatches(placed, rows, self.num_microbatches), counts, strict=True):
+            total += self._microbatch(part, count / num_tokens if num_tokens else 0.0)
+        mark_unsummed(self.model)
+        reduce_gradients(self.model)
+        add_back(self.model, earlier)
+        return StepResult(loss=total, num_tokens=num_tokens)
+
+    def _microbatch(self, part: Mapping[str, Any], weight: float) -> Tensor:
+        """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
+        loss = self.model(**part).loss
+        if weight == 0.0:
+            # The mean over no targets is 0/0; what it would have been is nothing.
+            loss = torch.nan_to_num(loss) * 0.0
+        scaled = loss if weight == 1.0 else loss * weight
+        if weight:
+            scaled.backward()
+        return scaled.detach().float()
+
+
+def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
+    """The number of rows; raises where the batch cannot be trained on."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"a batch cannot be a {type(batch).__name__}",
+            fix='pass a dict of the model\'s inputs, such as {"input_ids": ids, "labels": ids}',
+        )
+    if batch.get("labels") is None:
+        raise BatchError(
+            f"the batch has no labels (it has {', '.join(sorted(batch)) or 'nothing'})",
+            why="the model computes its loss from them",
+            fix='add "labels": the input ids themselves for causal models, with -100 where nothing is to be learned',
+        )
+    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    if len(set(rows.values())) > 1:
+        raise BatchError(
+            "the tensors of the batch differ in rows", why=", ".join(f"{name}: {count}" for name, count in rows.items())
+        )
+    num_rows = next(iter(rows.values()))
+    if num_rows == 0 or num_rows % num_microbatches:
+        raise BatchError(
+            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
+            why="every microbatch has the same number of rows, at least one",
+            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
+        )
+    return num_rows
+
+
+def _microbatches(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    size = rows // count
+
+    def part(value: Any, index: int) -> Any:
+        if isinstance(value, Tensor) and value.ndim:
+            return value if count == 1 else value[index * size : (index + 1) * size]
+        return value
+
+    return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
+
+
+def _place(value: Any, device: torch.device) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Labels that the model's loss counts: all that are not ignored, the first of each row aside where it shifts them."""
+    labels = batch["labels"]
+    if not isinstance(labels, Tensor):
+        return 1
+    if labels.ndim > 1 and getattr(model, "loss_type", None) == "ForCausalLM":
+        labels = labels[..., 1:]
+    return int((labels != IGNORED).sum())

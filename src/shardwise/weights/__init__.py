@@ -1,0 +1,1 @@
+"""Weights on disk: read exactly the bytes a rank owns, write plain Hugging Face safetensors."""

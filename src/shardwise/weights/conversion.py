@@ -1,0 +1,322 @@
+"""The one adapter over transformers' weight conversions: checkpoint keys to a model's tensors, and back.
+
+transformers owns the rules: which keys are renamed, which tensors are fused, split or transposed, what may be missing.
+Here its objects run on lazy tensors, so that the result is not loaded weights but, per tensor, where each box of it
+comes from. Written against transformers 5.17 to 5.23, using from it
+
+- `core_model_loading`: `rename_source_key`, `revert_weight_conversion`, `dot_natural_key`, `WeightConverter`,
+  `WeightRenaming` (`add_tensor`, `convert`, `was_used`), `SkipParameters`;
+- `conversion_mapping.get_model_conversion_mapping`;
+- on models: `base_model_prefix`, `all_tied_weights_keys`, `_keys_to_ignore_on_save`, `_weight_conversions`,
+  `_adjust_missing_and_unexpected_keys`.
+"""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    SkipParameters,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from shardwise.errors import UnsupportedError
+from shardwise.layout.boxes import full_box
+from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.lazy import LazyTensor
+from shardwise.weights.nodes import Source
+
+__all__ = ["ExportGroup", "Resolution", "find_unequal_ties", "plan_export", "resolve_keys", "revert_names"]
+
+Shape = tuple[int, ...]
+_COMPARED_AT_ONCE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Where every tensor of a model comes from, and what transformers would report.
+
+    Attributes:
+        tensors: FQN to its canonical tensor, of the right shape. Tied names are all here when one of them was stored.
+        missing: FQNs the checkpoint has nothing for (tied and ignorable ones excepted): to be initialised.
+        unexpected: Keys of the checkpoint, renamed, that the model has no place for.
+        mismatched: FQN to (shape in the checkpoint, shape in the model): to be initialised too.
+        conversion_errors: FQN to the text of what went wrong converting it; it is also in `missing`.
+        duplicates: Tied FQN to the FQN it is tied to, where the checkpoint holds both: see `find_unequal_ties`.
+    """
+
+    tensors: Mapping[str, LazyTensor]
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    mismatched: Mapping[str, tuple[Shape, Shape]]
+    conversion_errors: Mapping[str, str]
+    duplicates: Mapping[str, str]
+
+
+def resolve_keys(
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    shapes: Mapping[str, Shape],
+    *,
+    key_mapping: Mapping[str, str] | None = None,
+) -> Resolution:
+    """Find for every tensor of `model` the bytes of the checkpoint that it is made of. Reads no weights.
+
+    As a side effect, `model._weight_conversions` keeps the conversions that were used: transformers' own way of
+    remembering the checkpoint's format for saving.
+
+    Args:
+        model: Any transformers model, on meta or real, whole or already split.
+        index: The checkpoint.
+        shapes: FQN to canonical shape for the whole model: all of `state_dict()` before any split.
+        key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
+
+    Raises:
+        UnsupportedError: the model is quantized.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has a quantized checkpoint",
+            at=index.location,
+            why="Shardwise reads plain weights; quantized ones need their own decoding",
+            fix="load a checkpoint that is not quantized",
+        )
+    conversions = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
+    collected = _Collected(model, shapes, conversions)
+    for key in sorted(index, key=dot_natural_key):
+        entry = index[key]
+        collected.add(key, LazyTensor.of(index, key, entry.shape, entry.dtype))
+    collected.convert()
+    duplicates = collected.tie()
+    model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+    info = SimpleNamespace(missing_keys=collected.missing, unexpected_keys=collected.unexpected)
+    model._adjust_missing_and_unexpected_keys(info)
+    return Resolution(
+        tensors=collected.tensors,
+        missing=frozenset(info.missing_keys),
+        unexpected=frozenset(info.unexpected_keys),
+        mismatched=collected.mismatched,
+        conversion_errors=collected.conversion_errors,
+        duplicates=duplicates,
+    )
+
+
+# What conversions may ask of the model. Some compare a tensor with the parameter it becomes, and a split model's
+# parameters have local shapes; everything else is the model's own answer.
+class _CanonicalModel:
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, Shape]) -> None:
+        self._model = model
+        self._shapes = shapes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        if name not in self._shapes:
+            raise AttributeError(f"the model has no parameter {name!r}")
+        return torch.empty(self._shapes[name], device="meta")
+
+    get_parameter_or_buffer = get_parameter
+
+
+class _Collected:
+    """One pass of transformers' loading over lazy tensors, and what it found."""
+
+    def __init__(self, model: PreTrainedModel, shapes: Mapping[str, Shape], conversions: list[Any]) -> None:
+        self._model = model
+        self._canonical = _CanonicalModel(model, shapes)
+        self._shapes = shapes
+        self._renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        self._by_pattern = {
+            pattern: converter for converter in self._converters for pattern in converter.source_patterns
+        }
+        self._pending: dict[str, Any] = {}
+        self.tensors: dict[str, LazyTensor] = {}
+        self.missing: set[str] = set(shapes)
+        self.unexpected: set[str] = set()
+        self.mismatched: dict[str, tuple[Shape, Shape]] = {}
+        self.conversion_errors: dict[str, str] = {}
+
+    def add(self, key: str, tensor: LazyTensor) -> None:
+        """Rename `key` and hand its tensor to the conversion that wants it."""
+        name, pattern = self._rename(key, self._renamings, self._converters)
+        if name not in self._shapes and key in self._shapes:
+            name, pattern = self._rename(key, [], [])
+        if name in self._shapes:
+            if name not in self._pending:  # every target has a converter of its own, which several keys may feed
+                fresh = deepcopy(self._by_pattern[pattern]) if pattern is not None else WeightRenaming(key, name)
+                self._pending[name] = fresh
+            self._pending[name].add_tensor(name, key, pattern or key, tensor)
+        elif pattern is not None:
+            targets = self._by_pattern[pattern].target_patterns
+            self.unexpected.update(name.replace(targets[0], target) for target in targets)
+        else:
+            self.unexpected.add(name)
+
+    def _rename(self, key: str, renamings: list[Any], converters: list[Any]) -> tuple[str, str | None]:
+        return rename_source_key(key, renamings, converters, self._model.base_model_prefix, self._shapes)
+
+    def convert(self) -> None:
+        """Run the conversions. One that fails is recorded, and what it should have made stays missing."""
+        info = SimpleNamespace(missing_keys=self.missing, conversion_errors=self.conversion_errors)
+        for name, transform in self._pending.items():
+            try:
+                made = transform.convert(name, model=self._canonical, config=self._model.config, loading_info=info)
+            except SkipParameters:
+                continue
+            for target, value in made.items():
+                self._take(target, value[0] if isinstance(value, list) else value)
+
+    def _take(self, target: str, tensor: torch.Tensor) -> None:
+        if target not in self._shapes:
+            self.unexpected.add(target)
+            return
+        self.missing.discard(target)
+        if not isinstance(tensor, LazyTensor):  # computed at once: see [Note: operations outside the algebra]
+            tensor = LazyTensor.of_value(tensor)
+        shape, wanted = tuple(tensor.shape), tuple(self._shapes[target])
+        if shape == wanted:
+            self.tensors[target] = tensor
+        else:
+            self.mismatched[target] = (shape, wanted)
+
+    def tie(self) -> dict[str, str]:
+        """Let one stored name of a tied tensor serve all its names; return the ones stored twice."""
+        groups: dict[str, list[str]] = {}
+        for target, source in self._model.all_tied_weights_keys.items():
+            groups.setdefault(source, [source]).append(target)
+        duplicates: dict[str, str] = {}
+        for names in groups.values():
+            # In the order of preference that transformers has: the source, then its targets in order.
+            stored = [name for name in names if name in self.tensors]
+            if not stored:
+                continue
+            duplicates.update(dict.fromkeys(stored[1:], stored[0]))
+            for name in names:
+                self.tensors.setdefault(name, self.tensors[stored[0]])
+                self.missing.discard(name)
+        return duplicates
+
+
+def find_unequal_ties(resolution: Resolution) -> dict[str, str]:
+    """The `duplicates` whose two stored tensors differ: transformers leaves those untied. Reads both, in blocks."""
+    return {
+        target: source
+        for target, source in resolution.duplicates.items()
+        if not _is_equal(resolution.tensors[target], resolution.tensors[source])
+    }
+
+
+def _is_equal(a: LazyTensor, b: LazyTensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.ndim == 0 or a.numel() == 0:
+        return torch.equal(a.read(), b.read())
+    rest = full_box(tuple(a.shape))[1:]
+    rows = max(1, _COMPARED_AT_ONCE_BYTES * a.shape[0] // a.nbytes)
+    blocks = (((start, min(start + rows, a.shape[0])), *rest) for start in range(0, a.shape[0], rows))
+    return all(torch.equal(a.read(block), b.read(block)) for block in blocks)
+
+
+@dataclass(frozen=True)
+class ExportGroup:
+    """Tensors of a model that must be at hand together to write some tensors of a checkpoint.
+
+    Attributes:
+        fqns: Names in the model.
+        names: Names in the checkpoint.
+    """
+
+    fqns: tuple[str, ...]
+    names: tuple[str, ...]
+    _made: tuple[LazyTensor, ...]
+    _store: "_StateStore"
+
+    def build(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors by name, from the canonical tensors `state` of all `fqns`.
+
+        A tensor that is only renamed is the one in `state`; the others are new.
+        """
+        self._store.tensors = {fqn: state[fqn].detach() for fqn in self.fqns}
+        try:
+            return {
+                name: self._store.tensors[lazy.node.key] if isinstance(lazy.node, Source) else lazy.read()
+                for name, lazy in zip(self.names, self._made, strict=True)
+            }
+        finally:
+            self._store.tensors = {}
+
+
+class _StateStore:
+    def __init__(self) -> None:
+        self.tensors: Mapping[str, torch.Tensor] = {}
+
+    def map_tensor(self, key: str) -> torch.Tensor:
+        return self.tensors[key]
+
+    def count(self, nbytes: int) -> None:
+        """Nothing is read from disk."""
+
+
+def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
+    """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
+
+    transformers' reverse conversion runs once, over the whole model, on lazy tensors: a group is what the result shows
+    to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
+
+    Args:
+        model: Any transformers model, whole or split.
+        tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the whole model.
+    """
+    store = _StateStore()
+    ties = model.all_tied_weights_keys
+    dropped = {target for target, source in ties.items() if source in tensors}
+    dropped.update(model._keys_to_ignore_on_save or ())
+    lazies = {
+        fqn: LazyTensor.of(store, fqn, tensor.shape, tensor.dtype)
+        for fqn, tensor in tensors.items()
+        if fqn not in dropped
+    }
+    canonical = _CanonicalModel(model, {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()})
+    made = revert_weight_conversion(canonical, lazies)
+    return tuple(
+        ExportGroup(fqns, names, tuple(made[name] for name in names), store) for fqns, names in _connected(made)
+    )
+
+
+def _connected(made: Mapping[str, LazyTensor]) -> Iterable[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Group names that share sources, in order: (sources, names)."""
+    group_of: dict[str, dict[str, None]] = {}
+    names_of: dict[int, list[str]] = {}
+    for name, lazy in made.items():
+        sources = dict.fromkeys(lazy.keys)
+        names = [name]
+        for known in {id(group_of[key]): group_of[key] for key in sources if key in group_of}.values():
+            sources = {**known, **sources}
+            names = [*names_of.pop(id(known)), *names]
+        for key in sources:
+            group_of[key] = sources
+        names_of[id(sources)] = names
+    groups = {id(group): group for group in group_of.values()}
+    return [(tuple(groups[key]), tuple(names)) for key, names in names_of.items()]
+
+
+def revert_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A whole canonical `state` of `model` in the names and format of its checkpoint.
+
+    For a model that fits in memory; `plan_export` does the same group by group.
+    """
+    result: dict[str, torch.Tensor] = {}
+    for group in plan_export(model, state):
+        result.update(group.build(state))
+    return result

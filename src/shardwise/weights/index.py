@@ -1,0 +1,149 @@
+"""`CheckpointIndex`: a checkpoint's keys, shapes and dtypes, and any box of any tensor.
+
+Opening reads headers only. Files are memory-mapped when first read: a box is copied straight from the page cache into
+the tensor that will hold it, so no anonymous memory is used beyond that tensor, whatever the box's strides.
+"""
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from shardwise.errors import LoadError, did_you_mean
+from shardwise.layout.boxes import Box, shape_of
+from shardwise.weights.header import TensorEntry, read_header
+from shardwise.weights.locate import CheckpointFiles, locate_files
+
+__all__ = ["CheckpointIndex"]
+
+
+class CheckpointIndex(Mapping[str, TensorEntry]):
+    """The tensors of a safetensors checkpoint by key; a context manager that closes its files.
+
+    May be read from several threads. `bytes_read` counts what was asked of the checkpoint: the sum of the slices
+    copied, in the dtype they are stored in.
+    """
+
+    def __init__(self, entries: Mapping[str, TensorEntry], location: str) -> None:
+        self.location = location
+        self.bytes_read = 0
+        self._entries = dict(entries)
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
+        """Open a local directory or a hub id; `options` as in `locate_files` (variant, subfolder, revision, ...).
+
+        Raises:
+            LoadError: nothing there, no safetensors, a shard is missing, empty, truncated or damaged, or the index
+                file names a key that its shard does not hold.
+        """
+        files = locate_files(path_or_hub_id, **options)
+        entries: dict[str, TensorEntry] = {}
+        for path in files.paths:
+            entries.update(read_header(path))
+        _check_weight_map(files, entries)
+        return cls(entries, os.fspath(path_or_hub_id))
+
+    def __getitem__(self, key: str) -> TensorEntry:
+        return self._entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files. Tensors already read own their memory and stay valid; reading on is an error."""
+        with self._lock:
+            self._closed = True
+            self._maps.clear()  # a map is unmapped with the last reference to it, so a read in flight finishes
+
+    def read(
+        self, key: str, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """The elements `box` (default: all) of `key` as a new tensor that owns its storage.
+
+        Raises:
+            LoadError: the checkpoint has no such key, or the box is not inside the tensor.
+        """
+        source = self.map_tensor(key)
+        if box is not None:
+            source = source[_check_box(key, box, source.shape)]
+        result = torch.empty(source.shape, dtype=dtype or source.dtype, device=device)
+        result.copy_(source)
+        self.count(source.nbytes)
+        return result
+
+    def map_tensor(self, key: str) -> torch.Tensor:
+        """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
+
+        Never write to it, and drop it soon: it keeps the file mapped.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            raise LoadError(f"the checkpoint has no {key!r}{did_you_mean(key, self._entries)}", at=self.location)
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        count = entry.nbytes // entry.dtype.itemsize
+        mapped = self._map_file(entry.path)
+        return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
+
+    def count(self, nbytes: int) -> None:
+        """Add to `bytes_read` what was copied out of a mapped tensor."""
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def _map_file(self, path: Path) -> mmap.mmap:
+        with self._lock:
+            if self._closed:
+                raise LoadError(f"the checkpoint {self.location} is closed", at=str(path))
+            if path not in self._maps:
+                try:
+                    with path.open("rb") as file:
+                        # A private map: torch wants a writable buffer, and nobody can harm the file through it.
+                        self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                except (OSError, ValueError) as error:
+                    raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
+            return self._maps[path]
+
+
+def _check_box(key: str, box: Box, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=True))
+    if not inside:
+        extents = list(shape_of(box))
+        raise LoadError(f"the box {box} of extents {extents} is not inside {key!r} of shape {list(shape)}")
+    return tuple(slice(*interval) for interval in box)
+
+
+def _check_weight_map(files: CheckpointFiles, entries: Mapping[str, TensorEntry]) -> None:
+    if files.weight_map is None:
+        return
+    lost = [
+        f"{key} (in {name})"
+        for key, name in files.weight_map.items()
+        if key not in entries or entries[key].path.name != name
+    ]
+    if lost:
+        raise LoadError(
+            f"{len(lost)} of {len(files.weight_map)} tensors are not in the shard that the index names",
+            at=str(files.index_path),
+            why="\n".join(lost[:5]),
+            fix="the index and the shards come from different saves; copy or download all of them again",
+        )

@@ -1,0 +1,309 @@
+"""`LazyTensor`: stands for bytes in a checkpoint, and transformers' weight conversions run on it unchanged.
+
+A conversion slices, stacks, concatenates, transposes and reshapes whole tensors. Run on lazy tensors it moves nothing:
+each operation becomes a node that knows how to pull a box back to its sources (`nodes.py`). Reading a box then touches
+only the bytes it is made of.
+
+# [Note: operations outside the algebra]
+What is not a rearrangement (arithmetic, gathers by index, strided slices) is recorded as a call and run when read, on
+its whole arguments: right, but it reads and holds more than the box. The call's result is kept while one tensor is
+read. `LazyTensor.fallbacks` names these calls, and the first of each kind is logged at debug level. A call whose result
+depends on values (`item()`, comparisons that branch) is run at once.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.errors import UnsupportedError
+from shardwise.layout.boxes import Box, full_box, shape_of
+from shardwise.weights.nodes import (
+    Call,
+    Cast,
+    Computed,
+    Joined,
+    Narrowed,
+    Node,
+    Permuted,
+    Reshaped,
+    Results,
+    Source,
+    Store,
+    read_whole,
+)
+
+__all__ = ["LazyTensor"]
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor that has a shape, strides and a dtype, and reads its elements when told to.
+
+    It claims to be on the CPU. Its metadata is that of a meta tensor on which the same operations ran.
+    """
+
+    node: Node
+    meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, node: Node, meta: torch.Tensor) -> "LazyTensor":
+        result = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=torch.device("cpu")
+        )
+        result.node, result.meta = node, meta
+        return result
+
+    @classmethod
+    def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
+        """The stored tensor `key`."""
+        return cls(Source(store, key, tuple(shape), dtype), torch.empty(tuple(shape), dtype=dtype, device="meta"))
+
+    @classmethod
+    def of_value(cls, value: torch.Tensor) -> "LazyTensor":
+        """An ordinary tensor, held in memory."""
+        return cls(_node_of(value), value.to("meta"))
+
+    # Every operation goes to __torch_dispatch__, where few and primitive ones arrive.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, keys={list(self.keys)})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a lazy tensor cannot be pickled", fix="read() it first")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The stored tensors it is made of, in order of use."""
+        return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, Source)))
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations on the way that need their whole arguments; see [Note: operations outside the algebra]."""
+        return tuple(sorted({node.call.name for node in self.node.walk() if isinstance(node, Computed)}))
+
+    def read(
+        self, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """The elements `box` (default: all) as a new tensor that owns its storage."""
+        box = full_box(tuple(self.shape)) if box is None else box
+        out = torch.empty(shape_of(box), dtype=dtype or self.dtype, device=device)
+        self.fill(box, out, {})
+        return out
+
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        """Copy the elements `box` into `out`, which has their shape; pass one `results` to all fills of a tensor."""
+        with torch.no_grad():
+            self.node.fill(box, out, results)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+        raise UnsupportedError(
+            f"{func} would write into a lazy tensor", at=repr(args[0]), why="its elements are in a checkpoint"
+        )
+    leaves, structure = tree_flatten((args, kwargs))
+    if func._schema.is_mutable:
+        return _run_now(func, leaves, structure)
+    meta_args, meta_kwargs = tree_unflatten([_meta_of(leaf) for leaf in leaves], structure)
+    try:
+        metas = func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError):
+        # Either the result depends on values, or the arguments are wrong; the real call tells, in its own words.
+        return _run_now(func, leaves, structure)
+    rule = _RULES.get(func)
+    nodes = rule(metas, *args, **kwargs) if rule is not None else None
+    return _call_later(func, leaves, structure, metas) if nodes is None else _wrap(nodes, metas)
+
+
+def _wrap(nodes: Node | list[Node], metas: Any) -> Any:
+    if isinstance(nodes, Node):
+        return LazyTensor(nodes, metas)
+    return type(metas)(LazyTensor(node, meta) for node, meta in zip(nodes, metas, strict=True))
+
+
+def _meta_of(leaf: Any) -> Any:
+    if isinstance(leaf, LazyTensor):
+        return leaf.meta
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to("meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _run_now(func: Any, leaves: list[Any], structure: Any) -> Any:
+    _log_once(str(func))
+    results: Results = {}
+    args, kwargs = tree_unflatten(
+        [read_whole(leaf.node, results) if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], structure
+    )
+    return func(*args, **kwargs)
+
+
+def _call_later(func: Any, leaves: list[Any], structure: Any, metas: Any) -> Any:
+    _log_once(str(func))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, LazyTensor)]
+
+    def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        filled = list(leaves)
+        for place, argument in zip(places, arguments, strict=True):
+            filled[place] = argument
+        args, kwargs = tree_unflatten(filled, structure)
+        return tuple(leaf for leaf in tree_flatten(func(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor))
+
+    call = Call(str(func), run, tuple(leaves[place].node for place in places))
+    positions = iter(range(len(tree_flatten(metas)[0])))
+    return tree_map_only(
+        torch.Tensor,
+        lambda meta: LazyTensor(Computed(call, next(positions), tuple(meta.shape), meta.dtype), meta),
+        metas,
+    )
+
+
+@functools.cache
+def _log_once(name: str) -> None:
+    _log.debug("%s is not a rearrangement of elements: it reads its whole arguments", name)
+
+
+# Rules: what an operation does to nodes. Called with the result's metadata and the operation's arguments; None where
+# this use of the operation is outside the algebra.
+_Rule = Callable[..., "Node | list[Node] | None"]
+
+
+def _node_of(value: torch.Tensor) -> Node:
+    if isinstance(value, LazyTensor):
+        return value.node
+    return Source(_Constant(value), "", tuple(value.shape), value.dtype)
+
+
+class _Constant:
+    """A `Store` for an ordinary tensor that a conversion brought along."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def map_tensor(self, key: str) -> torch.Tensor:
+        return self._value
+
+    def count(self, nbytes: int) -> None:
+        """Not read from a checkpoint, so not counted."""
+
+
+def _same(meta: torch.Tensor, source: LazyTensor, **_: Any) -> Node:
+    return source.node
+
+
+def _reshape(meta: torch.Tensor, source: LazyTensor, *_: Any, **__: Any) -> Node:
+    return Reshaped(source.node, tuple(meta.shape))
+
+
+def _permute(meta: torch.Tensor, source: LazyTensor, dims: Sequence[int]) -> Node:
+    return Permuted(source.node, tuple(meta.shape), tuple(dim % source.ndim for dim in dims))
+
+
+def _transpose(meta: torch.Tensor, source: LazyTensor, dim0: int, dim1: int) -> Node:
+    if source.ndim == 0:
+        return source.node
+    dims = list(range(source.ndim))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return Permuted(source.node, tuple(meta.shape), tuple(dims))
+
+
+def _t(meta: torch.Tensor, source: LazyTensor) -> Node:
+    return _transpose(meta, source, 0, 1) if source.ndim == 2 else source.node
+
+
+def _slice(
+    meta: torch.Tensor,
+    source: LazyTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Node | None:
+    if step != 1:
+        return None
+    first = slice(start, end).indices(source.shape[dim])[0]
+    return Narrowed(source.node, tuple(meta.shape), dim % source.ndim, first)
+
+
+def _select(meta: torch.Tensor, source: LazyTensor, dim: int, index: int) -> Node:
+    dim, index = dim % source.ndim, index % source.shape[dim]
+    kept = (*source.shape[:dim], 1, *source.shape[dim + 1 :])
+    return Reshaped(Narrowed(source.node, kept, dim, index), tuple(meta.shape))
+
+
+def _split(metas: Sequence[torch.Tensor], source: LazyTensor, _: Any, dim: int = 0) -> list[Node]:
+    nodes: list[Node] = []
+    start, dim = 0, dim % source.ndim
+    for meta in metas:
+        nodes.append(Narrowed(source.node, tuple(meta.shape), dim, start))
+        start += meta.shape[dim]
+    return nodes
+
+
+def _unbind(metas: Sequence[torch.Tensor], source: LazyTensor, dim: int = 0) -> list[Node]:
+    return [_select(meta, source, dim, index) for index, meta in enumerate(metas)]
+
+
+def _cat(meta: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Node:
+    # torch lets the empty tensor of shape (0,) be joined with anything; it adds no elements.
+    parts = [part for part in tensors if part.ndim == meta.ndim]
+    return Joined(_nodes_in(parts, meta.dtype), tuple(meta.shape), dim % meta.ndim)
+
+
+def _stack(meta: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Node:
+    dim %= meta.ndim
+    shape = (*meta.shape[:dim], 1, *meta.shape[dim + 1 :])
+    parts = tuple(Reshaped(node, shape) for node in _nodes_in(tensors, meta.dtype))
+    return Joined(parts, tuple(meta.shape), dim)
+
+
+def _nodes_in(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[Node, ...]:
+    nodes = [_node_of(tensor) for tensor in tensors]
+    return tuple(node if node.dtype == dtype else Cast(node, dtype) for node in nodes)
+
+
+def _to_copy(meta: torch.Tensor, source: LazyTensor, *, device: Any = None, **_: Any) -> Node | None:
+    if device is not None and torch.device(device).type != "cpu":
+        raise UnsupportedError(
+            f"a weight conversion moves a tensor to {device}", at=repr(source), why="lazy tensors have no device"
+        )
+    return source.node if meta.dtype == source.dtype else Cast(source.node, meta.dtype)
+
+
+_RULES: dict[Any, _Rule] = {
+    _aten.alias.default: _same,
+    _aten.clone.default: _same,
+    _aten.detach.default: _same,
+    _aten.lift_fresh.default: _same,
+    _aten._reshape_alias.default: _reshape,
+    _aten._unsafe_view.default: _reshape,
+    _aten.squeeze.default: _reshape,
+    _aten.squeeze.dim: _reshape,
+    _aten.squeeze.dims: _reshape,
+    _aten.unsqueeze.default: _reshape,
+    _aten.view.default: _reshape,
+    _aten.permute.default: _permute,
+    _aten.transpose.int: _transpose,
+    _aten.t.default: _t,
+    _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.split.Tensor: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.unbind.int: _unbind,
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten._to_copy.default: _to_copy,
+}

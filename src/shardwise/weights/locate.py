@@ -1,0 +1,170 @@
+"""Which safetensors files make up a checkpoint: a local directory, or a hub id through the Hugging Face cache."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from shardwise.errors import ConfigError, LoadError, did_you_mean
+
+__all__ = ["CheckpointFiles", "locate_files"]
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+_CONVERT = (
+    "Shardwise executes no pickle. Convert once where you trust the file: "
+    "AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors"
+)
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint, in order; with an index file, the file that each key should be in."""
+
+    paths: tuple[Path, ...]
+    index_path: Path | None = None
+    weight_map: Mapping[str, str] | None = None
+
+
+def locate_files(
+    path_or_hub_id: str | os.PathLike[str], *, variant: str | None = None, subfolder: str = "", **hub_options: Any
+) -> CheckpointFiles:
+    """Find `model.safetensors`, or `model.safetensors.index.json` and its shards.
+
+    Args:
+        path_or_hub_id: A directory, or a hub id.
+        variant: As in `model.fp16.safetensors`.
+        subfolder: Directory below `path_or_hub_id`.
+        hub_options: cache_dir, force_download, local_files_only, proxies, revision, token; for a hub id.
+
+    Raises:
+        LoadError: there is no such directory or hub id, or it holds no safetensors weights, or a shard is missing.
+        ConfigError: an unknown option.
+    """
+    for option in hub_options:
+        if option not in _HUB_OPTIONS:
+            raise ConfigError(
+                f"unknown option {option!r}{did_you_mean(option, _HUB_OPTIONS)}", at="opening a checkpoint"
+            )
+    single, index = _with_variant(SAFE_WEIGHTS_NAME, variant), _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+    directory = Path(path_or_hub_id) / subfolder
+    if directory.is_dir():
+        return _locate_local(directory, single, index)
+    if _is_hub_id(path_or_hub_id):
+        return _locate_hub(os.fspath(path_or_hub_id), single, index, {"subfolder": subfolder, **hub_options})
+    why = "it is a file" if directory.is_file() else "there is no such directory"
+    raise LoadError(
+        f"cannot open the checkpoint {os.fspath(path_or_hub_id)!r}",
+        at=str(directory.absolute()),
+        why=f"{why}, and the name is not a hub id either (`name` or `owner/name`)",
+        fix=f"pass the directory that holds {single} or {index}",
+    )
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    # As transformers does: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`.
+    stem, _, suffix = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{suffix}"
+
+
+def _is_hub_id(name: str | os.PathLike[str]) -> bool:
+    # A `Path`, a name that starts like a path or has several slashes can only mean the disk.
+    text = os.fspath(name)
+    exists = Path(text).exists()
+    return isinstance(name, str) and not exists and not text.startswith((".", "/", "~")) and text.count("/") <= 1
+
+
+def _locate_local(directory: Path, single: str, index: str) -> CheckpointFiles:
+    if (directory / single).is_file():
+        return CheckpointFiles((directory / single,))
+    if (directory / index).is_file():
+        weight_map = _read_weight_map(directory / index)
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise LoadError(
+                f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:5])}",
+                at=str(directory),
+                why=f"{index} lists them",
+                fix="copy or download the missing files",
+            )
+        return CheckpointFiles(tuple(directory / name for name in names), directory / index, weight_map)
+    raise _no_weights(directory, single, index)
+
+
+def _no_weights(directory: Path, single: str, index: str) -> LoadError:
+    names = sorted(entry.name for entry in directory.iterdir())
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    if pickles:
+        return LoadError(
+            "the checkpoint holds no safetensors, only pickled weights",
+            at=str(directory),
+            why=f"found {', '.join(pickles[:3])}",
+            fix=_CONVERT,
+        )
+    others = [name for name in names if ".safetensors" in name]
+    return LoadError(
+        f"the directory holds no {single} and no {index}",
+        at=str(directory),
+        why=f"found {', '.join((others or names)[:8]) or 'nothing'}",
+        fix="pass variant= or subfolder= where the weights are" if others else "pass the directory with the weights",
+    )
+
+
+def _locate_hub(hub_id: str, single: str, index: str, options: dict[str, Any]) -> CheckpointFiles:
+    found = _fetch(hub_id, single, options)
+    if found is not None:
+        return CheckpointFiles((found,))
+    index_path = _fetch(hub_id, index, options)
+    if index_path is None:
+        raise LoadError(
+            f"the hub model {hub_id!r} has no {single} and no {index}",
+            at=f"revision {options.get('revision') or 'main'}",
+            why="neither file is in the repository (or, offline, in the cache)",
+            fix=f"check the name, revision and variant. {_CONVERT}",
+        )
+    weight_map = _read_weight_map(index_path)
+    paths = []
+    for name in sorted(set(weight_map.values())):
+        path = _fetch(hub_id, name, options)
+        if path is None:
+            raise LoadError(f"the hub model {hub_id!r} lacks the shard {name}", at=str(index_path), why="it lists it")
+        paths.append(path)
+    return CheckpointFiles(tuple(paths), index_path, weight_map)
+
+
+def _fetch(hub_id: str, name: str, options: dict[str, Any]) -> Path | None:
+    try:
+        found = cached_file(hub_id, name, _raise_exceptions_for_missing_entries=False, **options)
+    except OSError as error:  # what transformers turns every hub and connection error into
+        raise LoadError(
+            f"cannot open the checkpoint {hub_id!r}",
+            why=f"there is no such directory here, and as a hub id it fails: {error}",
+            fix="pass an existing directory, or a hub id that is reachable or cached",
+        ) from error
+    return Path(found) if found is not None else None
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = dict(weight_map)
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(
+            f"{path.name} is not an index of safetensors shards",
+            at=str(path),
+            why=f"it should be a JSON object with a weight_map: {error!r}",
+            fix="copy or download the file again",
+        ) from error
+    strays = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
+    if strays or not names:
+        raise LoadError(
+            f"{path.name} lists {'files outside its directory' if strays else 'no weights'}",
+            at=str(path),
+            why=f"shards must lie beside their index, got {strays[:3]}" if strays else "weight_map is empty",
+        )
+    return names

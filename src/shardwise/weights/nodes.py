@@ -1,0 +1,275 @@
+"""What a lazy tensor is made of: a graph of layout operations over stored tensors, from which boxes can be pulled.
+
+Every node answers two questions. `map()`: can the whole tensor be had as a strided view of one stored tensor? Then any
+box of it is one strided copy, with nothing in between. `fill(box, out, results)`: copy the elements `box` into `out`,
+asking the sources for what the box needs and for nothing else. `out` may have any strides, dtype and device; it is
+filled as by `out.copy_(value)`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardwise.layout.boxes import Box, full_box, intersect, move, shape_of
+from shardwise.weights.views import reshape_boxes
+
+__all__ = [
+    "Call",
+    "Cast",
+    "Computed",
+    "Joined",
+    "Narrowed",
+    "Node",
+    "Permuted",
+    "Reshaped",
+    "Results",
+    "Source",
+    "Store",
+    "read_whole",
+]
+
+# Results of calls outside the algebra, kept while one tensor is being read.
+Results = dict["Call", tuple[torch.Tensor, ...]]
+
+
+class Store(Protocol):
+    """Where the bytes come from; `CheckpointIndex` is one."""
+
+    def map_tensor(self, key: str) -> torch.Tensor:
+        """The tensor `key`, without copying it."""
+        ...
+
+    def count(self, nbytes: int) -> None:
+        """Told how many bytes were copied out of a mapped tensor."""
+        ...
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*interval) for interval in box)
+
+
+class Node(ABC):
+    """One tensor in the graph. `shape` and `dtype` are its own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def sources(self) -> "tuple[Node, ...]":
+        """The nodes it is made of."""
+
+    def map(self) -> "tuple[torch.Tensor, Store] | None":
+        """This tensor as a view of one stored tensor, and the store to report to; None where it is not one."""
+        return None
+
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        """Copy the elements `box` into `out`."""
+        if out.numel() == 0:
+            return
+        mapped = self.map()
+        if mapped is None:
+            self._fill_parts(box, out, results)
+            return
+        stored, store = mapped
+        part = stored[_slices(box)]
+        out.copy_(part)
+        store.count(part.nbytes)
+
+    @abstractmethod
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        """`fill` for a node that is no view of one stored tensor; the box is not empty."""
+
+    def walk(self) -> "Iterator[Node]":
+        """This node and all below it, each once."""
+        seen, todo = {id(self)}, [self]
+        while todo:
+            node: Node = todo.pop()
+            yield node
+            for source in reversed(node.sources):
+                if id(source) not in seen:
+                    seen.add(id(source))
+                    todo.append(source)
+
+
+@dataclass(eq=False)
+class Source(Node):
+    """A stored tensor."""
+
+    store: Store
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return ()
+
+    def map(self) -> tuple[torch.Tensor, Store]:
+        return self.store.map_tensor(self.key), self.store
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        raise AssertionError("a stored tensor can always be mapped")
+
+
+@dataclass(eq=False)
+class _Unary(Node):
+    source: Node
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.dtype = self.source.dtype
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return (self.source,)
+
+
+@dataclass(eq=False)
+class Permuted(_Unary):
+    """Dim `i` of this tensor is dim `dims[i]` of the source."""
+
+    dims: tuple[int, ...]
+
+    def map(self) -> tuple[torch.Tensor, Store] | None:
+        mapped = self.source.map()
+        return mapped and (mapped[0].permute(self.dims), mapped[1])
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        inverse = sorted(range(len(self.dims)), key=self.dims.__getitem__)
+        self.source.fill(tuple(box[dim] for dim in inverse), out.permute(inverse), results)
+
+
+@dataclass(eq=False)
+class Narrowed(_Unary):
+    """The source from `start` on along `dim`, as far as `shape` says."""
+
+    dim: int
+    start: int
+
+    def map(self) -> tuple[torch.Tensor, Store] | None:
+        mapped = self.source.map()
+        return mapped and (mapped[0].narrow(self.dim, self.start, self.shape[self.dim]), mapped[1])
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        start, stop = box[self.dim]
+        shifted = (start + self.start, stop + self.start)
+        self.source.fill((*box[: self.dim], shifted, *box[self.dim + 1 :]), out, results)
+
+
+@dataclass(eq=False)
+class Reshaped(_Unary):
+    """The source's elements, in row-major order, in another shape."""
+
+    def map(self) -> tuple[torch.Tensor, Store] | None:
+        mapped = self.source.map()
+        if mapped is None:
+            return None
+        try:
+            return mapped[0].view(self.shape), mapped[1]
+        except (
+            RuntimeError
+        ):  # torch's answer to "can these strides be seen in that shape"; there is no other way to ask
+            return None
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        for source_box, part in reshape_boxes(box, self.shape, self.source.shape):
+            target = out[_slices(move(part, box, full_box(out.shape)))]
+            seen = target.reshape(shape_of(source_box))
+            self.source.fill(source_box, seen, results)
+            # `reshape` gives a view where the strides of `out` allow one, else a copy that has to be put back.
+            if seen.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+                target.copy_(seen.reshape(target.shape))
+
+
+@dataclass(eq=False)
+class Joined(Node):
+    """The parts one after the other along `dim`; all of one dtype."""
+
+    parts: tuple[Node, ...]
+    shape: tuple[int, ...]
+    dim: int
+
+    def __post_init__(self) -> None:
+        self.dtype = self.parts[0].dtype
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return self.parts
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        start = 0
+        for part in self.parts:
+            stop = start + part.shape[self.dim]
+            place = (*box[: self.dim], (start, stop), *box[self.dim + 1 :])
+            common = intersect(box, place)
+            if common is not None:
+                first, last = common[self.dim]
+                wanted = (*common[: self.dim], (first - start, last - start), *common[self.dim + 1 :])
+                offset = first - box[self.dim][0]
+                part.fill(wanted, out.narrow(self.dim, offset, last - first), results)
+            start = stop
+
+
+@dataclass(eq=False)
+class Cast(Node):
+    """The source in another dtype."""
+
+    source: Node
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        self.shape = self.source.shape
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return (self.source,)
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        if out.dtype == self.dtype:
+            self.source.fill(box, out, results)  # the copy out of the source converts
+        else:  # two conversions, and the first may round
+            rounded = torch.empty(out.shape, dtype=self.dtype, device=out.device)
+            self.source.fill(box, rounded, results)
+            out.copy_(rounded)
+
+
+@dataclass(eq=False)
+class Call:
+    """An operation outside the algebra: run on its whole arguments when a result is wanted."""
+
+    name: str
+    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+    arguments: tuple[Node, ...]
+
+    def result(self, results: Results) -> tuple[torch.Tensor, ...]:
+        if self not in results:
+            results[self] = self.run([read_whole(node, results) for node in self.arguments])
+        return results[self]
+
+
+@dataclass(eq=False)
+class Computed(Node):
+    """Result `position` of a call."""
+
+    call: Call
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        return self.call.arguments
+
+    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        out.copy_(self.call.result(results)[self.position][_slices(box)])
+
+
+def read_whole(node: Node, results: Results) -> torch.Tensor:
+    """All of `node`, in its own dtype, on the CPU."""
+    out = torch.empty(node.shape, dtype=node.dtype)
+    node.fill(full_box(node.shape), out, results)
+    return out

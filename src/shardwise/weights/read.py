@@ -1,0 +1,54 @@
+"""A rank's local tensor, filled with exactly the boxes it holds."""
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.layout.boxes import volume
+from shardwise.layout.tensor import Piece
+from shardwise.weights.lazy import LazyTensor
+from shardwise.weights.nodes import Results
+
+__all__ = ["read_local"]
+
+
+def read_local(
+    lazy: LazyTensor,
+    pieces: Sequence[Piece],
+    local_shape: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor:
+    """A new tensor of `local_shape` that owns its storage: `pieces` of `lazy`, and zeros where there are none.
+
+    Elements go from the checkpoint straight to their place; nothing else of their size is allocated.
+
+    Args:
+        lazy: The canonical tensor.
+        pieces: Which boxes of it go where; their local boxes are disjoint.
+        local_shape: Shape per rank, padding included.
+        dtype: Of the result; that of `lazy` by default.
+        device: Of the result.
+
+    Raises:
+        LayoutError: a piece lies outside the canonical or the local tensor.
+        LoadError: the checkpoint cannot be read.
+    """
+    shape = tuple(local_shape)
+    for piece in pieces:
+        _check_inside(piece.full, tuple(lazy.shape), "canonical", lazy)
+        _check_inside(piece.local, shape, "local", lazy)
+    out = torch.empty(shape, dtype=dtype or lazy.dtype, device=device)
+    if sum(volume(piece.local) for piece in pieces) < out.numel():
+        out.zero_()
+    results: Results = {}
+    for piece in pieces:
+        lazy.fill(piece.full, out[tuple(slice(*interval) for interval in piece.local)], results)
+    return out
+
+
+def _check_inside(box: tuple[tuple[int, int], ...], shape: tuple[int, ...], which: str, lazy: LazyTensor) -> None:
+    if len(box) != len(shape) or any(start < 0 or stop > size for (start, stop), size in zip(box, shape, strict=True)):
+        raise LayoutError(f"a piece asks for {box} of a {which} tensor of shape {list(shape)}", at=repr(lazy))

@@ -1,0 +1,224 @@
+"""Plain Hugging Face safetensors, streamed: one file, or numbered shards with their index.
+
+# [Note: replacing a checkpoint]
+Everything is written to a hidden directory beside the target and flushed to disk. Only then does `finish` add to it the
+target's other files (as hard links), move the target aside and the new directory into its place. A failure before that
+leaves the target untouched; between the two moves the old directory lies beside it, complete, and the next writer for
+the same target puts it back.
+"""
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.header import DTYPE_NAMES
+
+__all__ = ["PretrainedWriter", "write_safetensors"]
+
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_ALIGNMENT = 8
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file and flush it to disk. Holds one tensor's contiguous copy beyond `tensors`.
+
+    Raises:
+        LoadError: a dtype that the format does not have.
+    """
+    # As the safetensors library orders them: larger items first keeps every tensor aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in ordered:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise LoadError(f"cannot write {name!r}: safetensors has no {tensor.dtype}", at=str(path))
+        offsets = [offset, offset + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        offset += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in ordered:
+            flat = tensor.detach().cpu().contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class PretrainedWriter:
+    """Writes a model directory; a context manager that leaves the target as it was when something fails.
+
+    Memory is bounded by one shard. Other files of the model (config, tokenizer) go into `staging` before `finish`.
+
+        with PretrainedWriter("out", max_shard_bytes=5 * 10**9) as writer:
+            config.save_pretrained(writer.staging)
+            writer.add("model.embed_tokens.weight", tensor)
+            writer.finish()
+
+    Args:
+        directory: The target. What else it holds is kept; older weights of the same names are replaced or removed.
+        max_shard_bytes: Of tensors per file; a larger tensor has a file to itself.
+
+    Raises:
+        ConfigError: `max_shard_bytes` is not positive.
+        LoadError: the target is a file, or the directory beside it cannot be made.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int) -> None:
+        if max_shard_bytes <= 0:
+            raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
+        self._target = Path(directory).resolve()  # so that a symbolic link stays one
+        self._max_shard_bytes = max_shard_bytes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors_bytes = 0
+        self._shards: list[list[str]] = []
+        self._names: set[str] = set()
+        self._total_bytes = 0
+        self._aside = self._target.with_name(f".{self._target.name}.replaced")
+        if self._target.is_file():
+            raise LoadError(f"{self._target.name} is a file", at=str(self._target), fix="pass a directory")
+        try:
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            if self._aside.exists() and not self._target.exists():  # [Note: replacing a checkpoint]
+                self._aside.rename(self._target)
+            self.staging = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}")
+            self.staging.mkdir()
+            if self._target.exists():
+                shutil.copymode(self._target, self.staging)
+        except OSError as error:
+            raise LoadError(f"cannot write beside {self._target}", why=str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Throw away what was written. Nothing happens after `finish`."""
+        self._tensors.clear()
+        shutil.rmtree(self.staging, ignore_errors=True)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a whole tensor; held until its shard is full, then written.
+
+        Raises:
+            LoadError: `name` was added before, or the shard cannot be written.
+        """
+        if name in self._names:
+            raise LoadError(f"{name!r} is written twice", at=str(self._target))
+        if self._tensors and self._tensors_bytes + tensor.nbytes > self._max_shard_bytes:
+            self._write_shard()
+        self._names.add(name)
+        self._tensors[name] = tensor
+        self._tensors_bytes += tensor.nbytes
+
+    def finish(self, metadata: Mapping[str, int | str] | None = None) -> None:
+        """Write the last shard and the index, and move everything into place.
+
+        Args:
+            metadata: For the index file, beside `total_size`; transformers writes `total_parameters`.
+
+        Raises:
+            LoadError: nothing was added, or a file cannot be written; the target is then as it was.
+        """
+        if self._tensors:
+            self._write_shard()
+        if not self._shards:
+            raise LoadError("no tensor was added", at=str(self._target))
+        try:
+            self._name_shards(metadata or {})
+            self._take_other_files()
+            for path in self.staging.rglob("*"):
+                _flush_path(path)
+            _flush_path(self.staging)
+            self._replace_target()
+        except OSError as error:
+            self.abort()
+            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
+
+    def _shard_path(self, position: int) -> Path:
+        return self.staging / f".shard-{position}"
+
+    def _write_shard(self) -> None:
+        try:
+            write_safetensors(self._shard_path(len(self._shards)), self._tensors)
+        except OSError as error:
+            self.abort()
+            if isinstance(error, LoadError):
+                raise
+            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
+        self._shards.append(list(self._tensors))
+        self._total_bytes += self._tensors_bytes
+        self._tensors, self._tensors_bytes = {}, 0
+
+    def _name_shards(self, metadata: Mapping[str, int | str]) -> None:
+        count = len(self._shards)
+        if count == 1:
+            self._shard_path(0).rename(self.staging / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for position, names in enumerate(self._shards):
+            file_name = f"model-{position + 1:05d}-of-{count:05d}.safetensors"
+            self._shard_path(position).rename(self.staging / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        index = {"metadata": {**metadata, "total_size": self._total_bytes}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self.staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _take_other_files(self) -> None:
+        if not self._target.is_dir():
+            return
+        for entry in self._target.iterdir():
+            ours = self.staging / entry.name
+            if ours.exists() or _WEIGHTS.fullmatch(entry.name):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.copytree(entry, ours, symlinks=True, copy_function=_link)
+            else:
+                _link(entry, ours)
+
+    def _replace_target(self) -> None:
+        if not self._target.exists():
+            self.staging.rename(self._target)
+        else:
+            if self._aside.exists():  # left by a crash after its replacement was in place
+                shutil.rmtree(self._aside)
+            self._target.rename(self._aside)
+            try:
+                self.staging.rename(self._target)
+            except OSError:
+                self._aside.rename(self._target)
+                raise
+        _flush_path(self._target.parent)
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+
+def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _flush_path(path: Path) -> None:
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,52 @@
+"""What every test starts from. Set before anything imports torch or transformers, which read these once."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
+os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
+
+import random
+import sys
+
+import pytest
+from hypothesis import settings
+
+TIERS = ("pure", "single", "spawn", "device")
+
+# The same examples in every run, and no deadlines: a busy machine is not a defect.
+settings.register_profile("shardwise", derandomize=True, deadline=None)
+settings.load_profile("shardwise")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects: every run sees a forgotten marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    forgotten = sorted(
+        {item.nodeid.split("[")[0] for item in items if not any(item.get_closest_marker(t) for t in TIERS)}
+    )
+    if forgotten:
+        shown = "\n  ".join(forgotten[:20])
+        raise pytest.UsageError(
+            f"{len(forgotten)} test(s) say in no way what they need; mark the module with one of {', '.join(TIERS)}, "
+            f"for example `pytestmark = pytest.mark.pure`:\n  {shown}"
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("device"):
+        import torch
+
+        if not torch.accelerator.is_available():
+            pytest.skip("needs an accelerator")
+
+
+@pytest.fixture(autouse=True)
+def same_seeds() -> None:
+    """Every test draws the same random numbers, whichever ran before it. Imports nothing: pure tests stay pure."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)

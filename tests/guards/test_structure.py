@@ -1,0 +1,93 @@
+"""Sizes, names and where code may stand: the house rules that a parser can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.guards.sources import PACKAGE, ROOT, SOURCES, name_of, parse
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+pytestmark = pytest.mark.pure
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+NAMES_FOR_ANYTHING = {"utils", "util", "common", "helpers", "helper", "misc"}
+ROOMS_WITHOUT_TORCH = {"estimate", "plan", "schedule", "layout", "topology", "errors"}
+
+
+def test_there_is_something_to_guard():
+    assert PACKAGE / "errors.py" in SOURCES
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_stop_at_400_lines_and_functions_at_60(path):
+    num_lines = len(path.read_text().splitlines())
+    assert num_lines <= MAX_FILE_LINES, f"{name_of(path)} has {num_lines} lines: which two nouns live in it?"
+    long = [
+        f"{name_of(path)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_modules_are_named_after_what_they_hold(path):
+    parts = {part.strip("_") for part in path.relative_to(PACKAGE).with_suffix("").parts}
+    assert not parts & NAMES_FOR_ANYTHING, f"{name_of(path)}: a helper lives with its noun"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.name == "__init__.py" and p.parent != PACKAGE], ids=name_of)
+def test_a_package_init_holds_a_docstring_and_nothing_else(path):
+    module = parse(path)
+    assert ast.get_docstring(module), f"{name_of(path)} says nothing about its room"
+    assert len(module.body) == 1, f"{name_of(path)}: code in a package's __init__ is how import knots begin"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_the_package_is_a_package_and_modules_explain_themselves(path):
+    assert (path.parent / "__init__.py").exists(), f"{name_of(path.parent)} has no __init__.py"
+    assert ast.get_docstring(parse(path)), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_inside_the_package_leaf_modules_are_imported(path):
+    """Neither `from shardwise import X` nor `from shardwise.layout import X` where X is not a module."""
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "shardwise":
+            continue
+        target = PACKAGE.joinpath(*node.module.split(".")[1:])
+        if target.is_dir():
+            names = [a.name for a in node.names]
+            leaves = [n for n in names if (target / f"{n}.py").exists() or (target / n).is_dir()]
+            assert leaves == names, f"{name_of(path)}:{node.lineno} imports {node.module}'s __init__"
+
+
+def test_rooms_without_torch_load_without_torch():
+    """The contract sees import statements; this sees what really gets loaded, through the front door included."""
+    paths = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0].removesuffix(".py") in ROOMS_WITHOUT_TORCH]
+    parts = [path.relative_to(PACKAGE.parent).with_suffix("").parts for path in paths]
+    modules = [".".join(part for part in names if part != "__init__") for names in parts]
+    code = f"import sys, {', '.join(modules)}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "[]", f"loaded: {run.stdout} {run.stderr}"
+
+
+def test_the_contract_names_every_room_without_torch():
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = config["tool"]["importlinter"]["contracts"]
+    (forbidden,) = (contract for contract in contracts if contract["type"] == "forbidden")
+    assert {"torch", "transformers"} <= set(forbidden["forbidden_modules"])
+    standing = {
+        room for room in ROOMS_WITHOUT_TORCH if list(PACKAGE.glob(f"{room}.py")) or list(PACKAGE.glob(f"{room}/*.py"))
+    }
+    assert {module.removeprefix("shardwise.") for module in forbidden["source_modules"]} == standing

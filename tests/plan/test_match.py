@@ -1,0 +1,121 @@
+"""Patterns over FQNs, and which rule governs a name."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.errors import PlanError
+from shardwise.plan.match import Matcher, match
+from shardwise.plan.spec import Plan, Rule
+
+pytestmark = pytest.mark.pure
+
+NAMES = [
+    "",
+    "model",
+    *(
+        f"model.layers.{layer}{rest}"
+        for layer in range(3)
+        for rest in ("", ".attn", ".attn.q_proj", ".attn.q_proj.weight", ".attn.q_proj.bias", ".attn.sinks")
+    ),
+    "lm_head",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fqn", "matches"),
+    [
+        ("a.b", "a.b", True),
+        ("a.b", "a.b.c", False),
+        ("a.b.c", "a.b", False),
+        ("a.*", "a.b", True),
+        ("a.*", "a", False),
+        ("a.*", "a.b.c", False),
+        ("a.**", "a", True),
+        ("a.**", "a.b.c", True),
+        ("**.c", "c", True),
+        ("**.c", "a.b.c", True),
+        ("**.c", "a.c.b", False),
+        ("a.**.c", "a.c", True),
+        ("a.**.*.c", "a.c", False),
+        ("**.a.**", "x.a.y", True),
+        ("**", "", True),
+        ("*", "", False),
+    ],
+)
+def test_stars(pattern, fqn, matches):
+    assert match(pattern, fqn) is matches
+
+
+letters = st.sampled_from("ab")
+fqns = st.lists(letters, min_size=1, max_size=5).map(".".join)
+patterns = st.lists(st.sampled_from(["a", "b", "*", "**"]), min_size=1, max_size=4).map(".".join)
+
+
+@settings(deadline=None, max_examples=300)
+@given(patterns, st.lists(fqns, max_size=8))
+def test_matching_one_by_one_as_a_regex_and_as_a_tree_agree(pattern, names):
+    parts = {"*": r"[^.]+\.", "**": r"([^.]+\.)*"}
+    regex = "".join(parts.get(part, part + r"\.") for part in pattern.split("."))
+    expected = {name for name in names if re.fullmatch(regex, name + ".")}
+    assert {name for name in names if match(pattern, name)} == expected
+    assert Matcher(names).governed(pattern) == expected
+
+
+def test_a_rule_on_a_module_governs_its_weight_and_bias():
+    assert Matcher(NAMES).governed("model.layers.1.attn.q_proj") == {
+        f"model.layers.1.attn.q_proj{leaf}" for leaf in ("", ".weight", ".bias")
+    }
+    assert Matcher(["lm_head.weight"]).governed("lm_head") == {"lm_head.weight"}
+    assert Matcher(NAMES).governed("model.layers.*.attn") == {f"model.layers.{layer}.attn" for layer in range(3)}
+
+
+def test_the_last_matching_rule_wins_and_the_rest_is_left_out():
+    plan = Plan.parse(
+        """
+        model.layers.*.attn.q_proj: colwise
+        model.layers.1.attn.q_proj: replicate
+        model.layers.1.attn.q_proj.bias: colwise
+        model.layers.*.attn.sinks: local_params
+        """
+    )
+    governing = Matcher(NAMES).resolve(plan)
+    assert governing["model.layers.0.attn.q_proj.weight"] == plan.rules[0]
+    assert governing["model.layers.1.attn.q_proj"] == plan.rules[1]
+    assert governing["model.layers.1.attn.q_proj.weight"] == plan.rules[1]
+    assert governing["model.layers.1.attn.q_proj.bias"] == plan.rules[2]
+    assert "lm_head" not in governing
+    assert list(governing) == [name for name in NAMES if name in governing]
+
+
+def test_user_rules_that_match_nothing_are_errors_that_name_the_nearest():
+    plan = Plan.of({"model.layers.*.attn.qproj": "colwise", "**.head": "colwise", "lm_head": "colwise"})
+    with pytest.raises(PlanError) as caught:
+        Matcher(NAMES).resolve(plan)
+    text = str(caught.value)
+    assert "2 rules match nothing" in text
+    assert 'rule "model.layers.*.attn.qproj: colwise"' in text
+    assert "model.layers.*.attn.qproj: did you mean 'model.layers.*.attn.q_proj'" in text
+    assert "**.head: did you mean '**.lm_head'" in text
+    assert 'rule "lm_head' not in text
+    with pytest.raises(PlanError, match="no name is near"):
+        Matcher(NAMES).resolve(Plan.of({"zzzzzz": "colwise"}))
+
+
+def test_rules_from_elsewhere_may_match_nothing_and_are_listed():
+    plan = Plan.of({"lm_head": "colwise", "score": "replicate"}, source="hf")
+    assert list(Matcher(NAMES).resolve(plan)) == ["lm_head", "lm_head.weight"]
+    assert Matcher(NAMES).unmatched(plan) == (Rule("score", "replicate", "hf"),)
+
+
+def test_a_hundred_thousand_names_take_seconds_at_most():
+    names = [f"model.layers.{n}.mlp.experts.{e}.{w}.weight" for n in range(100) for e in range(334) for w in "abc"]
+    plan = Plan.of({f"model.layers.*.mlp.experts.*.{w}": "colwise" for w in "abc"} | {"**.c": "rowwise"})
+    began = time.perf_counter()
+    governing = Matcher(names).resolve(plan)
+    assert time.perf_counter() - began < 5
+    assert len(governing) == len(names) == 100_200

@@ -1,0 +1,70 @@
+"""Errors: how they read, what they are kin to, and that they survive a process boundary."""
+
+import pickle
+
+import pytest
+
+from shardwise import errors
+from shardwise.errors import LoadError, PlanError, ShardwiseError, did_you_mean
+
+pytestmark = pytest.mark.pure
+
+KIN = {
+    "MeshError": ValueError,
+    "PlanError": ValueError,
+    "LayoutError": ValueError,
+    "ConfigError": ValueError,
+    "BatchError": ValueError,
+    "LoadError": OSError,
+    "UnsupportedError": NotImplementedError,
+    "VerificationError": ArithmeticError,
+    "RankError": RuntimeError,
+}
+
+
+def test_all_names_every_class_and_the_docstring_draws_each():
+    classes = {
+        name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert classes == {"ShardwiseError", *KIN}
+    assert set(errors.__all__) == {*classes, "did_you_mean"}
+    for name, kin in KIN.items():
+        drawn = [line.split() for line in errors.__doc__.splitlines() if name in line]
+        assert drawn[0][1:3] == [name, f"({kin.__name__})"]
+
+
+@pytest.mark.parametrize(("name", "kin"), KIN.items())
+def test_each_class_is_kin_to_a_builtin(name, kin):
+    error = getattr(errors, name)("what happened", at="here", why="this rule", fix="do that")
+    assert isinstance(error, ShardwiseError)
+    assert isinstance(error, kin)
+    assert str(error) == "what happened\n  at:  here\n  why: this rule\n  fix: do that"
+
+
+def test_only_given_parts_are_shown():
+    assert str(PlanError("what happened")) == "what happened"
+    assert str(PlanError("what happened", fix="do that")) == "what happened\n  fix: do that"
+
+
+def test_further_lines_of_a_part_are_indented_below_it():
+    assert str(PlanError("two problems", why="one\ntwo")) == "two problems\n  why: one\n       two"
+
+
+@pytest.mark.parametrize("name", ["ShardwiseError", *KIN])
+def test_pickling_keeps_every_part(name):
+    error = getattr(errors, name)("what happened", at="here", why="this rule", fix="do that")
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert (back.summary, back.at, back.why, back.fix) == ("what happened", "here", "this rule", "do that")
+    assert str(back) == str(error)
+
+
+def test_a_load_error_is_caught_as_an_os_error():
+    with pytest.raises(OSError, match="model.safetensors"):
+        raise LoadError("cannot read model.safetensors")
+
+
+def test_did_you_mean():
+    assert did_you_mean("colwize", ["colwise", "rowwise"]) == " (did you mean 'colwise'?)"
+    assert did_you_mean("colwize", iter(["colwise"])) == " (did you mean 'colwise'?)"
+    assert did_you_mean("zzz", ["colwise", "rowwise"]) == ""

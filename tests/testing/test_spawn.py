@@ -1,0 +1,272 @@
+"""The harness itself: ranks that return, raise, exit and hang, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError, RankError
+from shardwise.testing.pool import Pool
+from shardwise.testing.spawn import spawn
+
+pytestmark = pytest.mark.spawn
+
+
+def where_am_i():
+    return {
+        name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    }
+
+
+def sum_over_ranks(tensor):
+    dist.init_process_group("gloo")
+    total = tensor * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    return {"total": [total, (total.sum().item(), str(total.dtype))]}  # the group is left for the harness to take down
+
+
+class CustomError(Exception):
+    def __init__(self, first, second):  # cannot be rebuilt from `args`
+        super().__init__(f"{first} {second}")
+
+
+def raise_on_rank_1(kind):
+    print("about to start")
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise CustomError("not", "picklable") if kind == "custom" else ValueError("one went wrong")
+    dist.barrier()
+
+
+def exit_on_rank_1(how):
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        print("last words")
+        sys.exit(3) if how == "sys.exit" else os._exit(3)
+    dist.barrier()
+
+
+def hang_on_rank_1(pids):
+    (Path(pids) / os.environ["RANK"]).write_text(str(os.getpid()))
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        return
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (Path(pids) / "child").write_text(str(child.pid))
+    dist.barrier()
+
+
+def warn():
+    warnings.warn("look out", UserWarning, stacklevel=1)
+
+
+def unpicklable_result():
+    return lambda: None
+
+
+def say_hello():
+    print("hello")
+    sys.stderr.write("there\n")
+
+
+def random_numbers():
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def shardwise_modules():
+    return sorted(name for name in sys.modules if name.split(".")[0] == "shardwise")
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def check_no_strays(directory):
+    """Wait until every process whose id stands in a file of `directory` is gone."""
+    deadline = time.monotonic() + 5
+    pids = [int(text) for file in directory.iterdir() if (text := file.read_text())]
+    assert pids
+    for pid in pids:
+        while is_alive(pid):
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            time.sleep(0.02)
+
+
+def test_results_come_in_rank_order():
+    results = spawn(where_am_i, 3)
+    assert [r["RANK"] for r in results] == [r["LOCAL_RANK"] for r in results] == ["0", "1", "2"]
+    assert {r["WORLD_SIZE"] + r["LOCAL_WORLD_SIZE"] + r["OMP_NUM_THREADS"] for r in results} == {"331"}
+
+
+def test_env_reaches_the_ranks_and_not_the_caller(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")  # a caller inside torchrun does not confuse its ranks
+    assert spawn(where_am_i, 1, env={"OMP_NUM_THREADS": "2"})[0]["OMP_NUM_THREADS"] == "2"
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert spawn(where_am_i, 1)[0]["LOCAL_WORLD_SIZE"] == "1"
+
+
+def test_nested_results_with_tensors():
+    results = spawn(sum_over_ranks, 2, tensor=torch.ones(3))
+    for result in results:
+        total, (number, dtype) = result["total"]
+        assert torch.equal(total, torch.full((3,), 3.0))
+        assert (number, dtype) == (9.0, "torch.float32")
+
+
+def test_a_raising_rank_ends_the_others_with_its_own_exception():
+    spawn(random_numbers, 1)  # warm
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="^one went wrong$") as caught:
+        spawn(raise_on_rank_1, 2, "value")
+    assert time.monotonic() - start < 10
+    cause = str(caught.value.__cause__)
+    assert "rank 1 of 2 raised ValueError" in cause
+    assert "in raise_on_rank_1" in cause
+    assert "about to start" in cause
+
+
+def test_an_exception_that_cannot_travel_becomes_a_rank_error():
+    with pytest.raises(RankError, match="(?s)rank 1 of 2 raised CustomError.*not picklable"):
+        spawn(raise_on_rank_1, 2, "custom")
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "os._exit"])
+def test_a_rank_that_exits_is_named_with_its_code(how):
+    with pytest.raises(RankError, match="(?s)rank 1 of 2 exited with code 3 without a result.*last words"):
+        spawn(exit_on_rank_1, 2, how)
+
+
+def test_a_hang_is_ended_in_time_with_stacks_and_leaves_no_strays(tmp_path):
+    with pytest.raises(RankError) as caught:
+        spawn(hang_on_rank_1, 3, str(tmp_path), timeout=5)
+    message = str(caught.value)
+    assert "rank(s) 0, 2 of 3 did not return within 5 seconds" in message
+    assert "rank(s) 1 had returned" in message
+    assert message.count("in hang_on_rank_1") == 2
+    assert "in barrier" in message
+    check_no_strays(tmp_path)
+
+
+def test_warnings_are_errors_in_ranks_where_they_are_for_the_caller():
+    with pytest.raises(UserWarning, match="look out"):
+        spawn(warn, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert spawn(warn, 1) == [None]
+
+
+def test_a_result_that_cannot_be_pickled_is_that_ranks_failure():
+    with pytest.raises(Exception, match="unpicklable_result|pickle"):
+        spawn(unpicklable_result, 1)
+
+
+def test_output_is_passed_on(capsys):
+    spawn(say_hello, 2)
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(
+        f"[rank {rank}] {word}" for rank in (0, 1) for word in ("hello", "there")
+    )
+
+
+def test_ranks_start_from_the_same_seeds_as_a_test():
+    assert spawn(random_numbers, 2) == [random_numbers()] * 2  # conftest seeds this side
+
+
+def test_ranks_import_the_package_fresh():
+    # This module imports the harness; nothing else of the package may already be there.
+    assert all(
+        name == "shardwise" or name.startswith(("shardwise.errors", "shardwise.testing"))
+        for name in spawn(shardwise_modules, 1)[0]
+    )
+
+
+def test_what_cannot_be_spawned_is_refused_at_once():
+    with pytest.raises(ConfigError, match="(?s)top level of a module.*world_size is 0.*timeout is -1"):
+        spawn(lambda: None, 0, timeout=-1)
+
+
+def test_a_module_that_cannot_be_preloaded_is_named():
+    with pytest.raises(RankError, match="No module named 'no_such_module'"):
+        spawn(where_am_i, 1, pool=Pool(preload=["no_such_module"]))
+
+
+def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RankError, match=r"preloading started 1 thread\(s\)"):
+        spawn(where_am_i, 1, pool=Pool(preload=["starts_a_thread"]))
+
+
+def kill_the_zygote(pids):
+    (Path(pids) / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
+def test_ranks_end_with_the_zygote_and_the_next_case_starts_another(tmp_path):
+    pool = Pool(preload=[])
+    with pytest.raises(RankError, match="ended with exit code -9"):
+        spawn(kill_the_zygote, 2, str(tmp_path), pool=pool)
+    check_no_strays(tmp_path)
+    assert len(spawn(where_am_i, 2, pool=pool)) == 2
+    pool.close()
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from shardwise.testing.pool import Pool
+from shardwise.testing.spawn import spawn
+
+def sleep(directory):
+    (Path(directory) / os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    spawn(sleep, 2, sys.argv[1], pool=Pool(preload=[]))
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "send_signal"])
+def test_ranks_end_with_their_caller(tmp_path, end):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    exchange = tmp_path / "exchange"
+    exchange.mkdir()
+    caller = subprocess.Popen(
+        [sys.executable, str(script), str(pids)],
+        env={**os.environ, "TMPDIR": str(exchange)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while len([f for f in pids.iterdir() if f.read_text()]) < 2:
+        assert time.monotonic() < deadline
+        assert caller.poll() is None, caller.stderr.read()
+        time.sleep(0.02)
+    caller.kill() if end == "kill" else caller.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in caller.communicate(timeout=30)[1] or end == "kill"
+    check_no_strays(pids)
+    deadline = time.monotonic() + 5
+    while list(exchange.iterdir()):
+        assert time.monotonic() < deadline, "the case's directory is still there"
+        time.sleep(0.02)

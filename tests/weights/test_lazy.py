@@ -1,0 +1,148 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.errors import UnsupportedError
+from shardwise.layout.tensor import Piece
+from shardwise.weights.lazy import LazyTensor
+from shardwise.weights.read import read_local
+
+pytestmark = pytest.mark.single
+
+
+class MemoryStore:
+    """Tensors in memory that count what is copied from them."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.bytes_read = 0
+
+    def map_tensor(self, key: str) -> torch.Tensor:
+        return self.tensors[key]
+
+    def count(self, nbytes: int) -> None:
+        self.bytes_read += nbytes
+
+    def lazy(self, key: str) -> LazyTensor:
+        return LazyTensor.of(self, key, self.tensors[key].shape, self.tensors[key].dtype)
+
+
+def some_dim(draw: st.DrawFn, tensor: torch.Tensor) -> int:
+    return draw(st.integers(-tensor.ndim, tensor.ndim - 1))
+
+
+def draw_operation(draw: st.DrawFn, x: torch.Tensor) -> tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    """An operation on (the tensor so far, the other source), drawn to fit `x`."""
+    names = ["clone", "double", "unsqueeze", "stack", "flatten", "bfloat16"]
+    if x.ndim:
+        names += ["transpose", "chunk", "split", "cat", "select", "slice", "strided", "unbind", "fold", "squeeze", "flip"]
+    name = draw(st.sampled_from(names))
+    dim = some_dim(draw, x) if x.ndim else 0
+    other = some_dim(draw, x) if x.ndim else 0
+    size = x.shape[dim] if x.ndim else 1
+    at = draw(st.integers(0, size - 1))
+    order = draw(st.permutations(range(x.ndim)))
+    sizes = [at, size - at]
+    folded = (*x.shape[:dim], 2, size // 2, *x.shape[dim:][1:]) if size % 2 == 0 else tuple(x.shape)
+    operations = {
+        "clone": lambda t, u: t.permute(order).contiguous(),
+        "double": lambda t, u: t + t,
+        "unsqueeze": lambda t, u: t.unsqueeze(dim),
+        "stack": lambda t, u: torch.stack([t, t.clone()], dim=dim),
+        "flatten": lambda t, u: t.reshape(-1) if t.ndim != 2 else torch.cat([t.reshape(-1), u.reshape(-1)]),
+        "bfloat16": lambda t, u: t.to(torch.bfloat16),
+        "transpose": lambda t, u: torch.transpose(t, dim, other),
+        "chunk": lambda t, u: torch.chunk(t, 2, dim=dim)[-1],
+        "split": lambda t, u: torch.split(t, sizes, dim=dim)[1],
+        "cat": lambda t, u: torch.cat([t, t.narrow(dim, at, size - at)], dim=dim),
+        "select": lambda t, u: t.select(dim, at - size),
+        "slice": lambda t, u: t[at:],
+        "strided": lambda t, u: t[::2],
+        "unbind": lambda t, u: torch.unbind(t, dim)[at],
+        "fold": lambda t, u: t.reshape(folded).transpose(dim, other).reshape(folded[0], -1),
+        "squeeze": lambda t, u: t.squeeze(dim),
+        "flip": lambda t, u: t.flip(dim),
+    }
+    return name, operations[name]
+
+
+@given(st.data())
+def test_a_box_of_a_lazy_chain_is_the_box_of_the_chain(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    a = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    store = MemoryStore(a=a, b=-torch.arange(6.0).view(2, 3))
+    eager, lazy = a, store.lazy("a")
+    for _ in range(data.draw(st.integers(1, 6))):
+        _, operation = draw_operation(data.draw, eager)
+        eager, lazy = operation(eager, store.tensors["b"]), operation(lazy, store.lazy("b"))
+        if eager.numel() > 10_000:
+            break
+    assert isinstance(lazy, LazyTensor)
+    assert (lazy.shape, lazy.stride(), lazy.dtype) == (eager.shape, eager.stride(), eager.dtype)
+    box = tuple(tuple(sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n))))) for n in eager.shape)
+    store.bytes_read = 0
+    got = lazy.read(box)
+    assert torch.equal(got, eager[tuple(slice(*i) for i in box)])
+    assert got.untyped_storage().nbytes() == got.nbytes
+    if not lazy.fallbacks and lazy.dtype == torch.float32:
+        assert store.bytes_read == got.nbytes  # of what is only rearranged, nothing but the box is read
+
+
+def test_a_dtype_on_the_way_rounds() -> None:
+    store = MemoryStore(a=torch.tensor([1.0, 1.001]))
+    there_and_back = store.lazy("a").to(torch.bfloat16).to(torch.float32)
+    assert there_and_back.read().tolist() == [1.0, 1.0]
+    assert store.lazy("a").to(torch.bfloat16).read(dtype=torch.float32).tolist() == [1.0, 1.0]
+
+
+def test_operations_outside_the_algebra_are_named_and_run_once_per_reading() -> None:
+    store = MemoryStore(a=torch.arange(8.0))
+    lazy = store.lazy("a").exp().view(2, 4)
+    assert lazy.fallbacks == ("aten.exp.default",)
+    pieces = [Piece(((0, 1), (0, 2)), ((0, 1), (0, 2))), Piece(((1, 2), (2, 4)), ((1, 2), (0, 2)))]
+    got = read_local(lazy, pieces, (2, 3))
+    expected = torch.arange(8.0).exp().view(2, 4)
+    assert torch.equal(got, torch.stack([torch.cat([expected[0, :2], torch.zeros(1)]), torch.tensor([*expected[1, 2:], 0.0])]))
+    assert store.bytes_read == 8 * 4
+
+
+def test_values_that_decide_are_read_at_once() -> None:
+    store = MemoryStore(a=torch.tensor([2.0, 3.0]))
+    assert store.lazy("a")[1].item() == 3.0
+    assert torch.equal(store.lazy("a"), torch.tensor([2.0, 3.0]))
+
+
+def test_a_wrong_operation_fails_in_torchs_words() -> None:
+    store = MemoryStore(a=torch.zeros(2, 3), b=torch.zeros(4, 4))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        torch.cat([store.lazy("a"), store.lazy("b")])
+
+
+def test_a_lazy_tensor_refuses_to_be_written() -> None:
+    store = MemoryStore(a=torch.zeros(2))
+    with pytest.raises(UnsupportedError, match="would write into a lazy tensor"):
+        store.lazy("a").add_(1)
+    written = torch.ones(2)
+    written.copy_(store.lazy("a"))  # the other way round is a read
+    assert written.tolist() == [0.0, 0.0]
+
+
+def test_read_local_owns_its_storage_and_pads_with_zeros() -> None:
+    a = torch.arange(30.0).view(5, 6)
+    store = MemoryStore(a=a)
+    pieces = [Piece(((0, 2), (1, 3)), ((0, 2), (0, 2))), Piece(((3, 5), (1, 3)), ((2, 4), (0, 2)))]
+    got = read_local(store.lazy("a"), pieces, (5, 2), dtype=torch.float64)
+    assert torch.equal(got, torch.cat([a[0:2, 1:3], a[3:5, 1:3], torch.zeros(1, 2)]).double())
+    assert got.is_contiguous()
+    assert got.untyped_storage().nbytes() == got.nbytes
+    assert store.bytes_read == 8 * 4
+
+
+def test_scalars_and_empty_tensors() -> None:
+    store = MemoryStore(a=torch.tensor(3.0), b=torch.zeros(0, 4))
+    assert store.lazy("a").read().item() == 3.0
+    assert read_local(store.lazy("a"), [Piece((), ())], ()).item() == 3.0
+    assert torch.cat([store.lazy("b"), store.lazy("b")]).read().shape == (0, 4)
