@@ -34,11 +34,25 @@ def some_dim(draw: st.DrawFn, tensor: torch.Tensor) -> int:
     return draw(st.integers(-tensor.ndim, tensor.ndim - 1))
 
 
-def draw_operation(draw: st.DrawFn, x: torch.Tensor) -> tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+def draw_operation(
+    draw: st.DrawFn, x: torch.Tensor
+) -> tuple[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
     """An operation on (the tensor so far, the other source), drawn to fit `x`."""
     names = ["clone", "double", "unsqueeze", "stack", "flatten", "bfloat16"]
     if x.ndim:
-        names += ["transpose", "chunk", "split", "cat", "select", "slice", "strided", "unbind", "fold", "squeeze", "flip"]
+        names += [
+            "transpose",
+            "chunk",
+            "split",
+            "cat",
+            "select",
+            "slice",
+            "strided",
+            "unbind",
+            "fold",
+            "squeeze",
+            "flip",
+        ]
     name = draw(st.sampled_from(names))
     dim = some_dim(draw, x) if x.ndim else 0
     other = some_dim(draw, x) if x.ndim else 0
@@ -105,7 +119,9 @@ def test_operations_outside_the_algebra_are_named_and_run_once_per_reading() -> 
     pieces = [Piece(((0, 1), (0, 2)), ((0, 1), (0, 2))), Piece(((1, 2), (2, 4)), ((1, 2), (0, 2)))]
     got = read_local(lazy, pieces, (2, 3))
     expected = torch.arange(8.0).exp().view(2, 4)
-    assert torch.equal(got, torch.stack([torch.cat([expected[0, :2], torch.zeros(1)]), torch.tensor([*expected[1, 2:], 0.0])]))
+    assert torch.equal(
+        got, torch.stack([torch.cat([expected[0, :2], torch.zeros(1)]), torch.tensor([*expected[1, 2:], 0.0])])
+    )
     assert store.bytes_read == 8 * 4
 
 

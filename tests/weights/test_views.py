@@ -1,10 +1,10 @@
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import pytest
 from shardwise.layout.boxes import shape_of, volume
 from shardwise.weights.views import reshape_boxes
 

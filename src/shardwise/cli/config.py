@@ -69,7 +69,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     loader.flatten_mapping(node)
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for position, key in enumerate(keys):
         if key in keys[:position]:
             mark = node.value[position][0].start_mark
@@ -92,7 +92,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
     try:
-        tree = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+        tree = yaml.load(text, _StrictLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
     if tree is None:
@@ -107,7 +107,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
     if not equals or not key:
         return [Problem(override, "is no override", "write key=value, such as optimizer.lr=1e-4")]
     try:
-        value = yaml.load(text, _StrictLoader)  # noqa: S506 - a SafeLoader
+        value = yaml.load(text, _StrictLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
     *groups, last = key.split(".")
@@ -147,7 +147,8 @@ def _elsewhere(key: str) -> str:
 def _all_keys(cls: type[Any], prefix: str = "") -> list[str]:
     keys = []
     for name, hint in typing.get_type_hints(cls).items():
-        keys += _all_keys(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else [prefix + name]
+        is_group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
+        keys += _all_keys(hint, f"{prefix}{name}.") if is_group else [prefix + name]
     return keys
 
 

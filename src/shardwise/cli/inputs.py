@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.cli.logs import check_tensorboard
+from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
 
@@ -90,10 +90,14 @@ def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
     cls = find_optimizer(config.name)
     if cls is None:
         names = [name for name, value in vars(torch.optim).items() if inspect.isclass(value)]
-        return [Problem("optimizer.name", f"there is no optimizer class {config.name!r}{did_you_mean(config.name, names)}")]
+        return [
+            Problem("optimizer.name", f"there is no optimizer class {config.name!r}{did_you_mean(config.name, names)}")
+        ]
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return [Problem("optimizer.name", f"{config.name} evaluates the loss itself, which a distributed step cannot serve")]
+        return [
+            Problem("optimizer.name", f"{config.name} evaluates the loss itself, which a distributed step cannot serve")
+        ]
     known = inspect.signature(cls).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
         return []

@@ -50,8 +50,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent tells of every signal it passes on; the user gets one line from us instead.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    _silence_agent()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -74,6 +73,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
+        print(f"ended by {error.sigval.name}; nothing half-written was left behind", file=sys.stderr)
         return 128 + error.sigval
     return 0
 
@@ -103,6 +103,13 @@ def exit_on_terminate() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def _silence_agent() -> None:
+    """The agent tells of every failure and signal it passes on; the user gets one line from us instead."""
+    for name in list(logging.root.manager.loggerDict):  # each of its loggers sets a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def _report(error: Exception) -> dict[str, Any]:
     is_ours = isinstance(error, ShardwiseError)
     text = traceback.format_exc()
@@ -124,11 +131,15 @@ def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
     """The failure that came first, as the user should see it."""
     reported = {rank: f.error_file_data for rank, f in failures.items() if "at_seconds" in (f.error_file_data or {})}
     # A rank that could not even report was killed, and whatever others say follows from that.
-    silent = [rank for rank, failure in failures.items() if rank not in reported and failure.exitcode != -signal.SIGTERM]
+    silent = [
+        rank for rank, failure in failures.items() if rank not in reported and failure.exitcode != -signal.SIGTERM
+    ]
     if silent or not reported:
         rank = min(silent or failures)
         failure = failures[rank]
-        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"
+        how = (
+            f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"
+        )
         hint = "\n  why: the machine may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
     rank = min(reported, key=lambda rank: float(reported[rank]["at_seconds"]))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from shardwise.api import load, parallelize
-from shardwise.errors import ConfigError, LoadError
+from shardwise.api import describe, load, parallelize
+from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.train.config import TrainConfig
+from shardwise.topology.shape import MeshShape
+from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
 
-__all__ = ["build_encoder", "build_model", "load_tokenizer", "new_model_config"]
+__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config"]
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -67,12 +68,46 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
     options = {"plan": config.model.plan or "auto", "sequence_parallel": config.sequence_parallel, "dtype": dtype}
     torch.manual_seed(config.seed)
     if config.model.path is not None:
-        _check_fit(transformers.AutoConfig.from_pretrained(config.model.path), config, tokenizer)
+        _check_fit(_read_model_config(config.model.path), config, tokenizer)
         return load(config.model.path, mesh, **options)
     model_config = new_model_config(config.model.config, tokenizer)
     _check_fit(model_config, config, tokenizer)
     model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
     return parallelize(model, mesh, **options)
+
+
+def check_model(config: TrainConfig) -> list[Problem]:
+    """What does not fit together in model, tokenizer, rows and layout; reads no weights."""
+    problems: list[Problem] = []
+    try:
+        tokenizer = load_tokenizer(config)
+        build_encoder(tokenizer)
+        given = config.model
+        found = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
+    except ShardwiseError as error:
+        return [Problem(error.at or "model", str(error))]
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: _check_fit(found, config, tokenizer),
+        lambda: describe(
+            found,
+            MeshShape.parse(config.layout),
+            plan=config.model.plan or "auto",
+            sequence_parallel=config.sequence_parallel,
+        ),
+    )
+    for check in checks:
+        try:
+            check()
+        except ShardwiseError as error:
+            problems.append(Problem(error.at or "model", str(error)))
+    return problems
+
+
+def _read_model_config(place: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read a model configuration from {place!r}", why=str(error).strip()) from error
 
 
 def new_model_config(given: str | Mapping[str, Any] | None, tokenizer: Any) -> Any:

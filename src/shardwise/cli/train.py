@@ -37,8 +37,12 @@ A small run.yaml:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise train`."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; its keys are listed below")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set over the file's, e.g. data.seq_length=256")
-    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: what the layout needs)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="keys to set over the file's, e.g. data.seq_length=256"
+    )
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="ranks to start on this machine (default: what the layout needs)"
+    )
     parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 
 

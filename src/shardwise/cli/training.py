@@ -144,7 +144,7 @@ def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, b
 
 
 def _export(model: torch.nn.Module, tokenizer: Any, path: Path, *, is_first: bool) -> None:
-    """Writes model and tokenizer under a hidden name, then gives it the final one: a directory is there whole or not."""
+    """Writes model and tokenizer under a hidden name, then gives it the final one: all of it is there or nothing."""
     partial = partial_name(path, os.environ.get("TORCHELASTIC_RUN_ID", "export"))
     try:
         export_pretrained(model, str(partial))

@@ -26,6 +26,7 @@ class SplitContext:
             equal lengths, and the padding is cut off inside every region.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding hands on its partial sums, for the stack's entry to reduce.
+        holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
         has_dropout: whether anything inside the regions draws random numbers in training.
     """
 
@@ -37,6 +38,7 @@ class SplitContext:
     sequence_length: int = 0
     keep_logits_split: bool = False
     defer_embedding: bool = False
+    holds_partial_rows: bool = False
     has_dropout: bool = False
     _own_state: dict[str, torch.Tensor] = field(default_factory=dict)
     _loss_mode: TorchFunctionMode | None = None

@@ -105,7 +105,8 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
 def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
     context.sequence_length = x.shape[1]
     padded = _pad(x, 1, context.size)
-    if context.defer_embedding:
+    if context.holds_partial_rows:
+        context.holds_partial_rows = False
         return scatter_from_region(padded, context.group, dim=1)
     return split_full(padded, context.group, dim=1, sizes=context.even_sizes(padded.shape[1]))
 
@@ -161,7 +162,7 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _cut(x: Tensor, dim: int, length: int) -> Tensor:
-    return x.narrow(dim, 0, length) if x.shape[dim] != length else x
+    return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x
 
 
 def _device_of(module: nn.Module) -> Any:

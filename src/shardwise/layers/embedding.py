@@ -36,7 +36,10 @@ class VocabularyEmbedding:
         else:
             found = super().forward(local.masked_fill(outside, 0))  # type: ignore[misc]
             found = found.masked_fill(outside.unsqueeze(-1), 0)
-        return found if self._split.defer_embedding else reduce_from_region(found, self._split.group)
+        if self._split.defer_embedding:
+            self._split.holds_partial_rows = True
+            return found  # type: ignore[no-any-return]
+        return reduce_from_region(found, self._split.group)
 
     def _check_ids(self, ids: Tensor) -> None:
         # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.

@@ -53,7 +53,7 @@ class ModelConfig:
     path: str | None = None
     """Model directory or hub id: its weights are loaded."""
     config: str | dict[str, Any] | None = None
-    """Instead of `path`: a configuration (a mapping, or the path of a config.json), with weights drawn from the seed."""
+    """Instead of `path`: a configuration (a mapping, or a config.json), whose weights are drawn from the seed."""
     tokenizer: str | None = None
     """Tokenizer directory or hub id; by default the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -171,7 +171,9 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
         given = "neither is given" if model.path is None else "both are given"
         yield Problem("model", f"takes either path (trained weights) or config (new weights); {given}")
     if model.config is not None and model.tokenizer is None:
-        yield Problem("model.tokenizer", "is missing", "a model made from model.config brings no tokenizer, so name one")
+        yield Problem(
+            "model.tokenizer", "is missing", "a model made from model.config brings no tokenizer, so name one"
+        )
     if isinstance(model.config, Mapping) and "model_type" not in model.config:
         yield Problem("model.config", "has no model_type", "name the architecture, such as model_type: llama")
     if (data.path is None) == (data.dataset is None):
@@ -198,7 +200,9 @@ def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
         if count < 1:
             yield Problem(key, f"is {count}, must be at least 1")
     if config.data.seq_length < 2:
-        yield Problem("data.seq_length", f"is {config.data.seq_length}, must be at least 2: each token predicts the next")
+        yield Problem(
+            "data.seq_length", f"is {config.data.seq_length}, must be at least 2: each token predicts the next"
+        )
     if not 0 <= config.seed < 2**63:
         yield Problem("seed", f"is {config.seed}, must be between 0 and 2**63 - 1")
     if not (optimizer.lr > 0 and math.isfinite(optimizer.lr)):
@@ -211,7 +215,8 @@ def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(f"optimizer.options.{key}", f"stands in the wrong place: it is optimizer.{key}")
     if not 0 <= schedule.warmup_steps <= config.steps:
         yield Problem(
-            "optimizer.schedule.warmup_steps", f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})"
+            "optimizer.schedule.warmup_steps",
+            f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})",
         )
     if not 0 <= schedule.final_ratio <= 1:
         yield Problem("optimizer.schedule.final_ratio", f"is {schedule.final_ratio}, must be between 0 and 1")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -38,7 +38,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         self._closed = False
 
     @classmethod
-    def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> Self:
+    def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
         """Open a local directory or a hub id; `options` as in `locate_files` (variant, subfolder, revision, ...).
 
         Raises:
@@ -61,7 +61,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "CheckpointIndex":
         return self
 
     def __exit__(

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -99,7 +98,7 @@ class PretrainedWriter:
         except OSError as error:
             raise LoadError(f"cannot write beside {self._target}", why=str(error)) from error
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "PretrainedWriter":
         return self
 
     def __exit__(

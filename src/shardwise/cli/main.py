@@ -1,0 +1,114 @@
+"""The `shardwise` command: one parser, one command a file, one place where errors become exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import shardwise
+from shardwise.cli import check, doctor, launch, plan, train, verify
+from shardwise.cli.reference import config_reference
+from shardwise.errors import ShardwiseError, did_you_mean
+
+__all__ = ["main"]
+
+DESCRIPTION = """\
+Train and run any Hugging Face model on many devices, with splits that are proved to compute the same numbers.
+"""
+
+EXAMPLES = """\
+examples:
+  shardwise doctor                            is this machine ready?
+  shardwise plan path/or/hub-id --layout tp2  who owns what
+  shardwise verify path/or/hub-id --layout tp2   does the split compute the same numbers?
+  shardwise check run.yaml --world-size 64    every problem of a run, before it starts
+  shardwise train run.yaml                    train
+
+`shardwise COMMAND --help` teaches each. Exit codes: 0 well, 1 failed, 2 misused, 130 interrupted.
+"""
+
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "train": (train, "train a model from a YAML file"),
+    "plan": (plan, "print how a model is split"),
+    "check": (check, "list every problem of a run before it starts"),
+    "verify": (verify, "prove on a tiny twin that a split computes the same numbers"),
+    "doctor": (doctor, "look over this machine"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose errors read like ours, with a page of reference behind the help that is made when it is shown."""
+
+    reference: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        """The help text."""
+        return super().format_help() + (f"\n{self.reference()}\n" if self.reference is not None else "")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n  fix: see `{self.prog} --help`\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv` (by default the process's) and returns the exit code."""
+    arguments = argparse.Namespace()
+    try:
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        code: int = arguments.run(arguments)
+    except ShardwiseError as error:
+        if getattr(arguments, "traceback", False):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if not launch.is_rank():  # the launcher says it once for all ranks
+            print("interrupted; nothing half-written was left behind", file=sys.stderr)
+        return launch.INTERRUPTED
+    return code
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser, commands = _build_parser()
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
+    arguments, rest = parser.parse_known_args(words)
+    # argparse takes a run of positional words in one go, so overrides behind an option are left over.
+    if rest and hasattr(arguments, "overrides"):
+        arguments.overrides += [word for word in rest if not word.startswith("-")]
+        rest = [word for word in rest if word.startswith("-")]
+    if rest:
+        command = commands[arguments.command]
+        options = [option for action in command._actions for option in action.option_strings]
+        command.error(f"unknown argument {rest[0]}{did_you_mean(rest[0].partition('=')[0], options)}")
+    return arguments
+
+
+def _build_parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser(
+        prog="shardwise",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
+    found = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    commands: dict[str, _Parser] = {}
+    for name, (module, summary) in COMMANDS.items():
+        commands[name] = found.add_parser(
+            name,
+            help=summary,
+            description=module.HELP,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(commands[name])
+        commands[name].set_defaults(run=module.run)
+    commands["train"].reference = config_reference
+    return parser, commands
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""What `plan` and `verify` are pointed at: a model, or the configuration of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli.config import read_config
+from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["Target", "add_arguments", "find_target"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model with the way it is to be split.
+
+    Attributes:
+        model: a model directory, a hub id, or a transformers configuration.
+        shape: the layout.
+        plan: rules laid over the automatic plan.
+        sequence_parallel: whether activations are split along the sequence.
+    """
+
+    model: Any
+    shape: MeshShape
+    plan: dict[str, str]
+    sequence_parallel: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `find_target` reads."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, hub id, config.json, or the YAML file of a run"
+    )
+    parser.add_argument(
+        "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (a run's file names its own)"
+    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
+    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
+
+
+def find_target(arguments: argparse.Namespace) -> Target:
+    """The model and layout that the command line names; options go over what a run's file says.
+
+    Raises:
+        ConfigError: there is no layout, or the run's file has problems.
+        LoadError: the file is not there or not readable.
+        MeshError: the layout is malformed.
+    """
+    name, layout = str(arguments.model), arguments.layout
+    plan: dict[str, str] = {}
+    sequence_parallel = bool(arguments.sequence_parallel)
+    model: Any = name
+    if Path(name).suffix in (".yaml", ".yml"):
+        config = read_config(Path(name))
+        model = _new_config(config.model.config) if config.model.path is None else config.model.path
+        layout = layout or config.layout
+        plan = config.model.plan
+        sequence_parallel = sequence_parallel or config.sequence_parallel
+    elif Path(name).suffix == ".json":
+        model = _new_config(name)
+    else:
+        _check_model(name)
+    if layout is None:
+        raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
+    return Target(model=model, shape=MeshShape.parse(layout), plan=plan, sequence_parallel=sequence_parallel)
+
+
+def _check_model(name: str) -> None:
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise LoadError(f"{name} is no model directory", why="it holds no config.json")
+    if not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise LoadError(f"there is no model directory {name}{did_you_mean(path.name, beside)}")
+
+
+def _new_config(given: Any) -> Any:
+    """A transformers configuration from a mapping or a config.json."""
+    import transformers
+
+    if isinstance(given, dict):
+        values = dict(given)
+        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        json.loads(Path(given).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise LoadError(f"there is no file {given}") from error
+    except ValueError as error:
+        raise LoadError(f"{given} is not JSON", why=str(error)) from error
+    return transformers.AutoConfig.from_pretrained(str(given))

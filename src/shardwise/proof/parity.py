@@ -1,0 +1,221 @@
+"""Measures a split model against the whole one: loss, logits, every gradient, parameters after steps, replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.collectives import all_gather_objects
+from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.registry import registry_of
+from shardwise.mesh import Mesh
+
+__all__ = ["Difference", "Measurement", "Tolerance", "measure"]
+
+OPTIMIZER = {"lr": 1e-4, "eps": 1e-6}
+"""Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias: the
+softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
+
+Split = Callable[[nn.Module, Mesh], nn.Module]
+Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far a split model may be from the whole one, in float32.
+
+    Attributes:
+        loss: absolute.
+        logits: absolute.
+        gradient: relative to the largest entry of the gradient in question, plus `gradient_floor` absolute.
+        parameter: absolute, after the optimizer's steps.
+    """
+
+    loss: float = 1e-5
+    logits: float = 1e-4
+    gradient: float = 1e-4
+    gradient_floor: float = 1e-6
+    parameter: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The largest difference found over named tensors: where, how large, and what would have been allowed."""
+
+    error: float
+    allowed: float
+    name: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is allowed; NaN never is."""
+        return self.error <= self.allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What `measure` found.
+
+    Attributes:
+        unequal_replicas: names of parameters whose copies on different ranks are not bit-equal after the last step.
+        missing: gradients that only one of both models has.
+        share_split: bytes of split parameters over bytes of all.
+        num_steps: optimizer steps after which the replicas were compared.
+    """
+
+    loss: Difference
+    logits: Difference
+    gradient: Difference
+    parameter: Difference
+    unequal_replicas: tuple[str, ...]
+    missing: tuple[str, ...]
+    share_split: float
+    num_steps: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the split computes what the whole does."""
+        differences = (self.loss, self.logits, self.gradient, self.parameter)
+        return all(each.passed for each in differences) and not self.unequal_replicas and not self.missing
+
+
+def measure(
+    whole: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    split: Split,
+    step: Step,
+    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+    num_compared_steps: int = 3,
+    num_steps: int = 20,
+) -> Measurement:
+    """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal arguments.
+
+    Args:
+        whole: the model in one piece; left as it was.
+        split: splits the copy over the mesh.
+        step: runs forward and backward of a split model and returns the loss.
+        num_compared_steps: after how many AdamW steps parameters are compared.
+        num_steps: after how many the replicas are.
+    """
+    reference, model = copy.deepcopy(whole), split(copy.deepcopy(whole), mesh)
+    expected_logits, logits = _logits(reference, batch), _logits(model, batch)
+    expected_loss = reference(**batch).loss
+    expected_loss.backward()
+    loss = step(model, mesh, batch)
+    gradients = _gradients(model)
+    expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
+    optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
+    parameter = Difference(error=0.0, allowed=tolerance.parameter)
+    for number in range(num_steps):
+        if number:
+            step(model, mesh, batch)
+            if number < num_compared_steps:
+                reference(**batch).loss.backward()
+        for optimizer in optimizers[: 2 if number < num_compared_steps else None]:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number + 1 == num_compared_steps:
+            parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, tolerance.parameter)
+    return Measurement(
+        loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),
+        logits=_worst({"logits": logits}, {"logits": expected_logits}, 0.0, tolerance.logits),
+        gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
+        parameter=parameter,
+        unequal_replicas=_unequal_replicas(model, mesh),
+        missing=tuple(sorted(set(gradients) ^ set(expected))),
+        share_split=share_split(model),
+        num_steps=num_steps,
+    )
+
+
+def share_split(model: nn.Module) -> float:
+    """Bytes of the parameters that are split over bytes of all, in canonical shapes."""
+    entries = registry_of(model).entries.values()
+    total = sum(_numel(entry.layout.shape) for entry in entries)
+    return sum(_numel(entry.layout.shape) for entry in entries if entry.split is not None) / max(1, total)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    with torch.no_grad():
+        logits = model(**batch).logits
+    return (logits.full_tensor() if isinstance(logits, DTensor) else logits).float().cpu()
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    registry = registry_of(model)
+    return {
+        name: canonical_tensor(value, registry.entry(name).layout, registry.mesh) for name, value in model.named_parameters()
+    }
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    registry = registry_of(model)
+    return {
+        name: canonical_tensor(value.grad, registry.entry(name).layout, registry.mesh)
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
+
+
+def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:
+    """The difference that comes closest to what is allowed for it, or exceeds it most."""
+    worst = Difference(error=0.0, allowed=absolute)
+    for name in sorted(set(found) & set(expected)):
+        value, want = found[name].detach().float().cpu(), expected[name].detach().float().cpu()
+        if value.shape != want.shape:
+            return Difference(error=float("inf"), allowed=absolute, name=f"{name} {list(value.shape)}")
+        if not want.numel():
+            continue
+        error = float((value - want).abs().max())
+        allowed = relative * float(want.abs().max()) + absolute
+        if not error / allowed <= worst.error / worst.allowed:
+            worst = Difference(error=error, allowed=allowed, name=name)
+        if error != error:
+            return worst
+    return worst
+
+
+def _unequal_replicas(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
+    """Names of parameters, or parts of them, that tp ranks share and do not hold bit-equal."""
+    group = mesh.group("tp")
+    unequal = set()
+    for name, parameter in model.named_parameters():
+        entry = registry_of(model).entry(name)
+        held = _shared_values(entry.split, parameter, mesh.coord("tp"))
+        everyone = all_gather_objects(held, group)
+        for part in held:
+            copies = [other[part] for other in everyone if part in other]
+            if any(copied != copies[0] for copied in copies):
+                unequal.add(name)
+    all_names = all_gather_objects(unequal, group)
+    return tuple(sorted(set().union(*all_names)))
+
+
+def _shared_values(split: Any, parameter: Tensor, coord: int) -> dict[Any, bytes]:
+    """The bytes of what this rank holds together with others, by what it is."""
+    value = parameter.detach().cpu()
+    if split is None:
+        return {None: _bytes(value)}
+    return {
+        interval: b"".join(
+            _bytes(value.narrow(split.dim, start, stop - start)) for start, stop in split.local_of(coord, interval)
+        )
+        for interval, holders in split.shared()
+        if coord in holders
+    }
+
+
+def _bytes(value: Tensor) -> bytes:
+    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,87 @@
+"""Tiny instances of the families that every layout must train exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 8},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2},
+    "gemma2": {"num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    "gemma3_text": {"num_key_value_heads": 2, "query_pre_attn_scalar": 16, "sliding_window": 8},
+    "phi3": {"num_key_value_heads": 2},
+    "glm4": {"num_key_value_heads": 2, "partial_rotary_factor": 0.5},
+    "cohere2": {"num_key_value_heads": 2, "sliding_window": 8},
+    "olmo2": {"num_key_value_heads": 2},
+    "gpt_neox": {},
+    "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
+    "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0]},
+    "granite": {"num_key_value_heads": 2, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "mixtral": {"num_key_value_heads": 2, **MOE, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+    "qwen3_moe": {
+        "num_key_value_heads": 2,
+        **MOE,
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    },
+    "deepseek_v3": {
+        **MOE,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+}
+
+
+def tiny_model(family: str, *, tied: bool = False, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A causal LM of the family in float32 whose every parameter is moved off its special initial value."""
+    values = {**COMMON, **FAMILIES[family], "tie_word_embeddings": tied, **overrides}
+    if family == "deepseek_v3":
+        values.pop("head_dim")
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model.eval()
+
+
+def tiny_batch(model: nn.Module, *, rows: int = 2, length: int = 13, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random ids with labels, a few of them ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}

@@ -1,0 +1,199 @@
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.index import CheckpointIndex
+
+pytestmark = pytest.mark.single
+
+TENSORS = {
+    "a": torch.arange(24.0).view(4, 6),
+    "b.half": torch.arange(7).to(torch.bfloat16),
+    "c.scalar": torch.tensor(5, dtype=torch.int64),
+    "d.empty": torch.zeros(0, 3),
+    "e.flags": torch.tensor([True, False, True]),
+    "f.tiny": torch.arange(5.0).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    shards = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safetensors": ["b.half", "c.scalar"]}
+    for name, keys in shards.items():
+        save_file({key: TENSORS[key] for key in keys}, tmp_path / name)
+    weight_map = {key: name for name, keys in shards.items() for key in keys}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path
+
+
+def test_reads_every_dtype_whole(single: Path) -> None:
+    with CheckpointIndex.open(single) as index:
+        assert set(index) == set(TENSORS)
+        for key, expected in TENSORS.items():
+            got = index.read(key)
+            assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            assert got.view(-1).tolist() == expected.view(-1).tolist()
+        assert index.bytes_read == sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+def test_reads_a_box_and_counts_only_it(single: Path) -> None:
+    with CheckpointIndex.open(str(single)) as index:
+        got = index.read("a", ((1, 3), (2, 5)), dtype=torch.float64)
+        assert torch.equal(got, TENSORS["a"][1:3, 2:5].double())
+        assert got.untyped_storage().nbytes() == got.nbytes  # owns its storage, and no more than it needs
+        assert index.bytes_read == 2 * 3 * 4
+    assert got.sum() > 0  # outlives the index
+
+
+def test_tensors_need_not_be_aligned(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * (-(len(header) + 8) % 4 + 1)
+    data = torch.tensor([1.5, -2.0]).numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with CheckpointIndex.open(tmp_path) as index:
+        assert index["a"].start % 4 != 0
+        assert index.read("a").tolist() == [1.5, -2.0]
+
+
+def test_reads_shards(sharded: Path) -> None:
+    with CheckpointIndex.open(sharded) as index:
+        assert torch.equal(index.read("a"), TENSORS["a"])
+        assert index.read("c.scalar").item() == 5
+
+
+def test_reads_from_several_threads(sharded: Path) -> None:
+    with CheckpointIndex.open(sharded) as index, ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda row: index.read("a", ((row % 4, row % 4 + 1), (0, 6))), range(200)))
+        assert index.bytes_read == 200 * 6 * 4
+    assert all(torch.equal(row[0], TENSORS["a"][i % 4]) for i, row in enumerate(rows))
+
+
+def test_variants_and_subfolders(tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    save_file(TENSORS, tmp_path / "unet" / "model.fp16.safetensors")
+    with CheckpointIndex.open(tmp_path, variant="fp16", subfolder="unet") as index:
+        assert len(index) == len(TENSORS)
+    with pytest.raises(LoadError, match=r"found model\.fp16\.safetensors"):
+        CheckpointIndex.open(tmp_path, subfolder="unet")
+
+
+def test_asks_only_for_what_exists(single: Path) -> None:
+    with CheckpointIndex.open(single) as index:
+        with pytest.raises(LoadError, match=r"has no 'b\.hal' \(did you mean 'b\.half'\?\)"):
+            index.read("b.hal")
+        with pytest.raises(LoadError, match="is not inside 'a'"):
+            index.read("a", ((0, 5), (0, 6)))
+    with pytest.raises(LoadError, match="is closed"):
+        index.read("a")
+    with pytest.raises(ConfigError, match=r"'revison' \(did you mean 'revision'\?\)"):
+        CheckpointIndex.open(single, revison="main")
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c"])
+def test_a_path_that_does_not_exist(name: str) -> None:
+    with pytest.raises(LoadError, match="there is no such directory"):
+        CheckpointIndex.open(name)
+
+
+def test_a_hub_id_that_is_not_cached() -> None:
+    with pytest.raises(LoadError, match="nobody/nothing") as caught:
+        CheckpointIndex.open("nobody/nothing", local_files_only=True)
+    assert caught.value.fix
+
+
+def test_a_file_instead_of_its_directory(single: Path) -> None:
+    with pytest.raises(LoadError, match="it is a file"):
+        CheckpointIndex.open(single / "model.safetensors")
+
+
+def test_directories_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="holds no model.safetensors"):
+        CheckpointIndex.open(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
+    with pytest.raises(LoadError, match="only pickled weights") as caught:
+        CheckpointIndex.open(tmp_path)
+    assert "save_pretrained" in str(caught.value.fix)
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(LoadError, match=r"1 of 2 shards are missing: model-00002-of-00002\.safetensors"):
+        CheckpointIndex.open(sharded)
+
+
+def test_an_index_and_shards_that_disagree(sharded: Path) -> None:
+    save_file({"other": TENSORS["a"]}, sharded / "model-00002-of-00002.safetensors")
+    with pytest.raises(LoadError, match=r"2 of 3 tensors are not in the shard") as caught:
+        CheckpointIndex.open(sharded)
+    assert "b.half (in model-00002-of-00002.safetensors)" in str(caught.value.why)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}']
+)
+def test_a_damaged_index_file(sharded: Path, text: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(LoadError, match=r"model\.safetensors\.index\.json"):
+        CheckpointIndex.open(sharded)
+
+
+def header_of(**entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def f32(shape: list[int], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, stop]}
+
+
+DAMAGE = {
+    "the file is empty": b"",
+    "too few for the 8 bytes": b"\x01\x02",
+    "announce a header of": b"\xff" * 16,
+    "the header should end at byte 108": (100).to_bytes(8, "little") + b"{}",
+    "not valid JSON": (3).to_bytes(8, "little") + b"{a}",
+    "not an object": (2).to_bytes(8, "little") + b"[]",
+    "duplicate key 'a'": (13).to_bytes(8, "little") + b'{"a":1,"a":2}',
+    "the entry of 'a' is not": header_of(a=[1]),
+    "'a' has shape": header_of(a=f32([-1], 0, 4)),
+    "12 bytes, but its offsets span 8": header_of(a=f32([3], 0, 8)) + b"\0" * 8,
+    "overlaps the tensor before it": header_of(a=f32([1], 0, 4), b=f32([2], 2, 10)) + b"\0" * 10,
+    "leaves a hole": header_of(a=f32([1], 0, 4), b=f32([1], 8, 12)) + b"\0" * 12,
+    "truncated: the tensors end at byte": header_of(a=f32([3], 0, 12)) + b"\0" * 11,
+    "but the file goes on to": header_of(a=f32([1], 0, 4)) + b"\0" * 5,
+}
+
+
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, why: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(DAMAGE[why])
+    with pytest.raises(LoadError, match="not a usable safetensors file") as caught:
+        CheckpointIndex.open(tmp_path)
+    assert why in str(caught.value.why)
+    assert caught.value.at == str(tmp_path / "model.safetensors")
+
+
+def test_a_dtype_we_do_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(header_of(a={"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}))
+    with pytest.raises(LoadError, match="has dtype F4"):
+        CheckpointIndex.open(tmp_path)
+
+
+def test_every_byte_cut_off_is_noticed(single: Path) -> None:
+    path = single / "model.safetensors"
+    data = path.read_bytes()
+    for length in range(0, len(data), 7):
+        path.write_bytes(data[:length])
+        with pytest.raises(LoadError):
+            CheckpointIndex.open(single)

@@ -1,0 +1,184 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.write import PretrainedWriter, write_safetensors
+
+pytestmark = pytest.mark.single
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor], max_shard_bytes: int = 10**9) -> None:
+    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.finish({"total_parameters": 7})
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
+    tensors = {
+        "b": torch.randn(3, 4).to(torch.bfloat16),
+        "a": torch.randn(5),
+        "flags": torch.tensor([True, False]),
+        "scalar": torch.tensor(3),
+        "é": torch.randn(2, 3),
+        "empty": torch.zeros(0, 2),
+    }
+    write_safetensors(tmp_path / "ours", {**tensors, "b": tensors["b"].t().contiguous().t()})
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
+def test_from_pretrained_reads_what_was_written(tmp_path: Path, max_shard_bytes: int) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with PretrainedWriter(tmp_path / "new" / "out", max_shard_bytes=max_shard_bytes) as writer:
+        config.save_pretrained(writer.staging)
+        for name, tensor in model.state_dict().items():
+            writer.add(name, tensor)
+        writer.finish()
+    assert names_in(tmp_path / "new") == ["out"]
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "new" / "out", output_loading_info=True)
+    assert not any(report.values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
+def test_shards_are_named_and_indexed_as_transformers_does(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.zeros(4), "large": torch.zeros(100), "c": torch.zeros(2)}
+    write(tmp_path, tensors, max_shard_bytes=32)
+    assert names_in(tmp_path) == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert (tmp_path / "model.safetensors.index.json").read_text() == (
+        '{\n  "metadata": {\n    "total_parameters": 7,\n    "total_size": 440\n  },\n  "weight_map": {\n'
+        '    "a": "model-00001-of-00003.safetensors",\n    "b": "model-00001-of-00003.safetensors",\n'
+        '    "c": "model-00003-of-00003.safetensors",\n    "large": "model-00002-of-00003.safetensors"\n  }\n}\n'
+    )
+    with CheckpointIndex.open(tmp_path) as index:
+        assert set(index) == set(tensors)
+
+
+def test_an_existing_directory_keeps_its_other_files_and_loses_old_weights(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write(target, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
+    (target / "notes").mkdir()
+    (target / "notes" / "why.txt").write_text("kept")
+    (target / "config.json").write_text("old")
+    with PretrainedWriter(target, max_shard_bytes=100) as writer:
+        (writer.staging / "config.json").write_text("new")
+        writer.add("a", torch.ones(4))
+        writer.finish()
+    assert names_in(target) == ["config.json", "model.safetensors", "notes"]
+    assert (target / "config.json").read_text() == "new"
+    assert (target / "notes" / "why.txt").read_text() == "kept"
+    assert load_file(target / "model.safetensors")["a"].tolist() == [1.0] * 4
+    assert names_in(tmp_path) == ["out"]
+
+
+def fail_before_finish(writer: PretrainedWriter) -> None:
+    raise KeyError("before finish")
+
+
+def fail_twice(writer: PretrainedWriter) -> None:
+    writer.add("a", torch.zeros(1))
+
+
+def fail_dtype(writer: PretrainedWriter) -> None:
+    writer.add("c", torch.zeros(2, dtype=torch.complex128))
+    writer.finish()
+
+
+@pytest.mark.parametrize("fail", [fail_before_finish, fail_twice, fail_dtype])
+def test_a_failure_leaves_the_target_as_it_was(tmp_path: Path, fail: Callable[[PretrainedWriter], None]) -> None:
+    target = tmp_path / "out"
+    write(target, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
+    before = files_in(target)
+    with PretrainedWriter(target, max_shard_bytes=16) as writer:
+        writer.add("a", torch.ones(4))
+        writer.add("b", torch.ones(4))
+        with pytest.raises((KeyError, LoadError)):
+            fail(writer)
+    assert files_in(target) == before
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("failing_call", range(1, 4))
+def test_a_failure_in_the_moves_leaves_the_target_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
+) -> None:
+    target = tmp_path / "out"
+    write(target, {"a": torch.zeros(4)})
+    before = files_in(target)
+    calls = 0
+    rename = Path.rename
+
+    def failing(path: Path, to: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == failing_call:
+            raise OSError(28, "No space left on device")
+        return rename(path, to)
+
+    with PretrainedWriter(target, max_shard_bytes=100) as writer:
+        writer.add("a", torch.ones(4))
+        monkeypatch.setattr(Path, "rename", failing)
+        with pytest.raises(LoadError, match="No space left"):
+            writer.finish()
+    assert files_in(target) == before
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_crash_between_the_moves_is_healed_by_the_next_writer(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write(target, {"a": torch.zeros(4)})
+    before = files_in(target)
+    target.rename(tmp_path / ".out.replaced")
+    with PretrainedWriter(target, max_shard_bytes=100):
+        pass
+    assert files_in(target) == before
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write(tmp_path / "link", {"a": torch.zeros(1)})
+    assert (tmp_path / "link").is_symlink()
+    assert names_in(tmp_path / "real") == ["model.safetensors"]
+
+
+def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
+    with PretrainedWriter(tmp_path / "out", max_shard_bytes=64) as writer:
+        for position in range(10):
+            writer.add(str(position), torch.zeros(8))
+            assert sum(tensor.nbytes for tensor in writer._tensors.values()) <= 64
+
+
+def test_what_a_writer_refuses(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LoadError, match="is a file"):
+        PretrainedWriter(tmp_path / "file", max_shard_bytes=1)
+    with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
+        PretrainedWriter(tmp_path / "out", max_shard_bytes=0)
+    with PretrainedWriter(tmp_path / "out", max_shard_bytes=1) as writer, pytest.raises(LoadError, match="no tensor"):
+        writer.finish()
