@@ -2,20 +2,115 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.checkpoint.export import write_pretrained
+from shardwise.comm.agree import failing_together
+from shardwise.errors import ConfigError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import Registry, registry_of
 from shardwise.mesh import Mesh
-from shardwise.split.apply import apply_layout
+from shardwise.split.apply import apply_layout, decide_plan
+from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
 from shardwise.split.door import open_door
+from shardwise.split.facts import read_facts
+from shardwise.split.loading import load_weights
+from shardwise.split.materialize import initialize_missing
+from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.spec import Plan
+from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import reduce_gradients
+from shardwise.weights.index import CheckpointIndex
 
-__all__ = ["full_gradients", "full_state_dict", "parallelize"]
+__all__ = ["describe", "export_pretrained", "full_gradients", "full_state_dict", "load", "parallelize"]
+
+
+def load(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    mesh: Mesh,
+    *,
+    auto_class: Any = None,
+    plan: str | Plan | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> PreTrainedModel:
+    """Loads a model into its split form: each rank reads only the slices it keeps.
+
+    Args:
+        source: a directory that `save_pretrained` wrote, a hub id, or a config to initialise at random.
+        auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
+        plan: as in `parallelize`.
+        sequence_parallel: as in `parallelize`.
+        dtype: what floating-point weights are converted to; by default they keep the config's, or else the checkpoint's.
+        seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
+        options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
+            (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`.
+
+    Returns:
+        The split model on the mesh's device, in eval mode as `from_pretrained` leaves it.
+
+    Raises:
+        LoadError: files are missing or damaged, or do not fit the model. The same error on every rank.
+        PlanError: the plan cannot be followed.
+        UnsupportedError: the class does not serve the config, or the checkpoint is quantized.
+
+    Communicates: one small gather over all ranks at the end, so that a fault of one rank is raised on all.
+    """
+    registry: list[Registry] = []
+    with failing_together(mesh, "loading"):
+        model = _load_local(source, mesh, auto_class, plan, sequence_parallel, _as_dtype(dtype), seed, options, registry)
+    _open_subgroups(registry[0])
+    return model
+
+
+def _load_local(
+    source: Any, mesh: Mesh, auto_class: Any, plan: Any, sequence_parallel: bool, dtype: Any, seed: int, options: Any, out: Any
+) -> PreTrainedModel:
+    ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
+    key_mapping = options.pop("key_mapping", None)
+    if isinstance(source, PreTrainedConfig):
+        config, index, model_options = copy.deepcopy(source), None, options
+    else:
+        config, model_options = read_config(source, options)
+        where = {name: options[name] for name in HUB_OPTIONS if name in options}
+        index = CheckpointIndex.open(source, **where)
+    with index or nullcontext():
+        dtype = dtype or config.dtype or (_stored_dtype(index) if index is not None else None)
+        model = build_meta_model(config, auto_class, dtype=dtype, options=model_options)
+        registry = apply_layout(model, mesh, plan=plan, sequence_parallel=sequence_parallel)
+        out.append(registry)
+        if index is not None:
+            load_weights(
+                model, registry, index, dtype=dtype, ignore_mismatched_sizes=ignore_mismatched_sizes, key_mapping=key_mapping
+            )
+            model.config.name_or_path = model.name_or_path = os.fspath(source)
+            read_generation_config(model, source, options)
+        initialize_missing(model, registry, seed=seed)
+    return model
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return None if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"unknown dtype {dtype!r}", fix='use a torch dtype or its name, such as "bfloat16"')
+    return found
+
+
+def _stored_dtype(index: CheckpointIndex) -> torch.dtype | None:
+    """The dtype of the checkpoint's first floating-point tensor, as transformers takes it."""
+    return next((entry.dtype for entry in index.values() if entry.dtype.is_floating_point), None)
 
 
 def parallelize(
@@ -103,3 +198,46 @@ def _open_subgroups(registry: Registry) -> None:
         if entry.split is not None and entry.split.shared():
             blocks = tuple(sorted({holders for _, holders in entry.split.shared()}))
             registry.mesh.subgroup("tp", blocks)
+
+
+def export_pretrained(
+    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9, tokenizer: Any = None
+) -> None:
+    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
+
+    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from; memory is bounded by one
+    shard, on rank 0 alone. The directory appears complete or not at all.
+
+    Args:
+        directory: where to; other files in it are kept, its old weights replaced.
+        max_shard_bytes: of tensors per file.
+        tokenizer: saved beside the weights; by default that of the directory the model was loaded from, if it has one.
+
+    Raises:
+        LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
+
+    Communicates: over tp, one gather to rank 0 of each split parameter.
+    """
+    write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+
+
+def describe(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    layout: str | MeshShape,
+    *,
+    auto_class: Any = None,
+    plan: str | Plan | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    **options: Any,
+) -> Explanation:
+    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole and why.
+
+    Raises:
+        PlanError: the plan cannot be followed; every problem is listed.
+    """
+    shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
+    model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
+    facts = read_facts(model)
+    split_plan = decide_plan(model, facts, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
+    return explain(split_plan, facts, layout=str(shape))

@@ -1,4 +1,5 @@
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -110,6 +111,17 @@ def test_a_hub_id_that_is_not_cached() -> None:
     with pytest.raises(LoadError, match="nobody/nothing") as caught:
         CheckpointIndex.open("nobody/nothing", local_files_only=True)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("form", ["single", "sharded"])
+def test_a_cached_hub_id(tmp_path: Path, request: pytest.FixtureRequest, form: str) -> None:
+    directory = request.getfixturevalue(form)
+    cached = tmp_path / "cache" / "models--some--model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(directory, cached / "snapshots" / ("0" * 40), ignore=shutil.ignore_patterns("cache"))
+    with CheckpointIndex.open("some/model", cache_dir=tmp_path / "cache", local_files_only=True) as index:
+        assert torch.equal(index.read("a"), TENSORS["a"])
 
 
 def test_a_file_instead_of_its_directory(single: Path) -> None:

@@ -82,16 +82,20 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
 def record_failures() -> Iterator[None]:
     """In a rank, leaves what went wrong where the launcher looks for it, and ends the rank without a word.
 
-    Does nothing where no launcher asked for it: errors then take their usual way.
+    Errors take their usual way where no launcher asked for a file.
     """
     path = os.environ.get(ERROR_FILE)
     try:
         yield
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except SystemExit as error:
+        _leave(error.code if isinstance(error.code, int) else 1)
     except Exception as error:  # recorded whole, and shown by the launcher
         if path is None:
             raise
         Path(path).write_text(json.dumps(_report(error)), encoding="utf-8")
-        raise SystemExit(1) from None
+        _leave(1)
 
 
 def exit_on_terminate() -> None:
@@ -101,6 +105,17 @@ def exit_on_terminate() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this rank now that its files are in order.
+
+    A regular exit would tear down communication that other ranks are still in the middle of: torch's threads then wait
+    for an answer that never comes, or abort the process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _silence_agent() -> None:

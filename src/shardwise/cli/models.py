@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from shardwise.api import describe, load, parallelize
+from shardwise.api import describe, load
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.topology.shape import MeshShape
@@ -64,16 +64,17 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
         ShardwiseError: the model cannot be loaded or split.
     """
-    dtype = getattr(torch, config.model.dtype)
-    options = {"plan": config.model.plan or "auto", "sequence_parallel": config.sequence_parallel, "dtype": dtype}
-    torch.manual_seed(config.seed)
-    if config.model.path is not None:
-        _check_fit(_read_model_config(config.model.path), config, tokenizer)
-        return load(config.model.path, mesh, **options)
-    model_config = new_model_config(config.model.config, tokenizer)
+    given = config.model
+    model_config = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
     _check_fit(model_config, config, tokenizer)
-    model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    return parallelize(model, mesh, **options)
+    return load(
+        model_config if given.path is None else given.path,
+        mesh,
+        plan=given.plan or "auto",
+        sequence_parallel=config.sequence_parallel,
+        dtype=getattr(torch, given.dtype),
+        seed=config.seed,
+    )
 
 
 def check_model(config: TrainConfig) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
 from shardwise.cli.sources import open_source
 from shardwise.errors import ShardwiseError
+from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.config import TrainConfig
@@ -129,11 +131,12 @@ def _open_reporters(config: TrainConfig, closing: ExitStack, console: Console) -
 
 
 def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches) -> None:
+    num_whole = sum(math.prod(entry.layout.shape) for entry in registry_of(model).entries.values())
     num_held = sum(parameter.numel() for parameter in model.parameters())
     sequence = ", sequence parallel" if config.sequence_parallel else ""
     passes = config.steps * config.batch_size / batches.num_rows
     lines = (
-        f"model   {type(model).__name__}, {num_held:,} parameters on rank 0, {config.model.dtype}",
+        f"model   {type(model).__name__}, {num_whole:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
         f"layout  {config.layout}{sequence}",
         f"data    {len(batches.tokens):,} tokens, {batches.num_rows:,} rows of {batches.seq_length:,}",
         f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data)",

@@ -15,10 +15,11 @@ from shardwise.split.facts import read_facts
 from shardwise.split.plans import choose_plan
 from shardwise.split.sequence import apply_sequence_parallelism, is_direct
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
-from shardwise.plan.resolve import resolve
+from shardwise.plan.resolve import SplitPlan, resolve
 from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
 
-__all__ = ["apply_layout"]
+__all__ = ["apply_layout", "decide_plan"]
 
 
 def apply_layout(
@@ -37,8 +38,7 @@ def apply_layout(
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
     facts = read_facts(model)
     tp_size = mesh.size("tp")
-    rules = choose_plan(model, facts, plan) if tp_size > 1 or plan != "auto" else Plan(())
-    split_plan = resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    split_plan = decide_plan(model, facts, plan, tp_size=tp_size, sequence_parallel=sequence_parallel)
 
     context = SplitContext(
         group=mesh.group("tp"),
@@ -56,6 +56,19 @@ def apply_layout(
     attach_registry(model, registry)
     guard_door(model, registry)
     return registry
+
+
+def decide_plan(
+    model: nn.Module,
+    facts: ModelFacts,
+    plan: str | Plan | Mapping[str, str],
+    *,
+    tp_size: int,
+    sequence_parallel: bool = False,
+) -> SplitPlan:
+    """What happens to every parameter and module of `model`; its values are not looked at."""
+    rules = choose_plan(model, facts, plan) if tp_size > 1 or plan != "auto" else Plan(())
+    return resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
 
 
 def _check_axes(mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.families import fused, latent
 from shardwise.plan.hf import plan_from_transformers
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 
 __all__ = ["choose_plan"]
@@ -30,10 +30,12 @@ def choose_plan(model: nn.Module, facts: ModelFacts, plan: str | Plan | Mapping[
         raise PlanError(f"unknown plan {plan!r}{did_you_mean(plan, ['auto'])}", fix='use "auto", a dict of rules or a Plan')
     if not isinstance(plan, str | Plan | Mapping):
         raise PlanError(f"a plan cannot be a {type(plan).__name__}", fix='use "auto", a dict of rules or a Plan')
+    vocabulary = _vocabulary_plan(facts)
     declared = plan_from_transformers(getattr(model, "_tp_plan", None) or {})
-    automatic = declared | _FAMILIES.get(facts.model_type, Plan(()))
+    declared |= _FAMILIES.get(facts.model_type, Plan(()))
+    automatic = vocabulary | declared
     if isinstance(plan, str):
-        if not automatic.rules:
+        if not declared.rules:
             raise PlanError(
                 f"no tensor-parallel plan is known for {type(model).__name__} (model type {facts.model_type!r})",
                 why="transformers declares none for it",
@@ -41,3 +43,14 @@ def choose_plan(model: nn.Module, facts: ModelFacts, plan: str | Plan | Mapping[
             )
         return automatic
     return automatic | (plan if isinstance(plan, Plan) else Plan.of(plan))
+
+
+def _vocabulary_plan(facts: ModelFacts) -> Plan:
+    """Input and output embeddings split by vocabulary: the largest single weights, and transformers' plans often forget one."""
+    reason = "embeddings split by vocabulary, of any size"
+    rules = []
+    if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
+        rules.append(Rule(facts.embedding, "embedding_rowwise", source="structure", reason=reason))
+    if facts.head and facts.modules[facts.head].kind == "linear":
+        rules.append(Rule(facts.head, "colwise_gather_output", source="structure", reason=reason))
+    return Plan(tuple(rules))

@@ -170,7 +170,7 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
     if (model.path is None) == (model.config is None):
         given = "neither is given" if model.path is None else "both are given"
         yield Problem("model", f"takes either path (trained weights) or config (new weights); {given}")
-    if model.config is not None and model.tokenizer is None:
+    if model.config is not None and model.path is None and model.tokenizer is None:
         yield Problem(
             "model.tokenizer", "is missing", "a model made from model.config brings no tokenizer, so name one"
         )

@@ -1,0 +1,1 @@
+"""What is written to disk: plain Hugging Face directories."""

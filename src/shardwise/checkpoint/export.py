@@ -1,0 +1,112 @@
+"""Export: a split model as a plain Hugging Face directory, streamed."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from shardwise.comm.agree import failing_together
+from shardwise.errors import UnsupportedError
+from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.registry import Registry, registry_of
+from shardwise.weights.conversion import ExportGroup, plan_export
+from shardwise.weights.write import PretrainedWriter
+
+__all__ = ["write_pretrained"]
+
+_TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
+
+
+def write_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int, tokenizer: Any) -> None:
+    """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
+    registry = registry_of(model)
+    with failing_together(registry.mesh, "preparing the export"):
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedError(
+                f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
+            )
+        values = _tensors(model)
+        groups = plan_export(model, {fqn: _canonical_meta(fqn, value, registry) for fqn, value in values.items()})
+        writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
+    try:
+        fault = _stream(groups, values, registry, writer)
+        with failing_together(registry.mesh, "writing the export"):
+            if fault is not None:
+                raise fault
+            if writer is not None:
+                _write_companions(model, writer.staging, tokenizer)
+                writer.finish({"total_parameters": sum(value.numel() for value in _wholes(values, registry))})
+    finally:
+        if writer is not None:
+            writer.abort()
+
+
+def _stream(
+    groups: tuple[ExportGroup, ...], values: dict[str, Tensor], registry: Registry, writer: PretrainedWriter | None
+) -> Exception | None:
+    """Gathers and writes group by group. A fault of the writer is kept: the others still expect to gather."""
+    fault: Exception | None = None
+    for group in groups:
+        state = {}
+        for fqn in group.fqns:
+            entry = registry.entries.get(registry.tied.get(fqn, fqn))
+            local = values[fqn]
+            whole = local.detach().cpu() if entry is None else canonical_tensor(local, entry.layout, registry.mesh, rank0_only=True)
+            if whole is not None:
+                state[fqn] = whole
+        if writer is None or fault is not None:
+            continue
+        try:
+            for name, tensor in group.build(state).items():
+                writer.add(name, tensor)
+        except Exception as error:
+            fault = error
+    return fault
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by name, tied names included, as they lie here."""
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        for own, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and own not in module._non_persistent_buffers_set:
+                found[f"{name}.{own}" if name else own] = value
+    return found
+
+
+def _canonical_meta(fqn: str, value: Tensor, registry: Registry) -> Tensor:
+    entry = registry.entries.get(registry.tied.get(fqn, fqn))
+    shape = value.shape if entry is None else entry.layout.shape
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _wholes(values: dict[str, Tensor], registry: Registry) -> list[Tensor]:
+    return [_canonical_meta(fqn, value, registry) for fqn, value in values.items() if fqn not in registry.tied]
+
+
+def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:
+    """Config, generation config and tokenizer, beside the weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is None:
+        tokenizer = _tokenizer_of(model)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    """The tokenizer of the directory the model was loaded from, None where there is none."""
+    source = Path(model.name_or_path or "")
+    if model.name_or_path and any((source / name).is_file() for name in _TOKENIZER_FILES):
+        return AutoTokenizer.from_pretrained(source)
+    return None

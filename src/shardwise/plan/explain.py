@@ -1,0 +1,147 @@
+"""The plan as a table: what happens to every kind of parameter, what stays whole and why, the share of bytes split."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.layout.placement import Split
+from shardwise.plan.resolve import ParameterPlan, SplitPlan
+from shardwise.plan.spec import Rule
+from shardwise.plan.structure import ModelFacts
+
+__all__ = ["Explanation", "Row", "explain"]
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Parameters that differ only in their layer number.
+
+    Attributes:
+        name: their FQN with `*` for the number.
+        count: how many they are.
+        num_elements: of all of them together, whole.
+        local_elements: of all of them together, on tp rank 0.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...]
+    placement: str
+    gradient: str
+    style: str
+    source: str
+    reason: str
+    num_elements: int
+    local_elements: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts of these parameters."""
+        return self.placement != "replicate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A resolved plan for people to read; `str` is the table.
+
+    Attributes:
+        unmatched: automatic rules that match nothing in this model.
+        collectives: for every region edge or boundary, what is communicated forward and backward in one step.
+    """
+
+    layout: str
+    rows: tuple[Row, ...]
+    unmatched: tuple[Rule, ...]
+    collectives: tuple[str, ...]
+
+    @property
+    def share_split(self) -> float:
+        """Elements of split parameters over all elements."""
+        total = sum(row.num_elements for row in self.rows)
+        return sum(row.num_elements for row in self.rows if row.is_split) / max(1, total)
+
+    @property
+    def share_held(self) -> float:
+        """Elements that tp rank 0 holds over all elements."""
+        total = sum(row.num_elements for row in self.rows)
+        return sum(row.local_elements for row in self.rows) / max(1, total)
+
+    def __str__(self) -> str:
+        header = ("parameter", "x", "shape", "placement", "gradient", "style", "from")
+        body = [
+            (row.name, str(row.count), str(list(row.shape)), row.placement, row.gradient, row.style, row.source)
+            for row in self.rows
+        ]
+        lines = [f"plan for {self.layout}", "", *_table([header, *body]), ""]
+        whole = [row for row in self.rows if not row.is_split]
+        if whole and self.layout != "tp1":
+            lines += ["stay whole:", *(f"  {row.name}: {row.reason or row.style}" for row in whole), ""]
+        if self.unmatched:
+            lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
+        lines += ["communicated a step, over tp:", *(f"  {line}" for line in self.collectives), ""] if self.collectives else []
+        lines.append(f"{self.share_split:.1%} of all parameters are split; each rank holds {self.share_held:.1%} of the model")
+        return "\n".join(lines)
+
+
+def explain(plan: SplitPlan, facts: ModelFacts, *, layout: str) -> Explanation:
+    """Explains `plan`, which was resolved for `facts`, under the layout's text form."""
+    grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
+    for planned in plan.parameters.values():
+        key = (_NUMBER.sub("*", planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
+        grouped.setdefault(key, []).append(planned)
+    return Explanation(
+        layout=layout,
+        rows=tuple(_row(same) for same in grouped.values()),
+        unmatched=plan.unmatched,
+        collectives=tuple(_collectives(plan)),
+    )
+
+
+def _row(same: list[ParameterPlan]) -> Row:
+    first = same[0]
+    size = math.prod(first.shape)
+    local = size
+    if isinstance(first.placement, Split):
+        split = first.placement
+        local = size // max(1, split.size) * split.local_size_of(0)
+    return Row(
+        name=_NUMBER.sub("*", first.fqn) if len(same) > 1 else first.fqn,
+        count=len(same),
+        shape=first.shape,
+        placement=str(first.placement),
+        gradient="summed over tp" if first.gradient == "partial" else "whole",
+        style=first.rule.style,
+        source=first.rule.source,
+        reason=first.rule.reason,
+        num_elements=size * len(same),
+        local_elements=local * len(same),
+    )
+
+
+def _collectives(plan: SplitPlan) -> Iterable[str]:
+    if plan.tp_size == 1:
+        return
+    enter, leave = ("all-gather", "reduce-scatter") if plan.sequence_parallel else ("nothing", "all-reduce")
+    back_enter, back_leave = ("reduce-scatter", "all-gather") if plan.sequence_parallel else ("all-reduce", "nothing")
+    edged = sum(region.edge in ("row", "output") for region in plan.regions)
+    yield f"{edged} regions: enter with {enter} (backward {back_enter}), leave with {leave} (backward {back_leave})"
+    embeddings = sum(style.startswith("embedding") for style in plan.modules.values())
+    if embeddings:
+        yield f"{embeddings} embedding: {'reduce-scatter (backward all-gather)' if plan.sequence_parallel else 'all-reduce'}"
+    if plan.head is not None:
+        entry = "all-gather (backward reduce-scatter)" if plan.sequence_parallel else "backward all-reduce"
+        yield f"head: {entry}; its loss: 4 values a token"
+    summed = sum(planned.gradient == "partial" for planned in plan.parameters.values())
+    if summed:
+        yield f"gradient phase: {summed} whole parameters' gradients summed together"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]

@@ -1,0 +1,213 @@
+"""Shrinks a model's configuration to a tiny one of the same structure."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from shardwise.errors import UnsupportedError, did_you_mean
+from shardwise.proof import twin_rules as rules
+from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, sub_configs
+from shardwise.proof.twin_layers import choose_layers, shrink_layer_lists
+from shardwise.proof.twin_rotary import shrink_rotary
+
+__all__ = ["default_config", "shrink_config"]
+
+_DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_rate", "dropout_prob", "dropout_rate", "drop_path_rate")
+_TOKENS = ("token_id", "token_index", "token_ids")
+
+
+def default_config(model_type: str) -> PreTrainedConfig:
+    """The configuration transformers gives a model type without arguments.
+
+    Raises:
+        UnsupportedError: there is none, or it does not pass its own checks.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(f"no model type {model_type!r} in transformers{did_you_mean(model_type, CONFIG_MAPPING)}")
+    family = rules.FAMILIES.get(model_type)
+    try:
+        return CONFIG_MAPPING[model_type](**(family.construct if family else {}))
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UnsupportedError(f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}") from error
+
+
+def shrink_config(
+    config: PreTrainedConfig, *, num_layers: int = 2, vocab_size: int = 131, without_dropout: bool = False
+) -> PreTrainedConfig:
+    """A tiny copy of `config` with the same structure; `config` itself is left as it is.
+
+    Kept: model type, ties, biases, norms, activations, the grouping of heads, whether heads and hidden size are
+    coupled, routing, ranks, and every kind of layer. Heads, experts and inner sizes divide by 2 and 4, the vocabulary
+    does not.
+
+    Args:
+        config: of any transformers model; sub-configurations are shrunk too.
+        num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers.
+        vocab_size: rows of the embedding.
+        without_dropout: sets every dropout to 0.
+
+    Raises:
+        UnsupportedError: the tiny configuration does not pass the checks of its class.
+    """
+    tiny = copy.deepcopy(config)
+    hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
+    for original, part in zip(sub_configs(config), list(sub_configs(tiny)), strict=True):
+        shrink = _Shrink(original, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size)
+        new = shrink.values()
+        if without_dropout:
+            new |= {name: 0.0 for name, value in fields_of(part).items() if name.endswith(_DROPOUTS) and value}
+        # Not through setattr: configurations check each assignment, and in between the values do not fit together.
+        vars(part).update(new)
+        vars(part).update(shrink_rotary(original, part))
+        if shrink.overrides:
+            part.per_layer_config = shrink.new_overrides(new)
+    _check(tiny)
+    return tiny
+
+
+def _check(config: PreTrainedConfig) -> None:
+    for part in sub_configs(config):
+        validate = getattr(part, "validate", None)
+        if validate is None:
+            continue
+        try:
+            validate()
+        except (ValueError, TypeError) as error:
+            raise UnsupportedError(
+                f"no tiny twin of {config.model_type!r}", at=type(part).__name__, why=str(error)
+            ) from error
+
+
+class _Shrink:
+    """Computes the new values of one configuration, without its sub-configurations."""
+
+    def __init__(
+        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int
+    ) -> None:
+        self._config = config
+        self._old = fields_of(config)
+        self.overrides = layer_overrides(config)
+        self._chosen: list[int] = []
+        self._hidden_sizes = hidden_sizes
+        self._hidden = read_field(config, "hidden_size")
+        self._family = rules.FAMILIES.get(config.model_type)
+        self._num_layers = max(num_layers, self._family.min_layers if self._family else 0)
+        self._vocab_size = vocab_size
+
+    def values(self) -> dict[str, Any]:
+        """Attribute -> new value, for those that change."""
+        new = self._layers()
+        sizes = {**self._old, **new}
+        for name, value in sizes.items():
+            if isinstance(value, list | tuple) and value and all(_is_size(each) for each in value):
+                new[name] = type(value)(self._size(name, each) for each in value)
+            elif _is_size(value):
+                new[name] = self._size(name, value)
+        new.update(self._tokens({**self._old, **new}))
+        return new | dict(self._family.set if self._family else {})
+
+    def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Layer -> fields in which it differs, in the original's proportion to the rest."""
+        return {
+            place: {name: self._override(name, value, new) for name, value in self.overrides[index].items()}
+            for place, index in enumerate(self._chosen)
+            if index in self.overrides
+        }
+
+    def _override(self, name: str, value: Any, new: Mapping[str, Any]) -> Any:
+        rest = self._old.get(name)
+        if not _is_size(value) or not _is_size(rest):
+            return value
+        if value == rest or not rest or not value:
+            return new.get(name, rest) if value == rest else self._size(name, value)
+        if name in rules.CAPS:
+            return self._size(name, value)
+        return max(1, round(new.get(name, rest) * value / rest))
+
+    def _layers(self) -> dict[str, Any]:
+        total = read_field(self._config, "num_hidden_layers")
+        new: dict[str, Any] = {}
+        count = self._num_layers
+        if isinstance(total, int) and total > 0:
+            differing = {"overrides": [self.overrides.get(index) for index in range(total)]} if self.overrides else {}
+            self._chosen = choose_layers(self._old | differing, total, self._num_layers)
+            new = shrink_layer_lists(self._old, total, self._chosen)
+            count = len(self._chosen)
+        for name, value in self._old.items():
+            if name in rules.LAYER_COUNTS and _is_size(value):
+                new[name] = min(value, count) if value != total else count
+        return new
+
+    def _size(self, name: str, value: int) -> int:
+        if name in rules.QUERY_HEADS:
+            return _query_heads(value)
+        if name in rules.KEY_VALUE_HEADS:
+            return self._key_value_heads(name, value)
+        if name in rules.HEAD_DIMS:
+            return self._head_dim(name, value)
+        if name in rules.RANKED_WIDTHS:
+            return self._width(value, multiple=16)
+        if name in rules.FEED_FORWARDS:
+            return self._width(value, multiple=16, distinct=True)
+        if name in rules.VOCABULARIES:
+            return min(value, self._vocab_size)
+        return min(value, rules.CAPS.get(name, value))
+
+    def _key_value_heads(self, name: str, value: int) -> int:
+        """As many as query heads, one, or a number that several query heads share."""
+        query = next((found for other in rules.KEY_VALUE_HEADS[name] if (found := read_field(self._config, other))), value)
+        query = max(query) if isinstance(query, list | tuple) else query
+        if value >= query:
+            return _query_heads(query) * (2 if value > query else 1)
+        return 1 if value == 1 else min(_query_heads(query) // 2, 4 if value >= 4 else 2)
+
+    def _head_dim(self, name: str, value: int) -> int:
+        coupled, decoupled = rules.HEAD_DIMS[name]
+        for other in ("qk_rope_head_dim", "qk_head_dim"):  # under latent attention `head_dim` repeats one of both
+            if name == "head_dim" and read_field(self._config, other) == value:
+                return rules.HEAD_DIMS[other][0]
+        return coupled if self._is_coupled(value) else decoupled
+
+    def _is_coupled(self, head_dim: int) -> bool:
+        heads = read_field(self._config, "num_attention_heads")
+        heads = heads[0] if isinstance(heads, list | tuple) else heads
+        return not (isinstance(heads, int) and isinstance(self._hidden, int)) or heads * head_dim == self._hidden
+
+    def _width(self, value: int, *, multiple: int, distinct: bool = False) -> int:
+        """In the same ratio to the hidden size, between a quarter of it and four times it."""
+        if value in self._hidden_sizes and not (distinct and value != self._hidden):
+            return rules.HIDDEN
+        hidden = self._hidden if isinstance(self._hidden, int) and self._hidden else max(self._hidden_sizes, default=value)
+        if value == 0:
+            return 0
+        scaled = round(value * rules.HIDDEN / hidden / multiple) * multiple
+        return min(max(scaled, multiple), 4 * rules.HIDDEN)
+
+    def _tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Special tokens inside the vocabulary, distinct as they were."""
+        vocab_size = values.get("vocab_size", self._vocab_size)
+        vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
+        names = [name for name in values if name.endswith(_TOKENS)]
+        found = {each for name in names for each in _as_list(values[name]) if _is_size(each) and each >= vocab_size}
+        moved = {each: vocab_size - 1 - place % (vocab_size // 2) for place, each in enumerate(sorted(found))}
+        return {
+            name: [moved.get(each, each) for each in value] if isinstance(value, list | tuple) else moved.get(value, value)
+            for name in names
+            if isinstance(value := values[name], int | list | tuple)
+        }
+
+
+def _query_heads(value: int) -> int:
+    return value if value in (1, 2, 4) else 8
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

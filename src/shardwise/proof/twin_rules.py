@@ -1,0 +1,244 @@
+"""How each size in a configuration shrinks, by what the attribute means. Data only; `twin_config` applies it.
+
+Names are those of transformers' configurations, aliases included (`d_model` is a hidden size). A name that stands
+nowhere here keeps its value: norms, activations, multipliers, biases, dropout and ties are structure, not size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "CAPS",
+    "FAMILIES",
+    "FEED_FORWARDS",
+    "HEAD_DIMS",
+    "HIDDEN",
+    "KEY_VALUE_HEADS",
+    "LAYER_COUNTS",
+    "LAYER_CYCLES",
+    "LAYER_FLAGS",
+    "LAYER_PERIODS",
+    "LAYER_PREFIXES",
+    "LAYER_SUFFIXES",
+    "QUERY_HEADS",
+    "RANKED_WIDTHS",
+    "VOCABULARIES",
+    "Family",
+]
+
+HIDDEN = 64  # the twin's width: 8 heads of 8
+"""Hidden size of every twin."""
+
+# Number of query heads. Each becomes 8; 1 and 4 stay.
+QUERY_HEADS = frozenset(
+    """num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads
+    num_encoder_attention_heads num_decoder_attention_heads num_self_attention_heads num_cross_attention_heads
+    swa_num_attention_heads conf_num_attention_heads num_attention_heads_per_layer speech_encoder_attention_heads
+    t2u_encoder_attention_heads t2u_decoder_attention_heads linear_num_value_heads linear_num_heads index_n_heads
+    mamba_n_heads mamba_num_heads n_mamba_heads indexer_n_heads""".split()
+)
+
+# Number of heads that several query heads share -> the attributes that say how many those are, the first found counts.
+KEY_VALUE_HEADS: Mapping[str, tuple[str, ...]] = {
+    "num_key_value_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_attention_heads",),
+    "kv_n_heads": ("num_attention_heads", "n_heads"),
+    "num_query_groups": ("num_attention_heads",),
+    "swa_num_key_value_heads": ("swa_num_attention_heads",),
+    "linear_num_key_heads": ("linear_num_value_heads",),
+    "num_global_key_value_heads": ("num_attention_heads",),
+    "decoder_key_value_heads": ("decoder_attention_heads",),
+    "encoder_key_value_heads": ("encoder_attention_heads",),
+}
+
+# Per-head sizes: name -> (size where heads x size is the hidden size, size where both are decoupled).
+HEAD_DIMS: Mapping[str, tuple[int, int]] = {
+    "qk_rope_head_dim": (8, 8),
+    "qk_nope_head_dim": (16, 16),
+    "qk_head_dim": (24, 24),
+    "v_head_dim": (16, 16),
+    "head_dim": (8, 16),
+    "swa_head_dim": (8, 16),
+    "swa_v_head_dim": (8, 16),
+    "global_head_dim": (8, 32),
+    "d_kv": (8, 16),
+    "d_head": (8, 16),
+    "dim_head": (8, 16),
+    "kv_channels": (8, 16),
+    "attention_head_size": (8, 16),
+    "attention_head_dim": (8, 16),
+    "linear_head_dim": (8, 16),
+    "linear_key_head_dim": (8, 8),
+    "linear_value_head_dim": (8, 16),
+    "index_head_dim": (16, 16),
+    "indexer_head_dim": (16, 16),
+    "mamba_d_head": (16, 16),
+    "mamba_head_dim": (16, 16),
+    "mamba_headdim": (16, 16),
+}
+
+# Sizes that scale with the hidden size and equal the twin's where they equalled the original's.
+RANKED_WIDTHS = frozenset(
+    """hidden_size d_model n_embd dim emb_dim embed_dim embedding_size embedding_dim input_embedding_size
+    output_embedding_size word_embed_proj_dim attention_hidden_size lru_width pooler_hidden_size hidden_size_global
+    encoder_hidden_size cross_attention_hidden_size out_hidden_size output_dim projection_dim backbone_hidden_size
+    mamba_d_ssm input_size adapter_out_dim adapter_in_dim adapter_input_size vision_output_dim projector_input_dim
+    projector_output_dim audio_hidden_size d_latents prediction_head_size true_hidden_size intra_bottleneck_size
+    embed_dim_per_layer ple_embed_dim entity_emb_size hidden_dim pronunciation_embed_dim shape_embed_dim
+    text_embed_dim proj_size bottleneck_size""".split()
+)
+
+# Inner sizes of feed-forwards: scale with the hidden size, multiples of 16.
+FEED_FORWARDS = frozenset(
+    """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff dff dim_ff d_inner n_inner ffn_hidden_size
+    moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
+    moe_shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size
+    feed_forward_size mlp_dim speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim
+    block_auto_adjust_ff_dim expert_dim""".split()
+)
+
+VOCABULARIES = frozenset(
+    """vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size decoder_vocab_size n_words entity_vocab_size
+    t2u_vocab_size char_vocab_size unit_hifi_gan_vocab_size pronunciation_vocab_size shape_vocab_size
+    unpadded_vocab_size encoder_hash_byte_group_vocab audio_vocab_size ngram_vocab_size_base""".split()
+)
+
+LAYER_COUNTS = frozenset(
+    """num_hidden_layers n_layer n_layers num_layers layers encoder_layers decoder_layers num_decoder_layers
+    num_encoder_layers depth num_blocks num_self_attends_per_block conf_num_hidden_layers num_layers_per_stack
+    speech_encoder_layers t2u_encoder_layers t2u_decoder_layers""".split()
+)
+# The first n layers are of another kind; so are the last n; every n-th is (name -> the attribute with its offset).
+LAYER_PREFIXES = frozenset("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index".split())
+LAYER_SUFFIXES = frozenset(("num_kv_shared_layers",))
+LAYER_PERIODS: Mapping[str, str | None] = {
+    "attn_layer_period": "attn_layer_offset",
+    "expert_layer_period": "expert_layer_offset",
+    "decoder_sparse_step": None,
+    "encoder_sparse_step": None,
+    "global_attn_every_n_layers": None,
+    "layer_group_size": None,
+    "full_attention_interval": None,
+    "interleave_moe_layer_step": None,
+    "no_rope_layer_interval": None,
+    "cross_attention_frequency": None,
+    "rescale_every": None,
+    "n_layers_per_attn_res_block": None,
+}
+
+
+# Kinds of layers that repeat until the last layer.
+LAYER_CYCLES = frozenset(("block_types",))
+# One number per layer, though it looks like a list of layers.
+LAYER_FLAGS = frozenset(("no_rope_layers",))
+
+
+def _caps(text: str) -> dict[str, int]:
+    """`"16: a b; 8: c"` as `{"a": 16, "b": 16, "c": 8}`."""
+    pairs = (group.split(":") for group in text.strip(" \n;").split(";"))
+    return {name: int(cap) for cap, names in pairs for name in names.split()}
+
+
+# Everything that only has an upper limit: the value stays where it is smaller, in lists too.
+CAPS: Mapping[str, int] = _caps(
+    """
+    4: num_experts num_local_experts n_routed_experts moe_num_experts num_expert zero_expert_num mamba_n_groups
+       n_groups mamba_ngroups altup_num_inputs num_memory_blocks o_groups;
+    2: num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group
+       n_shared_experts num_shared_experts moe_num_shared_experts num_random_blocks hc_mult hc_count
+       heads_per_ngram hc_sinkhorn_iters;
+    1: topk_group num_nextn_predict_layers;
+    64: max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length seq_length
+       max_sequence_length max_source_positions max_target_positions max_encoder_position_embeddings
+       max_decoder_position_embeddings t2u_max_position_embeddings position_bias_max_distance max_2d_position_embeddings
+       num_position_embeddings max_pos_emb;
+    32: q_lora_rank o_lora_rank original_max_position_embeddings laurel_rank hidden_size_per_layer_input
+       router_hidden_size keep_window_size context_size hc_lowrank rel_extent position_bias_num_buckets;
+    16: kv_lora_rank d_rel state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank
+       adapter_rank embedding_rank centroid_intermediate_top_k lang_embed_dim;
+    8: sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
+       attention_chunk_size chunk_size mamba_chunk_size index_topk local_radius global_block_size
+       local_attention_window_len block_size index_block_size local_attn_chunk_length lsh_attn_chunk_length
+       num_landmarks segment_means_seq_len num_global_tokens num_hash;
+    """
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the meaning of names does not say about one model type.
+
+    Attributes:
+        construct: arguments without which the default configuration does not exist.
+        set: attribute -> value of the twin.
+        min_layers: layers without which not every kind occurs.
+        why: the reason.
+    """
+
+    construct: Mapping[str, Any] = field(default_factory=dict)
+    set: Mapping[str, Any] = field(default_factory=dict)
+    min_layers: int = 0
+    why: str
+
+
+_LACKS = "the default configuration lacks these, every published one has them"
+_SHARED = "tying the shared block needs two layers that use it"
+
+FAMILIES: Mapping[str, Family] = {
+    "bamba": Family(construct={"attn_layer_indices": [9, 18, 27]}, why=_LACKS),
+    "blt": Family(set={"use_cache": False}, why="a cache made from its own configuration finds no layer count"),
+    "dbrx": Family(construct={"attn_config": {"rope_theta": 10000.0}}, why=_LACKS),
+    "cohere_compass_text": Family(
+        construct={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, why=_LACKS
+    ),
+    "deepseek_v2": Family(construct={"num_experts_per_tok": 6}, why=_LACKS),
+    "dots1": Family(
+        construct={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}, why=_LACKS
+    ),
+    "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
+    "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
+    "gemma4_assistant": Family(
+        construct={"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+        why="the default configuration fails its own check",
+    ),
+    "granitemoehybrid": Family(
+        construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2) * 4}, why=_LACKS
+    ),
+    "hrm_text": Family(
+        set={"num_layers_per_stack": 2, "num_hidden_layers": 16}, why="the count is layers x H cycles x (L cycles + 1)"
+    ),
+    "hunyuan_v1_dense": Family(construct={"head_dim": 128}, why=_LACKS),
+    "hunyuan_v1_moe": Family(construct={"head_dim": 128, "num_experts": 16}, why=_LACKS),
+    "lfm2_moe": Family(construct={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}, why=_LACKS),
+    "mamba2": Family(set={"head_dim": 16}, why="heads times their size is twice the hidden size, without a name for it"),
+    "ministral": Family(construct={"head_dim": 128}, why=_LACKS),
+    "nemotron": Family(construct={"num_key_value_heads": 8}, why=_LACKS),
+    "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
+    "perceiver": Family(set={"max_position_embeddings": 16}, why="there is a logit for every position, not every token"),
+    "qwen4_exp_text": Family(
+        construct={
+            "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128,
+            "indexer_budget": 2048, "indexer_compress_ratio": 4,
+        },
+        why=_LACKS,
+    ),
+    "reformer": Family(
+        set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
+        why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
+    ),
+    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
+    "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
+    "zamba": Family(
+        set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED
+    ),
+    "zamba2": Family(
+        set={
+            "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
+            "mamba_headdim": 16,
+        },
+        why=_SHARED,
+    ),
+}

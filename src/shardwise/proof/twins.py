@@ -1,0 +1,157 @@
+"""Builds tiny twins: models of a real architecture, small enough to prove a split on in seconds.
+
+```python
+config = shrink_config(AutoConfig.from_pretrained(path))
+model = build_twin(config, AutoModelForCausalLM, seed=0)
+loss = model(**make_batch(model, seed=0)).loss
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from shardwise.errors import ConfigError, UnsupportedError, did_you_mean
+from shardwise.proof.twin_batch import Padding, make_batch
+from shardwise.proof.twin_fields import sub_configs
+from shardwise.proof.twin_config import default_config, shrink_config
+
+__all__ = [
+    "TASKS",
+    "Padding",
+    "architectures",
+    "build_twin",
+    "default_config",
+    "make_batch",
+    "model_class",
+    "shrink_config",
+    "text_architectures",
+]
+
+# Task -> the table of transformers that lists its classes.
+TASKS = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "base": "MODEL_MAPPING_NAMES",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+}
+_TEXT = ("causal_lm", "masked_lm", "seq2seq_lm")
+
+_MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
+_VECTOR_NOISE = 0.05
+_STATE_NOISE = 0.02
+
+
+def text_architectures() -> tuple[tuple[str, str, str], ...]:
+    """(model type, task, class name) of every causal, masked and sequence-to-sequence language model."""
+    return architectures(*_TEXT)
+
+
+def architectures(*tasks: str) -> tuple[tuple[str, str, str], ...]:
+    """(model type, task, class name) of all that the installed transformers lists for the tasks, sorted in each.
+
+    Raises:
+        ConfigError: a task is unknown.
+    """
+    found = []
+    for task in tasks:
+        if task not in TASKS:
+            raise ConfigError(f"unknown task {task!r}{did_you_mean(task, TASKS)}", fix=f"use one of {', '.join(TASKS)}")
+        for model_type, names in sorted(getattr(modeling_auto, TASKS[task]).items()):
+            for name in (names,) if isinstance(names, str) else names:
+                found.append((model_type, task, name))
+    return tuple(found)
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """The class of transformers called `name`.
+
+    Raises:
+        UnsupportedError: transformers has none, or lacks a package for it.
+    """
+    try:
+        return getattr(transformers, name)
+    except (AttributeError, ImportError) as error:
+        raise UnsupportedError(f"no model class {name!r}", why=str(error)) from error
+
+
+def build_twin(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedModel:
+    """A model of `config` on CPU in float32 with random weights, none of them constant; equal for equal seeds.
+
+    Args:
+        config: a tiny one, from `shrink_config`.
+        cls: a model class, or an auto class such as `AutoModelForCausalLM`.
+        seed: of all weights.
+
+    Raises:
+        UnsupportedError: the class cannot be constructed, with the cause.
+    """
+    config = _config_for(cls, config)
+    make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
+    with torch.random.fork_rng(devices=[]), _uninitialized_as_nan():
+        torch.manual_seed(seed)
+        try:
+            model = make(config)
+        except Exception as error:  # noqa: BLE001 - foreign constructors fail in any way; the cause is passed on
+            raise UnsupportedError(
+                f"no tiny twin of {config.model_type!r}", at=cls.__name__, why=f"{type(error).__name__}: {error}"
+            ) from error
+    model = model.float()
+    _randomize(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of `config` that `cls` is made from: text heads of multimodal models take the text configuration."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((part for part in sub_configs(config) if isinstance(part, wanted)), config)
+
+
+@contextmanager
+def _uninitialized_as_nan() -> Iterator[None]:
+    """Within, `torch.empty` gives NaN, so that what a model never initializes can be told from what it does."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module, generator: torch.Generator) -> None:
+    """Adds noise to all parameters that train and to buffers of zeros that checkpoints hold (router corrections)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            _add_noise(parameter, generator)
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and not buffer.count_nonzero():
+            _add_noise(buffer, generator)
+
+
+def _add_noise(value: Tensor, generator: torch.Generator) -> None:
+    value.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+    is_constant = value.numel() == 0 or bool((value == value.flatten()[0]).all())
+    if value.dim() > 1:
+        scale = _MATRIX_NOISE
+    else:  # a vector that varies holds rates or decays of a state space, which bear less
+        scale = _VECTOR_NOISE if is_constant else _STATE_NOISE
+    value.add_(torch.randn(value.shape, generator=generator, dtype=value.dtype) * scale)

@@ -1,0 +1,84 @@
+"""Building a transformers model on the meta device, from a directory, a hub id or a config."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from shardwise.errors import LoadError, UnsupportedError
+
+__all__ = ["HUB_OPTIONS", "build_meta_model", "read_config", "read_generation_config"]
+
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "variant")
+"""Keyword arguments that say where files come from; all others are the model's."""
+
+
+def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config at `source`, changed by those of `options` that are config values, and the options left.
+
+    Raises:
+        LoadError: there is no config, or transformers cannot read it.
+    """
+    where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
+    rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
+    try:
+        config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
+    except (OSError, ValueError, KeyError) as error:
+        if os.path.isdir(source) and not os.path.isfile(os.path.join(source, where.get("subfolder") or "", "config.json")):
+            why, fix = "the directory has no config.json", "point at a directory that save_pretrained wrote"
+        else:
+            why, fix = str(error).strip().splitlines()[0], "check the path; a hub id needs a connection or a local cache"
+        raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
+    return config, unused
+
+
+def build_meta_model(
+    config: PreTrainedConfig, auto_class: Any, *, dtype: torch.dtype | None, options: dict[str, Any]
+) -> PreTrainedModel:
+    """An instance of `auto_class` for `config` whose parameters take no memory.
+
+    Args:
+        auto_class: a transformers auto class or model class; AutoModelForCausalLM where None.
+        options: keyword arguments of the model class (`attn_implementation`, …).
+
+    Raises:
+        UnsupportedError: the class does not serve this config, or refuses the options.
+    """
+    chosen = transformers.AutoModelForCausalLM if auto_class is None else auto_class
+    build = getattr(chosen, "from_config", None) or getattr(chosen, "_from_config", None)
+    if build is None:
+        raise UnsupportedError(
+            f"auto_class {chosen!r} is no transformers class", fix="pass an auto class or a model class of transformers"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"a quantized model ({type(config).__name__} with quantization_config)",
+            why="quantized weights cannot be split yet",
+            fix="load the checkpoint it was quantized from",
+        )
+    try:
+        with torch.device("meta"):
+            model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
+    except (ValueError, TypeError) as error:
+        raise UnsupportedError(
+            f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
+            why=str(error).strip().splitlines()[0],
+            fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options its model takes",
+        ) from error
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:
+    """Gives the model the generation config that lies beside its weights, if one does."""
+    if not model.can_generate():
+        return
+    where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
+    except OSError:
+        return  # most checkpoints have none: the model's defaults stand

@@ -1,0 +1,104 @@
+"""The command teaches, refuses what it does not know, and is light until it works."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import shardwise
+from shardwise.cli.main import COMMANDS, main
+
+pytestmark = pytest.mark.single
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_lists_every_command_with_examples(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0 and "examples:" in out
+    assert all(f"\n    {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_with_an_example(capsys, command):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"\n  shardwise {command}" in capsys.readouterr().out
+
+
+def test_train_help_explains_the_keys(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "optimizer.schedule.warmup_steps" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and shardwise.__version__ in capsys.readouterr().out
+
+
+def test_misspelt_commands_and_options_get_a_suggestion(capsys):
+    assert "did you mean 'train'" in refused(capsys, "trian")
+    assert "did you mean '--nproc'" in refused(capsys, "train", "run.yaml", "--nprco=2")
+    assert "unknown argument rest" in refused(capsys, "doctor", "rest")
+    assert "see `shardwise" in refused(capsys, "train")
+
+
+def test_overrides_may_stand_on_either_side_of_options(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: x}\n")
+    assert main(["train", str(path), "stps=1", "sede=1"]) == 1
+    assert main(["train", str(path), "stps=1", "--nproc", "1", "sede=1"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("did you mean 'steps'") == err.count("did you mean 'seed'") == 2
+
+
+def test_errors_are_a_message_without_a_traceback_unless_asked_for(tmp_path, capsys):
+    assert main(["train", str(tmp_path / "none.yaml")]) == 1
+    assert capsys.readouterr().err.startswith("error: there is no configuration file")
+    with pytest.raises(shardwise.ShardwiseError):
+        main(["train", str(tmp_path / "none.yaml"), "--traceback"])
+
+
+def test_more_ranks_than_the_layout_needs_are_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": {"path": str(tmp_path)}, "data": {"path": str(tmp_path)}, "layout": "tp2"}))
+    assert main(["train", str(path), "--nproc", "3"]) == 1
+    assert "the layout tp2 needs 2 ranks" in capsys.readouterr().err
+    assert main(["train", str(path), "--nproc", "0"]) == 1
+    assert "--nproc is 0" in capsys.readouterr().err
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys, shardwise.cli.main; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_doctor_finds_this_machine_well():
+    run = subprocess.run([sys.executable, "-m", "shardwise", "doctor"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "ok      2-rank all-reduce  right sum over gloo" in run.stdout
+    assert "torch" in run.stdout and "hub cache" in run.stdout
+
+
+def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
+    from shardwise.cli import doctor
+
+    monkeypatch.setattr(doctor, "RANK", "raise SystemExit('no route')")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "broken  2-rank all-reduce  no route" in out and "1 broken" in out

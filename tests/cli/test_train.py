@@ -1,0 +1,184 @@
+"""`shardwise train` from text to an exported model, and what it leaves behind when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from shardwise.cli.config import build_config
+from shardwise.cli.training import train
+from shardwise.errors import ShardwiseError
+from shardwise.testing.spawn import spawn
+
+pytestmark = pytest.mark.spawn
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def make_tokenizer(directory, text):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=301, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(directory)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A run over a small corpus: what its YAML file holds."""
+    text = "".join(f"def function_{number}(x):\n    return x + {number}\n\n" for number in range(400))
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.py").write_text(text)
+    make_tokenizer(tmp_path / "tokenizer", text)
+    return {
+        "model": {"config": MODEL, "tokenizer": str(tmp_path / "tokenizer")},
+        "data": {"path": str(tmp_path / "corpus"), "seq_length": 32},
+        "layout": "tp2",
+        "sequence_parallel": True,
+        "steps": 6,
+        "batch_size": 4,
+        "num_microbatches": 2,
+        "optimizer": {"lr": 0.01, "schedule": {"warmup_steps": 2}},
+        "log": {"dir": str(tmp_path / "logs"), "every": 2},
+    }
+
+
+def config_of(tree):
+    config, problems = build_config(tree)
+    assert not problems
+    return config
+
+
+def train_rank(tree):
+    record = train(config_of(tree), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return record.loss
+
+
+def losses_of(tree):
+    lines = (Path(tree["log"]["dir"]) / "train.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def start(path, *overrides):
+    command = [sys.executable, "-m", "shardwise", "train", str(path), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_two_ranks_train_as_one_and_export_a_model_that_transformers_loads(tree, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = tmp_path / "exported"
+    results = spawn(train_rank, 2, {**tree, "export": str(exported)})
+    assert results[0] == results[1]
+    split = losses_of(tree)
+    alone = {**tree, "layout": "tp1", "sequence_parallel": False, "num_microbatches": 1}
+    train_rank(alone)
+    assert split == pytest.approx(losses_of(alone), abs=1e-4)
+    assert split[-1] < split[0] - 0.5
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(exported), AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer("def function_7(x):\n    return x + 7", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert float(model(input_ids=ids, labels=ids).loss) < split[0] - 0.5
+    assert model.config.vocab_size == len(tokenizer) and model.config.eos_token_id == tokenizer.eos_token_id
+    assert not list(tmp_path.glob(".*")) and not list((tmp_path / "logs").rglob(".*"))
+    kept = yaml.safe_load((tmp_path / "logs" / "config.yaml").read_text())
+    assert kept["model"]["config"]["model_type"] == "llama" and kept["optimizer"]["lr"] == 0.01
+
+
+def test_training_goes_on_from_an_exported_model_with_the_tokens_of_the_first_run(tree, tmp_path):
+    alone = {**tree, "layout": "tp1", "sequence_parallel": False}
+    train_rank({**alone, "export": str(tmp_path / "exported")})
+    first = losses_of(tree)
+    (cached,) = (tmp_path / "logs" / "tokens").iterdir()
+    stamp = cached.stat().st_mtime_ns
+    train_rank({**alone, "model": {"path": str(tmp_path / "exported")}, "seed": 1})
+    assert losses_of(tree)[0] < first[0] - 0.5
+    assert cached.stat().st_mtime_ns == stamp and len(list((tmp_path / "logs" / "tokens").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"seq_length": 65}}, "data.seq_length is 65, the model sees 64 positions"),
+        ({"model": {"config": {**MODEL, "vocab_size": 64}}}, "the tokenizer has 301 tokens, the model 64"),
+        ({"model": {"tokenizer": "./nowhere"}}, "cannot load a tokenizer from './nowhere'"),
+        ({"data": {"seq_length": 60}, "batch_size": 2}, None),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_the_first_step(tree, changes, message):
+    merged = {key: {**tree[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    run = {**tree, "layout": "tp1", "sequence_parallel": False, **merged}
+    if message is None:
+        train_rank(run)
+    else:
+        with pytest.raises(ShardwiseError, match=message):
+            train_rank(run)
+        assert not (Path(tree["log"]["dir"]) / "train.jsonl").exists()
+
+
+def test_the_command_starts_its_ranks_and_shows_the_first_failure_once(tree, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    out, err = start(path, "steps=3").communicate(timeout=100)
+    assert "step 3/3" in out, err
+    assert out.count("step 1/3") == 1, "one rank speaks for all"
+
+    run = start(path, "optimizer.lr=1e30", "optimizer.schedule.warmup_steps=0")
+    err = run.communicate(timeout=100)[1]
+    assert run.returncode == 1
+    assert err.count("training diverged") == 1 and err.startswith("error: ") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, is_split):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    alone = [] if is_split else ["layout=tp1", "sequence_parallel=false"]
+    run = start(path, "steps=100000", f"export={tmp_path / 'exported'}", *alone)
+    while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
+        assert run.poll() is None, run.stderr.read()
+    run.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    err = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and time.monotonic() - started < 30
+    assert err == "interrupted; nothing half-written was left behind\n"
+    assert not list(tmp_path.rglob(".*")) and not (tmp_path / "exported").exists()
+    assert losses_of(tree), "every line so far is whole JSON"
+
+
+def test_a_rank_that_is_killed_is_named(tree, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    run = start(path, "steps=100000")
+    while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
+        assert run.poll() is None, run.stderr.read()
+    psutil.Process(run.pid).children()[-1].kill()
+    err = run.communicate(timeout=60)[1]
+    assert run.returncode == 1
+    assert "was ended by SIGKILL" in err and "out of memory" in err and "Traceback" not in err

@@ -1,0 +1,143 @@
+"""The trainer steps, follows its schedule, tells what happens, and stops before it ruins the weights."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import types
+
+import pytest
+import torch
+from rich.console import Console
+
+from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
+from shardwise.errors import BatchError
+from shardwise.train.config import OptimizerConfig, ScheduleConfig, lr_factor
+from shardwise.train.loop import Parts, StepRecord, run_loop
+
+pytestmark = pytest.mark.single
+
+
+class Collected(list):
+    """A reporter that keeps what it hears."""
+
+    report = list.append
+
+
+def make_parts(model, *, loss_of=None):
+    """A plain least-squares step in the place of a split model's."""
+
+    def step(batch):
+        loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        loss.backward()
+        return types.SimpleNamespace(loss=loss.detach() if loss_of is None else loss_of(), num_tokens=8)
+
+    x = torch.randn(8, 3)
+    return Parts(
+        step=step,
+        clip=lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),
+        optimizer=torch.optim.SGD(model.parameters(), lr=123.0),
+        batches=itertools.repeat({"x": x, "y": x @ torch.ones(3, 1)}),
+        device=torch.device("cpu"),
+    )
+
+
+def settings(**options):
+    return OptimizerConfig(**{"lr": 0.2, "schedule": ScheduleConfig(name="constant"), **options})
+
+
+def test_steps_lower_the_loss_and_every_one_is_reported():
+    heard = Collected()
+    last = run_loop(make_parts(torch.nn.Linear(3, 1)), num_steps=30, settings=settings(), reporters=[heard])
+    assert [record.step for record in heard] == list(range(1, 31))
+    assert heard[-1] is last and last.loss < 0.1 * heard[0].loss
+    assert last.tokens == 8 and last.tokens_per_second > 0 and last.memory_bytes > 2**20
+
+
+def test_weights_are_those_of_the_same_steps_by_hand():
+    model = torch.nn.Linear(3, 1)
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    schedule = ScheduleConfig(name="linear", warmup_steps=2, final_ratio=0.0)
+    parts = make_parts(model)
+    run_loop(parts, num_steps=5, settings=settings(max_grad_norm=0.5, schedule=schedule))
+    batch = next(parts.batches)
+    for lr in (0.2 / 3, 0.4 / 3, 0.2, 0.1, 0.0):
+        twin.zero_grad()
+        ((twin(batch["x"]) - batch["y"]) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.sub_(lr * parameter.grad)
+    torch.testing.assert_close(model.weight, twin.weight)
+
+
+def test_without_clipping_the_norm_is_still_reported():
+    heard = Collected()
+    model = torch.nn.Linear(3, 1)
+    run_loop(make_parts(model), num_steps=1, settings=settings(max_grad_norm=None), reporters=[heard])
+    assert heard[0].grad_norm > 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_the_weights_before_it():
+    model = torch.nn.Linear(3, 1)
+    losses = iter([1.0, math.nan])
+    kept = []
+
+    class Keep:
+        def report(self, record):
+            kept.append(model.weight.detach().clone())
+
+    with pytest.raises(BatchError, match=r"loss nan[\s\S]*step 2"):
+        run_loop(make_parts(model, loss_of=lambda: next(losses)), num_steps=9, settings=settings(), reporters=[Keep()])
+    assert len(kept) == 1 and torch.equal(model.weight, kept[0])
+
+
+@pytest.mark.parametrize(("name", "last"), [("constant", 1.0), ("linear", 0.1), ("cosine", 0.1)])
+def test_a_schedule_rises_over_the_warmup_peaks_and_ends_at_its_ratio(name, last):
+    schedule = ScheduleConfig(name=name, warmup_steps=4, final_ratio=0.1)
+    factors = [lr_factor(schedule, step=step, num_steps=20) for step in range(20)]
+    assert factors[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and factors[4] == 1.0
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert factors[-1] == pytest.approx(last)
+
+
+RECORD = StepRecord(step=1, loss=2.5, lr=1e-3, grad_norm=0.5, tokens=64, tokens_per_second=1234.0, memory_bytes=2**30)
+
+
+def test_the_jsonl_log_has_whole_lines_at_any_moment_and_keeps_earlier_runs(tmp_path):
+    path = tmp_path / "run" / "train.jsonl"
+    for _ in range(3):
+        with JsonlLog(path) as log:
+            log.report(RECORD)
+            (line,) = path.read_text().splitlines()
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "memory_bytes"}
+    assert json.loads(line).keys() == keys and json.loads(line)["loss"] == 2.5
+    assert sorted(file.name for file in path.parent.iterdir()) == ["train.1.jsonl", "train.2.jsonl", "train.jsonl"]
+
+
+def test_tensorboard_gets_every_quantity(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with TensorBoardLog(tmp_path) as log:
+        log.report(RECORD)
+    (directory,) = tmp_path.iterdir()
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    assert "train/loss" in events.Tags()["scalars"] and events.Scalars("train/loss")[0].value == 2.5
+
+
+def test_the_screen_draws_a_bar_on_a_terminal_and_lines_elsewhere():
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        with Screen(Console(file=out, force_terminal=is_terminal, width=120), num_steps=4, every=2) as screen:
+            for step in range(1, 5):
+                screen.report(StepRecord(**{**vars(RECORD), "step": step}))
+        assert "1,234 tok/s  1.00 GiB" in out.getvalue()
+        if is_terminal:
+            assert "4/4" in out.getvalue()
+        else:
+            assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1/4", "step 2/4", "step 4/4"]
