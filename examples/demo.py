@@ -107,6 +107,7 @@ model:
     num_hidden_layers: 4
     num_attention_heads: 8
     num_key_value_heads: 4
+    initializer_range: 0.06
     max_position_embeddings: {SEQ_LENGTH}
     vocab_size: {VOCAB_SIZE}
     tie_word_embeddings: true

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
 from rich.console import Console
@@ -22,7 +20,6 @@ from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
 from shardwise.cli.sources import open_source
-from shardwise.errors import ShardwiseError
 from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh
 from shardwise.train.clip import clip_grad_norm_
@@ -33,7 +30,7 @@ from shardwise.train.loop import Parts, Reporter, StepRecord, run_loop
 from shardwise.train.once import once_per_machine
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.step import TrainStep
-from shardwise.train.whole import partial_name, remove_partial, whole_file
+from shardwise.train.whole import whole_file
 
 __all__ = ["train"]
 
@@ -70,7 +67,7 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         record = run_loop(parts, num_steps=config.steps, settings=config.optimizer, reporters=reporters)
         closing.close()  # the bar ends before anything else is printed
         if config.export is not None:
-            _export(model, tokenizer, Path(config.export), is_first=mesh.rank == 0)
+            export_pretrained(model, config.export, tokenizer=tokenizer)
             console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
         return record
 
@@ -144,30 +141,3 @@ def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, b
     )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _export(model: torch.nn.Module, tokenizer: Any, path: Path, *, is_first: bool) -> None:
-    """Writes model and tokenizer under a hidden name, then gives it the final one: all of it is there or nothing."""
-    partial = partial_name(path, os.environ.get("TORCHELASTIC_RUN_ID", "export"))
-    try:
-        export_pretrained(model, str(partial))
-        if is_first:
-            tokenizer.save_pretrained(str(partial))
-            _put_in_place(partial, path)
-    finally:
-        if is_first:
-            remove_partial(partial)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _put_in_place(partial: Path, path: Path) -> None:
-    if path.is_dir() and any(path.iterdir()):
-        raise ShardwiseError(
-            f"the directory {path} has been filled while the model trained",
-            at="export",
-            fix="move it away; the model is not written over it",
-        )
-    if path.is_dir():
-        path.rmdir()
-    partial.rename(path)

@@ -58,7 +58,7 @@ def _intercepted(
     dim = _class_dim(input)
     local = input.to_local().movedim(dim, -1)
     losses, weights = split_cross_entropy(
-        local.reshape(-1, local.shape[-1]),
+        local.reshape(target.numel(), local.shape[-1]),
         target.reshape(-1),
         context=context,
         num_classes=input.shape[dim],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from shardwise.errors import UnsupportedError
-from shardwise.proof.twin_fields import sub_configs
+from shardwise.proof.twin_fields import fields_of, sub_configs
+from shardwise.proof.twin_rules import FAMILIES
 
 __all__ = ["Padding", "make_batch"]
 
@@ -55,7 +56,25 @@ def make_batch(
         batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
+    family = FAMILIES.get(model.config.model_type)
+    for name in family.inputs if family else ():
+        batch[name] = _signal(model, name, batch_size, sequence_length, generator)
     return batch | _labels(model, batch["input_ids"], mask, generator)
+
+
+def _signal(
+    model: PreTrainedModel, name: str, batch_size: int, sequence_length: int, generator: torch.Generator
+) -> Tensor:
+    """Noise for images, [batch, channels, height, width], or audio features, [batch, mel bins, frames]."""
+    fields: dict[str, Any] = {}
+    for config in sub_configs(model.config):
+        fields |= {key: value for key, value in fields_of(config).items() if value is not None}
+    if name == "pixel_values":
+        size = fields["image_size"]
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        return torch.randn((batch_size, fields.get("num_channels", 3), height, width), generator=generator)
+    frames = sequence_length * fields["audio_length_per_tok"]
+    return torch.randn((batch_size, fields["num_mel_bins"], frames), generator=generator)
 
 
 def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:

@@ -20,8 +20,12 @@ _DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_rate", "dropout_prob", "dro
 _TOKENS = ("token_id", "token_index", "token_ids")
 
 
-def default_config(model_type: str) -> PreTrainedConfig:
+def default_config(model_type: str, *, task: str | None = None) -> PreTrainedConfig:
     """The configuration transformers gives a model type without arguments.
+
+    Args:
+        model_type: as in `config.model_type`.
+        task: "causal_lm" makes a decoder of an encoder that can be either, such as BERT.
 
     Raises:
         UnsupportedError: there is none, or it does not pass its own checks.
@@ -30,9 +34,13 @@ def default_config(model_type: str) -> PreTrainedConfig:
         raise UnsupportedError(f"no model type {model_type!r} in transformers{did_you_mean(model_type, CONFIG_MAPPING)}")
     family = rules.FAMILIES.get(model_type)
     try:
-        return CONFIG_MAPPING[model_type](**(family.construct if family else {}))
+        config = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(family.construct) if family else {}))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise UnsupportedError(f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}") from error
+
+    if task == "causal_lm" and "is_decoder" in vars(config) and not config.is_encoder_decoder:
+        config.is_decoder = True
+    return config
 
 
 def shrink_config(

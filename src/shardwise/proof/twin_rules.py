@@ -149,7 +149,8 @@ CAPS: Mapping[str, int] = _caps(
        n_groups mamba_ngroups altup_num_inputs num_memory_blocks o_groups;
     2: num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group
        n_shared_experts num_shared_experts moe_num_shared_experts num_random_blocks hc_mult hc_count
-       heads_per_ngram hc_sinkhorn_iters;
+       heads_per_ngram hc_sinkhorn_iters block_sizes depths;
+    8: patch_size;
     1: topk_group num_nextn_predict_layers;
     64: max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length seq_length
        max_sequence_length max_source_positions max_target_positions max_encoder_position_embeddings
@@ -159,7 +160,8 @@ CAPS: Mapping[str, int] = _caps(
        router_hidden_size keep_window_size context_size hc_lowrank rel_extent position_bias_num_buckets;
     16: kv_lora_rank d_rel state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank
        adapter_rank embedding_rank centroid_intermediate_top_k lang_embed_dim;
-    8: sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
+    32: image_size indexer_budget;
+    8: num_filters sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
        attention_chunk_size chunk_size mamba_chunk_size index_topk local_radius global_block_size
        local_attention_window_len block_size index_block_size local_attn_chunk_length lsh_attn_chunk_length
        num_landmarks segment_means_seq_len num_global_tokens num_hash;
@@ -175,22 +177,36 @@ class Family:
         construct: arguments without which the default configuration does not exist.
         set: attribute -> value of the twin.
         min_layers: layers without which not every kind occurs.
+        inputs: optional arguments of the forward without which there is no loss.
         why: the reason.
     """
 
     construct: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
     min_layers: int = 0
+    inputs: tuple[str, ...] = ()
     why: str
 
 
 _LACKS = "the default configuration lacks these, every published one has them"
 _SHARED = "tying the shared block needs two layers that use it"
+_QWEN4_INDEXER = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
 
 FAMILIES: Mapping[str, Family] = {
     "bamba": Family(construct={"attn_layer_indices": [9, 18, 27]}, why=_LACKS),
+    "blt_global_transformer": Family(
+        set={"hidden_size": 128, "head_dim": 16}, why="as wide as the local encoder's crossed outputs, 2 x 64"
+    ),
+    "blt_local_encoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
+    "blt_local_decoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
     "blt": Family(set={"use_cache": False}, why="a cache made from its own configuration finds no layer count"),
-    "dbrx": Family(construct={"attn_config": {"rope_theta": 10000.0}}, why=_LACKS),
+    "dbrx": Family(construct={"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}, why=_LACKS),
     "cohere_compass_text": Family(
         construct={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, why=_LACKS
     ),
@@ -200,10 +216,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
-    "gemma4_assistant": Family(
-        construct={"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
-        why="the default configuration fails its own check",
+    "deepseek_v4": Family(
+        set={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+        why="a rate above the sequence length compresses nothing",
     ),
+    "dots3_note_text": Family(set={"head_dim": 32}, why="sliding layers check it against the parts of their keys"),
+    "git": Family(inputs=("pixel_values",), why="its loss skips as many positions as an image has patches"),
+    "voxtral_realtime": Family(inputs=("input_features",), why="every token is added to a frame of audio"),
     "granitemoehybrid": Family(
         construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2) * 4}, why=_LACKS
     ),
@@ -218,18 +237,15 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": Family(construct={"num_key_value_heads": 8}, why=_LACKS),
     "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
     "perceiver": Family(set={"max_position_embeddings": 16}, why="there is a logit for every position, not every token"),
-    "qwen4_exp_text": Family(
-        construct={
-            "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128,
-            "indexer_budget": 2048, "indexer_compress_ratio": 4,
-        },
-        why=_LACKS,
-    ),
+    "qwen4_exp": Family(construct={"text_config": _QWEN4_INDEXER}, why=_LACKS),
+    "qwen4_exp_text": Family(construct=_QWEN4_INDEXER, why=_LACKS),
     "reformer": Family(
         set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
         why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
     ),
-    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
+    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128, "use_cache": False},
+        why="key sizes are rounded up to 64 in the model; its cache is written in place, over what backward needs",
+   ),
     "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
     "zamba": Family(
         set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED

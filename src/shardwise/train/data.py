@@ -72,8 +72,8 @@ class PackedBatches:
     def __next__(self) -> dict[str, torch.Tensor]:
         """The next batch: `input_ids` and `labels`, int64.
 
-        Both are [batch_size, seq_length] over all data ranks, [batch_size / data_size, seq_length] here. Labels equal the
-        inputs; transformers' causal models shift them.
+        Both are [batch_size, seq_length] over all data ranks, [batch_size / data_size, seq_length] here. Labels equal
+        the inputs; transformers' causal models shift them.
         """
         first = self.num_batches_read * self.batch_size
         places = range(first, first + self.batch_size)[self._share]
