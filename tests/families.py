@@ -37,7 +37,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "starcoder2": {"num_key_value_heads": 2, "sliding_window": None},
     "smollm3": {"num_key_value_heads": 2, "no_rope_layers": [1, 0]},
-    "granite": {"num_key_value_heads": 2, "embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granite": {
+        "num_key_value_heads": 2,
+        "embedding_multiplier": 2.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+    },
     "mixtral": {"num_key_value_heads": 2, **MOE, "output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen3_moe": {
         "num_key_value_heads": 2,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.comm.agree import failing_together
@@ -18,19 +20,24 @@ from shardwise.errors import ConfigError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import Registry, registry_of
 from shardwise.mesh import Mesh
+from shardwise.plan.explain import Explanation, explain
+from shardwise.plan.spec import Plan
+from shardwise.proof.parity import Measurement, measure
+from shardwise.proof.report import Report
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
 from shardwise.split.apply import apply_layout, decide_plan
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
 from shardwise.split.door import open_door
 from shardwise.split.facts import read_facts
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
-from shardwise.plan.explain import Explanation, explain
-from shardwise.plan.spec import Plan
+from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import reduce_gradients
+from shardwise.train.step import TrainStep
 from shardwise.weights.index import CheckpointIndex
 
-__all__ = ["describe", "export_pretrained", "full_gradients", "full_state_dict", "load", "parallelize"]
+__all__ = ["describe", "export_pretrained", "full_gradients", "full_state_dict", "load", "parallelize", "verify"]
 
 
 def load(
@@ -66,37 +73,47 @@ def load(
 
     Communicates: one small gather over all ranks at the end, so that a fault of one rank is raised on all.
     """
-    registry: list[Registry] = []
+    request = _LoadRequest(source, auto_class, plan, sequence_parallel, dtype, seed, options)
     with failing_together(mesh, "loading"):
-        model = _load_local(source, mesh, auto_class, plan, sequence_parallel, _as_dtype(dtype), seed, options, registry)
-    _open_subgroups(registry[0])
+        model, registry = _load_local(request, mesh)
+    _open_subgroups(registry)
     return model
 
 
-def _load_local(
-    source: Any, mesh: Mesh, auto_class: Any, plan: Any, sequence_parallel: bool, dtype: Any, seed: int, options: Any, out: Any
-) -> PreTrainedModel:
-    ignore_mismatched_sizes = options.pop("ignore_mismatched_sizes", False)
-    key_mapping = options.pop("key_mapping", None)
-    if isinstance(source, PreTrainedConfig):
-        config, index, model_options = copy.deepcopy(source), None, options
+@dataclass(frozen=True)
+class _LoadRequest:
+    """The arguments of `load`."""
+
+    source: str | os.PathLike[str] | PreTrainedConfig
+    auto_class: Any
+    plan: str | Plan | Mapping[str, str]
+    sequence_parallel: bool
+    dtype: torch.dtype | str | None
+    seed: int
+    options: dict[str, Any]
+
+
+def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Registry]:
+    """What this rank does alone: build on the meta device, split, read its slices, initialise the rest."""
+    options = dict(request.options)
+    reading = {name: options.pop(name) for name in ("ignore_mismatched_sizes", "key_mapping") if name in options}
+    where = {name: options[name] for name in HUB_OPTIONS if name in options}
+    index: CheckpointIndex | None = None
+    if isinstance(request.source, PreTrainedConfig):
+        config = copy.deepcopy(request.source)
     else:
-        config, model_options = read_config(source, options)
-        where = {name: options[name] for name in HUB_OPTIONS if name in options}
-        index = CheckpointIndex.open(source, **where)
+        config, options = read_config(request.source, options)
+        index = CheckpointIndex.open(request.source, **where)
     with index or nullcontext():
-        dtype = dtype or config.dtype or (_stored_dtype(index) if index is not None else None)
-        model = build_meta_model(config, auto_class, dtype=dtype, options=model_options)
-        registry = apply_layout(model, mesh, plan=plan, sequence_parallel=sequence_parallel)
-        out.append(registry)
+        dtype = _as_dtype(request.dtype) or config.dtype or (_stored_dtype(index) if index is not None else None)
+        model = build_meta_model(config, request.auto_class, dtype=dtype, options=options)
+        registry = apply_layout(model, mesh, plan=request.plan, sequence_parallel=request.sequence_parallel)
         if index is not None:
-            load_weights(
-                model, registry, index, dtype=dtype, ignore_mismatched_sizes=ignore_mismatched_sizes, key_mapping=key_mapping
-            )
-            model.config.name_or_path = model.name_or_path = os.fspath(source)
-            read_generation_config(model, source, options)
-        initialize_missing(model, registry, seed=seed)
-    return model
+            load_weights(model, registry, index, dtype=dtype, **reading)
+            model.config.name_or_path = model.name_or_path = os.fspath(request.source)  # type: ignore[arg-type]
+            read_generation_config(model, request.source, where)  # type: ignore[arg-type]
+        initialize_missing(model, registry, seed=request.seed)
+    return model, registry
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -241,3 +258,73 @@ def describe(
     facts = read_facts(model)
     split_plan = decide_plan(model, facts, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
     return explain(split_plan, facts, layout=str(shape))
+
+
+def verify(
+    source: nn.Module | str | os.PathLike[str] | PreTrainedConfig,
+    layout: str | MeshShape = "tp2",
+    *,
+    auto_class: Any = None,
+    plan: str | Plan | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    timeout_seconds: float = 300.0,
+    **options: Any,
+) -> Report:
+    """Proves on the CPU that a split computes what the whole model does.
+
+    Builds a tiny twin (the same architecture, few and narrow layers), trains it whole and split over as many gloo ranks as
+    the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and after twenty the
+    copies that ranks hold of the same parameters. Starts its own ranks; call it from one process.
+
+    Args:
+        source: a model, a directory, a hub id or a config; only its architecture matters.
+        layout: as in `Mesh.open`.
+        auto_class, plan, sequence_parallel, options: as in `load`.
+
+    Returns:
+        A `Report`: `report.passed`, and `str(report)` as a table.
+
+    Raises:
+        UnsupportedError: no tiny twin of the architecture can be built.
+        PlanError: the plan cannot be followed.
+    """
+    shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    if isinstance(source, nn.Module):
+        config, auto_class = source.config, auto_class or type(source)
+    else:
+        config = source if isinstance(source, PreTrainedConfig) else read_config(source, options)[0]
+    twin = shrink_config(config, without_dropout=True)
+    request = _Proof(twin, auto_class or AutoModelForCausalLM, str(shape), plan, sequence_parallel)
+    start = time.perf_counter()
+    measurements = spawn(_prove_on_this_rank, shape.world_size, request, timeout=timeout_seconds)
+    return Report(
+        subject=f"a twin of {config.model_type}",
+        layout=f"{shape} with sequence parallelism" if sequence_parallel else str(shape),
+        measurements=tuple(measurements),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What every rank of a proof is told."""
+
+    config: PreTrainedConfig
+    model_class: Any
+    layout: str
+    plan: str | Plan | Mapping[str, str]
+    sequence_parallel: bool
+
+
+def _prove_on_this_rank(proof: _Proof) -> Measurement:
+    with Mesh.open(proof.layout, device="cpu") as mesh:
+        whole = build_twin(proof.config, proof.model_class, seed=0).eval()
+        return measure(
+            whole,
+            make_batch(whole, seed=0),
+            mesh,
+            split=lambda model, mesh: parallelize(
+                model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel
+            ),
+            step=lambda model, mesh, batch: TrainStep(model, mesh)(batch).loss,
+        )

@@ -79,7 +79,12 @@ def special_cases(layout):
             size = -(-values.shape[-1] // 2)
             local = values[..., context.coord * size : (context.coord + 1) * size].clone()
             return DTensor.from_local(
-                local, context.mesh, [Shard(values.ndim - 1)], run_check=False, shape=values.shape, stride=values.stride()
+                local,
+                context.mesh,
+                [Shard(values.ndim - 1)],
+                run_check=False,
+                shape=values.shape,
+                stride=values.stride(),
             )
 
         values = torch.randn(2, 3, 9)

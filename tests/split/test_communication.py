@@ -26,9 +26,7 @@ def count_step(family, layout, sequence_parallel, length=LENGTH, **overrides):
 
 
 def by_size(calls, *, hidden):
-    return {
-        (name, shape): number for (name, shape), number in calls.items() if (shape and len(shape) > 2) == hidden
-    }
+    return {(name, shape): number for (name, shape), number in calls.items() if (shape and len(shape) > 2) == hidden}
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4"])

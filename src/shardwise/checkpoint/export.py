@@ -23,7 +23,9 @@ __all__ = ["write_pretrained"]
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 
 
-def write_pretrained(model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int, tokenizer: Any) -> None:
+def write_pretrained(
+    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int, tokenizer: Any
+) -> None:
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
     with failing_together(registry.mesh, "preparing the export"):
@@ -57,7 +59,11 @@ def _stream(
         for fqn in group.fqns:
             entry = registry.entries.get(registry.tied.get(fqn, fqn))
             local = values[fqn]
-            whole = local.detach().cpu() if entry is None else canonical_tensor(local, entry.layout, registry.mesh, rank0_only=True)
+            whole = (
+                local.detach().cpu()
+                if entry is None
+                else canonical_tensor(local, entry.layout, registry.mesh, rank0_only=True)
+            )
             if whole is not None:
                 state[fqn] = whole
         if writer is None or fault is not None:

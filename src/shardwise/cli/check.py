@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.cli.inputs import check_inputs  # torch is slow to import
 
     problems += [problem for problem in check_inputs(config) if problem.key not in broken]
-    if not any(problem.key.split(".")[0] in ("model", "layout", "sequence_parallel") for problem in problems):
+    if "layout" not in broken and not any(problem.key.split(".")[0] == "model" for problem in problems):
         from shardwise.cli.models import check_model
 
         problems += check_model(config)

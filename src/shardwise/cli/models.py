@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 import transformers
 
 from shardwise.api import describe, load
+from shardwise.cli.config import config_error
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
 
@@ -29,7 +29,6 @@ def load_tokenizer(config: TrainConfig) -> Any:
     except (OSError, ValueError) as error:
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
-            at="model.tokenizer",
             why=str(error).strip(),
             fix="name a directory with tokenizer files, or a hub id that can be reached",
         ) from error
@@ -40,7 +39,6 @@ def build_encoder(tokenizer: Any) -> Encoder:
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-sequence token",
-            at="model.tokenizer",
             why="it separates the documents that share a row",
             fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
         )
@@ -66,7 +64,9 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
     """
     given = config.model
     model_config = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
-    _check_fit(model_config, config, tokenizer)
+    problems = _check_fit(model_config, config, tokenizer)
+    if problems:
+        raise config_error("the configuration", problems)
     return load(
         model_config if given.path is None else given.path,
         mesh,
@@ -79,28 +79,21 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
 
 def check_model(config: TrainConfig) -> list[Problem]:
     """What does not fit together in model, tokenizer, rows and layout; reads no weights."""
-    problems: list[Problem] = []
+    given = config.model
     try:
         tokenizer = load_tokenizer(config)
         build_encoder(tokenizer)
-        given = config.model
+    except ShardwiseError as error:
+        return [Problem("model.tokenizer", str(error))]
+    try:
         found = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
     except ShardwiseError as error:
-        return [Problem(error.at or "model", str(error))]
-    checks: tuple[Callable[[], object], ...] = (
-        lambda: _check_fit(found, config, tokenizer),
-        lambda: describe(
-            found,
-            MeshShape.parse(config.layout),
-            plan=config.model.plan or "auto",
-            sequence_parallel=config.sequence_parallel,
-        ),
-    )
-    for check in checks:
-        try:
-            check()
-        except ShardwiseError as error:
-            problems.append(Problem(error.at or "model", str(error)))
+        return [Problem("model", str(error))]
+    problems = _check_fit(found, config, tokenizer)
+    try:
+        describe(found, config.layout, plan=given.plan or "auto", sequence_parallel=config.sequence_parallel)
+    except ShardwiseError as error:
+        problems.append(Problem("model", str(error)))
     return problems
 
 
@@ -125,19 +118,16 @@ def new_model_config(given: str | Mapping[str, Any] | None, tokenizer: Any) -> A
     return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> None:
+def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> list[Problem]:
+    problems = []
     text_config = model_config.get_text_config()
     vocab_size = getattr(text_config, "vocab_size", None)
     if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer):,} tokens, the model {vocab_size:,}",
-            at="model.tokenizer",
-            fix="use the model's own tokenizer, or a model with a larger vocab_size",
-        )
+        what = f"has {len(tokenizer):,} tokens, the model {vocab_size:,}"
+        fix = "use the model's own tokenizer, or a model with a larger vocab_size"
+        problems.append(Problem("model.tokenizer", what, fix))
     window = getattr(text_config, "max_position_embeddings", None)
     if window is not None and config.data.seq_length > window:
-        raise ConfigError(
-            f"data.seq_length is {config.data.seq_length:,}, the model sees {window:,} positions",
-            at="data.seq_length",
-            fix=f"use at most {window:,}",
-        )
+        what = f"is {config.data.seq_length:,}, the model sees {window:,} positions"
+        problems.append(Problem("data.seq_length", what, f"use at most {window:,}"))
+    return problems

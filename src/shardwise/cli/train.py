@@ -49,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     exit_on_terminate()
+    if is_rank() and arguments.nproc is not None:
+        raise ConfigError(
+            f"--nproc {arguments.nproc} inside a launcher",
+            why="WORLD_SIZE is set, so the ranks have been started already",
+            fix="leave it out",
+        )
     if is_rank():
         with record_failures():
             _run_rank(arguments)

@@ -61,6 +61,7 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
             seed=config.seed,
         )
         model = build_model(config, mesh, tokenizer)
+        torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         parts = _build_parts(config, model, mesh, batches)
         _print_head(console, config, model, batches)
         reporters = _open_reporters(config, closing, console) if mesh.rank == 0 else []

@@ -171,5 +171,3 @@ def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
 
 def _class_dim(logits: Tensor) -> int:
     return 0 if logits.ndim == 1 else 1
-
-

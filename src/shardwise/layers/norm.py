@@ -68,7 +68,9 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
     for centered in (False, True):
         for offset in (0.0, 1.0):
             values = x - x.mean(-1, keepdim=True) if centered else x
-            values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + _epsilon(probe)) * (probe.weight + offset)
+            values = (
+                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + _epsilon(probe)) * (probe.weight + offset)
+            )
             if torch.allclose(values if bias is None else values + bias, expected, atol=1e-4, rtol=1e-4):
                 return centered, offset
     raise UnsupportedError(

@@ -83,8 +83,14 @@ class Explanation:
             lines += ["stay whole:", *(f"  {row.name}: {row.reason or row.style}" for row in whole), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
-        lines += ["communicated a step, over tp:", *(f"  {line}" for line in self.collectives), ""] if self.collectives else []
-        lines.append(f"{self.share_split:.1%} of all parameters are split; each rank holds {self.share_held:.1%} of the model")
+        lines += (
+            ["communicated a step, over tp:", *(f"  {line}" for line in self.collectives), ""]
+            if self.collectives
+            else []
+        )
+        lines.append(
+            f"{self.share_split:.1%} of all parameters are split; each rank holds {self.share_held:.1%} of the model"
+        )
         return "\n".join(lines)
 
 

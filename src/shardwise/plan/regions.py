@@ -61,9 +61,7 @@ def find_regions(facts: ModelFacts, rules: Mapping[str, Rule]) -> tuple[Region, 
     for name, rule in rules.items():
         if rule.style == "moe_tp_experts":
             _lift_experts(name, facts, regions)
-    outermost = [
-        region for region in regions.values() if not any(_is_below(region.fqn, other) for other in regions)
-    ]
+    outermost = [region for region in regions.values() if not any(_is_below(region.fqn, other) for other in regions)]
     order = {name: position for position, name in enumerate(facts.modules)}
     return tuple(sorted(outermost, key=lambda region: order[region.fqn]))
 

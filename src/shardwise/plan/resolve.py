@@ -285,5 +285,3 @@ def _all_problems(problems: list[PlanError]) -> PlanError:
     return PlanError(
         f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct", why="\n".join(seen.values())
     )
-
-

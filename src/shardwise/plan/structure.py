@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-
 __all__ = ["Heads", "ModelFacts", "ModuleFacts", "parent_of"]
 
 Shape = tuple[int, ...]

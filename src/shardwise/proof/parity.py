@@ -92,7 +92,7 @@ def measure(
     *,
     split: Split,
     step: Step,
-    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
+    tolerance: Tolerance = Tolerance(),
     num_compared_steps: int = 3,
     num_steps: int = 20,
 ) -> Measurement:
@@ -156,7 +156,8 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     registry = registry_of(model)
     return {
-        name: canonical_tensor(value, registry.entry(name).layout, registry.mesh) for name, value in model.named_parameters()
+        name: canonical_tensor(value, registry.entry(name).layout, registry.mesh)
+        for name, value in model.named_parameters()
     }
 
 

@@ -51,12 +51,13 @@ def make_batch(
     if "input_ids" not in takes:
         raise UnsupportedError(f"no batch for {type(model).__name__}", why=f"its forward takes {', '.join(takes)}")
     mask = _mask(shape, padding)
-    batch = {"input_ids": _tokens(model, shape, generator)}
+    family = FAMILIES.get(model.config.model_type)
+    num_rows = getattr(model.config, family.id_rows) if family and family.id_rows else 1
+    batch = {"input_ids": _tokens(model, (batch_size * num_rows, sequence_length), generator)}
     if "attention_mask" in takes:
         batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    family = FAMILIES.get(model.config.model_type)
     for name in family.inputs if family else ():
         batch[name] = _signal(model, name, batch_size, sequence_length, generator)
     return batch | _labels(model, batch["input_ids"], mask, generator)
@@ -79,7 +80,7 @@ def _signal(
 
 def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
-    batch_size, sequence_length = tokens.shape
+    batch_size, sequence_length = mask.shape
     if "start_positions" in takes:
         return {
             name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
@@ -90,11 +91,13 @@ def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: tor
     if _is_listed(model, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"):
         return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
     if _is_listed(model, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"):
-        labels = torch.randint(0, model.config.num_labels, tuple(tokens.shape), generator=generator)
+        labels = torch.randint(0, model.config.num_labels, tuple(mask.shape), generator=generator)
     elif "decoder_input_ids" in takes:
         labels = _tokens(model, (batch_size, sequence_length), generator)
-    else:
+    elif len(tokens) == len(mask):
         labels = tokens
+    else:
+        labels, mask = tokens.view(batch_size, -1, sequence_length).mT, mask[..., None]
     return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
 
 

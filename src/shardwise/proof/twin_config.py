@@ -31,13 +31,16 @@ def default_config(model_type: str, *, task: str | None = None) -> PreTrainedCon
         UnsupportedError: there is none, or it does not pass its own checks.
     """
     if model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(f"no model type {model_type!r} in transformers{did_you_mean(model_type, CONFIG_MAPPING)}")
+        raise UnsupportedError(
+            f"no model type {model_type!r} in transformers{did_you_mean(model_type, CONFIG_MAPPING)}"
+        )
     family = rules.FAMILIES.get(model_type)
     try:
         config = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(family.construct) if family else {}))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UnsupportedError(f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}") from error
-
+        raise UnsupportedError(
+            f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}"
+        ) from error
     if task == "causal_lm" and "is_decoder" in vars(config) and not config.is_encoder_decoder:
         config.is_decoder = True
     return config
@@ -93,9 +96,7 @@ def _check(config: PreTrainedConfig) -> None:
 class _Shrink:
     """Computes the new values of one configuration, without its sub-configurations."""
 
-    def __init__(
-        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int) -> None:
         self._config = config
         self._old = fields_of(config)
         self.overrides = layer_overrides(config)
@@ -167,7 +168,9 @@ class _Shrink:
 
     def _key_value_heads(self, name: str, value: int) -> int:
         """As many as query heads, one, or a number that several query heads share."""
-        query = next((found for other in rules.KEY_VALUE_HEADS[name] if (found := read_field(self._config, other))), value)
+        query = next(
+            (found for other in rules.KEY_VALUE_HEADS[name] if (found := read_field(self._config, other))), value
+        )
         query = max(query) if isinstance(query, list | tuple) else query
         if value >= query:
             return _query_heads(query) * (2 if value > query else 1)
@@ -178,20 +181,18 @@ class _Shrink:
         for other in ("qk_rope_head_dim", "qk_head_dim"):  # under latent attention `head_dim` repeats one of both
             if name == "head_dim" and read_field(self._config, other) == value:
                 return rules.HEAD_DIMS[other][0]
-        return coupled if self._is_coupled(value) else decoupled
-
-    def _is_coupled(self, head_dim: int) -> bool:
         heads = read_field(self._config, "num_attention_heads")
-        heads = heads[0] if isinstance(heads, list | tuple) else heads
-        return not (isinstance(heads, int) and isinstance(self._hidden, int)) or heads * head_dim == self._hidden
+        if coupled == decoupled or not _is_size(heads) or not _is_size(self._hidden):
+            return coupled
+        return rules.HIDDEN // _query_heads(heads) if heads * value == self._hidden else decoupled
 
     def _width(self, value: int, *, multiple: int, distinct: bool = False) -> int:
         """In the same ratio to the hidden size, between a quarter of it and four times it."""
         if value in self._hidden_sizes and not (distinct and value != self._hidden):
             return rules.HIDDEN
-        hidden = self._hidden if isinstance(self._hidden, int) and self._hidden else max(self._hidden_sizes, default=value)
         if value == 0:
             return 0
+        hidden = self._hidden if _is_size(self._hidden) else max(self._hidden_sizes, default=value)
         scaled = round(value * rules.HIDDEN / hidden / multiple) * multiple
         return min(max(scaled, multiple), 4 * rules.HIDDEN)
 
@@ -203,9 +204,9 @@ class _Shrink:
         found = {each for name in names for each in _as_list(values[name]) if _is_size(each) and each >= vocab_size}
         moved = {each: vocab_size - 1 - place % (vocab_size // 2) for place, each in enumerate(sorted(found))}
         return {
-            name: [moved.get(each, each) for each in value] if isinstance(value, list | tuple) else moved.get(value, value)
+            name: [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
             for name in names
-            if isinstance(value := values[name], int | list | tuple)
+            if isinstance(value := values[name], int | list)
         }
 
 

@@ -25,7 +25,7 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
     if isinstance(rotary_dim := values.get("rotary_dim"), int):
         new["rotary_dim"] = max(2, rotary_dim * new_dim // old_dim // 2 * 2)
     default = values.get("partial_rotary_factor") or 1.0
-    if "partial_rotary_factor" in values and values["partial_rotary_factor"]:
+    if values.get("partial_rotary_factor"):
         new["partial_rotary_factor"] = _even_factor(default, new_dim)
     for name in _DICTS:
         if isinstance(values.get(name), dict):

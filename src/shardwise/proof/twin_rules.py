@@ -29,16 +29,26 @@ __all__ = [
     "Family",
 ]
 
-HIDDEN = 64  # the twin's width: 8 heads of 8
-"""Hidden size of every twin."""
 
-# Number of query heads. Each becomes 8; 1 and 4 stay.
-QUERY_HEADS = frozenset(
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _caps(text: str) -> dict[str, int]:
+    """`"16: a b; 8: c"` as `{"a": 16, "b": 16, "c": 8}`."""
+    pairs = (group.split(":") for group in text.strip(" \n;").split(";"))
+    return {name: int(cap) for cap, names in pairs for name in names.split()}
+
+
+HIDDEN = 64  # the twin's width: 8 heads of 8
+
+# Number of query heads. Each becomes 8; 1, 2 and 4 stay.
+QUERY_HEADS = _names(
     """num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads decoder_attention_heads
     num_encoder_attention_heads num_decoder_attention_heads num_self_attention_heads num_cross_attention_heads
     swa_num_attention_heads conf_num_attention_heads num_attention_heads_per_layer speech_encoder_attention_heads
     t2u_encoder_attention_heads t2u_decoder_attention_heads linear_num_value_heads linear_num_heads index_n_heads
-    mamba_n_heads mamba_num_heads n_mamba_heads indexer_n_heads""".split()
+    mamba_n_heads mamba_num_heads n_mamba_heads indexer_n_heads"""
 )
 
 # Number of heads that several query heads share -> the attributes that say how many those are, the first found counts.
@@ -81,38 +91,38 @@ HEAD_DIMS: Mapping[str, tuple[int, int]] = {
 }
 
 # Sizes that scale with the hidden size and equal the twin's where they equalled the original's.
-RANKED_WIDTHS = frozenset(
+RANKED_WIDTHS = _names(
     """hidden_size d_model n_embd dim emb_dim embed_dim embedding_size embedding_dim input_embedding_size
     output_embedding_size word_embed_proj_dim attention_hidden_size lru_width pooler_hidden_size hidden_size_global
     encoder_hidden_size cross_attention_hidden_size out_hidden_size output_dim projection_dim backbone_hidden_size
     mamba_d_ssm input_size adapter_out_dim adapter_in_dim adapter_input_size vision_output_dim projector_input_dim
     projector_output_dim audio_hidden_size d_latents prediction_head_size true_hidden_size intra_bottleneck_size
     embed_dim_per_layer ple_embed_dim entity_emb_size hidden_dim pronunciation_embed_dim shape_embed_dim
-    text_embed_dim proj_size bottleneck_size""".split()
+    text_embed_dim proj_size bottleneck_size"""
 )
 
 # Inner sizes of feed-forwards: scale with the hidden size, multiples of 16.
-FEED_FORWARDS = frozenset(
+FEED_FORWARDS = _names(
     """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff dff dim_ff d_inner n_inner ffn_hidden_size
     moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size
     moe_shared_expert_intermediate_size intermediate_size_mlp expert_ffn_hidden_size dense_intermediate_size
     feed_forward_size mlp_dim speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim
-    block_auto_adjust_ff_dim expert_dim""".split()
+    block_auto_adjust_ff_dim expert_dim"""
 )
 
-VOCABULARIES = frozenset(
+VOCABULARIES = _names(
     """vocab_size vocab_size_per_layer_input src_vocab_size tgt_vocab_size decoder_vocab_size n_words entity_vocab_size
     t2u_vocab_size char_vocab_size unit_hifi_gan_vocab_size pronunciation_vocab_size shape_vocab_size
-    unpadded_vocab_size encoder_hash_byte_group_vocab audio_vocab_size ngram_vocab_size_base""".split()
+    unpadded_vocab_size encoder_hash_byte_group_vocab audio_vocab_size ngram_vocab_size_base"""
 )
 
-LAYER_COUNTS = frozenset(
+LAYER_COUNTS = _names(
     """num_hidden_layers n_layer n_layers num_layers layers encoder_layers decoder_layers num_decoder_layers
     num_encoder_layers depth num_blocks num_self_attends_per_block conf_num_hidden_layers num_layers_per_stack
-    speech_encoder_layers t2u_encoder_layers t2u_decoder_layers""".split()
+    speech_encoder_layers t2u_encoder_layers t2u_decoder_layers"""
 )
 # The first n layers are of another kind; so are the last n; every n-th is (name -> the attribute with its offset).
-LAYER_PREFIXES = frozenset("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index".split())
+LAYER_PREFIXES = _names("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index")
 LAYER_SUFFIXES = frozenset(("num_kv_shared_layers",))
 LAYER_PERIODS: Mapping[str, str | None] = {
     "attn_layer_period": "attn_layer_offset",
@@ -134,13 +144,6 @@ LAYER_PERIODS: Mapping[str, str | None] = {
 LAYER_CYCLES = frozenset(("block_types",))
 # One number per layer, though it looks like a list of layers.
 LAYER_FLAGS = frozenset(("no_rope_layers",))
-
-
-def _caps(text: str) -> dict[str, int]:
-    """`"16: a b; 8: c"` as `{"a": 16, "b": 16, "c": 8}`."""
-    pairs = (group.split(":") for group in text.strip(" \n;").split(";"))
-    return {name: int(cap) for cap, names in pairs for name in names.split()}
-
 
 # Everything that only has an upper limit: the value stays where it is smaller, in lists too.
 CAPS: Mapping[str, int] = _caps(
@@ -178,6 +181,7 @@ class Family:
         set: attribute -> value of the twin.
         min_layers: layers without which not every kind occurs.
         inputs: optional arguments of the forward without which there is no loss.
+        id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
         why: the reason.
     """
 
@@ -185,6 +189,7 @@ class Family:
     set: Mapping[str, Any] = field(default_factory=dict)
     min_layers: int = 0
     inputs: tuple[str, ...] = ()
+    id_rows: str | None = None
     why: str
 
 
@@ -211,9 +216,7 @@ FAMILIES: Mapping[str, Family] = {
         construct={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, why=_LACKS
     ),
     "deepseek_v2": Family(construct={"num_experts_per_tok": 6}, why=_LACKS),
-    "dots1": Family(
-        construct={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}, why=_LACKS
-    ),
+    "dots1": Family(construct={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}, why=_LACKS),
     "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
     "deepseek_v4": Family(
@@ -224,7 +227,8 @@ FAMILIES: Mapping[str, Family] = {
     "git": Family(inputs=("pixel_values",), why="its loss skips as many positions as an image has patches"),
     "voxtral_realtime": Family(inputs=("input_features",), why="every token is added to a frame of audio"),
     "granitemoehybrid": Family(
-        construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2) * 4}, why=_LACKS
+        construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 5 + ["linear_attention"] * 2},
+        why=_LACKS,
     ),
     "hrm_text": Family(
         set={"num_layers_per_stack": 2, "num_hidden_layers": 16}, why="the count is layers x H cycles x (L cycles + 1)"
@@ -232,27 +236,30 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_dense": Family(construct={"head_dim": 128}, why=_LACKS),
     "hunyuan_v1_moe": Family(construct={"head_dim": 128, "num_experts": 16}, why=_LACKS),
     "lfm2_moe": Family(construct={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}, why=_LACKS),
-    "mamba2": Family(set={"head_dim": 16}, why="heads times their size is twice the hidden size, without a name for it"),
+    "mamba2": Family(set={"head_dim": 16}, why="heads times their size is `expand` times the hidden size"),
     "ministral": Family(construct={"head_dim": 128}, why=_LACKS),
+    "musicgen_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
+    "musicgen_melody_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
     "nemotron": Family(construct={"num_key_value_heads": 8}, why=_LACKS),
     "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
-    "perceiver": Family(set={"max_position_embeddings": 16}, why="there is a logit for every position, not every token"),
+    "perceiver": Family(set={"max_position_embeddings": 16}, why="logits come for every position, used or not"),
     "qwen4_exp": Family(construct={"text_config": _QWEN4_INDEXER}, why=_LACKS),
     "qwen4_exp_text": Family(construct=_QWEN4_INDEXER, why=_LACKS),
     "reformer": Family(
         set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
         why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
     ),
-    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128, "use_cache": False},
+    "xlstm": Family(
+        set={"hidden_size": 128, "embedding_dim": 128, "use_cache": False},
         why="key sizes are rounded up to 64 in the model; its cache is written in place, over what backward needs",
-   ),
-    "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
-    "zamba": Family(
-        set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED
     ),
+    "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
+    "zamba": Family(set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED),
     "zamba2": Family(
         set={
-            "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3],
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "num_hidden_layers": 4,
+            "hybrid_layer_ids": [1, 3],
             "mamba_headdim": 16,
         },
         why=_SHARED,

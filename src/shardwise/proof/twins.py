@@ -21,8 +21,8 @@ from transformers.models.auto import modeling_auto
 
 from shardwise.errors import ConfigError, UnsupportedError, did_you_mean
 from shardwise.proof.twin_batch import Padding, make_batch
-from shardwise.proof.twin_fields import sub_configs
 from shardwise.proof.twin_config import default_config, shrink_config
+from shardwise.proof.twin_fields import sub_configs
 
 __all__ = [
     "TASKS",
@@ -107,7 +107,7 @@ def build_twin(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedMo
         torch.manual_seed(seed)
         try:
             model = make(config)
-        except Exception as error:  # noqa: BLE001 - foreign constructors fail in any way; the cause is passed on
+        except Exception as error:  # foreign constructors fail in any way; the cause is passed on
             raise UnsupportedError(
                 f"no tiny twin of {config.model_type!r}", at=cls.__name__, why=f"{type(error).__name__}: {error}"
             ) from error
@@ -121,7 +121,14 @@ def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     wanted = getattr(cls, "config_class", None)
     if wanted is None or isinstance(config, wanted):
         return config
-    return next((part for part in sub_configs(config) if isinstance(part, wanted)), config)
+    for part in sub_configs(config):
+        if isinstance(part, wanted):
+            return part
+    raise UnsupportedError(
+        f"no tiny twin of {config.model_type!r}",
+        at=cls.__name__,
+        why=f"it takes a {wanted.__name__}, not a {type(config).__name__}",
+    )
 
 
 @contextmanager

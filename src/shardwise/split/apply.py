@@ -10,14 +10,14 @@ from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.registry import Registry, attach_registry, is_split
 from shardwise.mesh import Mesh
+from shardwise.plan.resolve import SplitPlan, resolve
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
 from shardwise.split.door import guard_door
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import choose_plan
 from shardwise.split.sequence import apply_sequence_parallelism, is_direct
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
-from shardwise.plan.resolve import SplitPlan, resolve
-from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
 
 __all__ = ["apply_layout", "decide_plan"]
 

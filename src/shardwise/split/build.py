@@ -13,7 +13,16 @@ from shardwise.errors import LoadError, UnsupportedError
 
 __all__ = ["HUB_OPTIONS", "build_meta_model", "read_config", "read_generation_config"]
 
-HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "variant")
+HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "variant",
+)
 """Keyword arguments that say where files come from; all others are the model's."""
 
 
@@ -28,10 +37,15 @@ def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tupl
     try:
         config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
     except (OSError, ValueError, KeyError) as error:
-        if os.path.isdir(source) and not os.path.isfile(os.path.join(source, where.get("subfolder") or "", "config.json")):
+        if os.path.isdir(source) and not os.path.isfile(
+            os.path.join(source, where.get("subfolder") or "", "config.json")
+        ):
             why, fix = "the directory has no config.json", "point at a directory that save_pretrained wrote"
         else:
-            why, fix = str(error).strip().splitlines()[0], "check the path; a hub id needs a connection or a local cache"
+            why, fix = (
+                str(error).strip().splitlines()[0],
+                "check the path; a hub id needs a connection or a local cache",
+            )
         raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
     return config, unused
 

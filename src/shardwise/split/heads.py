@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES
 from shardwise.plan.structure import Heads
+from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES
 
 __all__ = ["LocalConfig", "apply_local_heads"]
 

@@ -103,7 +103,9 @@ def _check_report(
         raise LoadError(
             f"{len(resolution.conversion_errors)} tensors cannot be converted to {type(model).__name__}'s format",
             at=index.location,
-            why="\n".join(f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in resolution.conversion_errors.items()),
+            why="\n".join(
+                f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in resolution.conversion_errors.items()
+            ),
         )
     if resolution.mismatched and not ignore_mismatched_sizes:
         raise LoadError(
@@ -121,7 +123,9 @@ def _check_report(
         ("have another shape in the checkpoint and are newly initialised", frozenset(resolution.mismatched)),
     ):
         if names:
-            logger.warning("%s from %s: %d tensors %s: %s", type(model).__name__, index.location, len(names), what, _few(names))
+            logger.warning(
+                "%s from %s: %d tensors %s: %s", type(model).__name__, index.location, len(names), what, _few(names)
+            )
 
 
 def _few(names: frozenset[str], most: int = 10) -> str:

@@ -59,7 +59,11 @@ def initialize_missing(model: nn.Module, registry: Registry, *, seed: int) -> No
         ]
         if targets:
             for fqn, whole in _initial_values(unit, targets, registry, seed).items():
-                value = local_tensor(whole, registry.entry(fqn).layout, registry.mesh.coords) if fqn in registry.entries else whole
+                value = (
+                    local_tensor(whole, registry.entry(fqn).layout, registry.mesh.coords)
+                    if fqn in registry.entries
+                    else whole
+                )
                 put_tensor(model, registry, fqn, value.to(registry.mesh.device))
 
 
@@ -95,7 +99,9 @@ def _initial_values(
     unit: _Unit, targets: Sequence[tuple[str, nn.Module, str, bool]], registry: Registry, seed: int
 ) -> dict[str, Tensor]:
     """The whole initial tensors of a unit by FQN, from the stream of random numbers that is the unit's own."""
-    kept = [tensor for _, module, _ in unit.modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    kept = [
+        tensor for _, module, _ in unit.modules for tensor in (*module._parameters.values(), *module._buffers.values())
+    ]
     for tensor in kept:
         if tensor is not None and not tensor.is_meta:
             setattr(tensor, _DONE, True)  # transformers' init functions leave these alone
@@ -114,7 +120,9 @@ def _initial_values(
                 owner._initialize_weights(module)
             elif hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-    values = {fqn: (module._buffers if is_buffer else module._parameters)[own] for fqn, module, own, is_buffer in targets}
+    values = {
+        fqn: (module._buffers if is_buffer else module._parameters)[own] for fqn, module, own, is_buffer in targets
+    }
     _check_initialized(values)
     return {fqn: value.detach() for fqn, value in values.items()}
 

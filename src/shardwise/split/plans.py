@@ -27,7 +27,9 @@ def choose_plan(model: nn.Module, facts: ModelFacts, plan: str | Plan | Mapping[
         PlanError: the model declares no plan and the user gives none, or `plan` is none of the above.
     """
     if isinstance(plan, str) and plan != "auto":
-        raise PlanError(f"unknown plan {plan!r}{did_you_mean(plan, ['auto'])}", fix='use "auto", a dict of rules or a Plan')
+        raise PlanError(
+            f"unknown plan {plan!r}{did_you_mean(plan, ['auto'])}", fix='use "auto", a dict of rules or a Plan'
+        )
     if not isinstance(plan, str | Plan | Mapping):
         raise PlanError(f"a plan cannot be a {type(plan).__name__}", fix='use "auto", a dict of rules or a Plan')
     vocabulary = _vocabulary_plan(facts)

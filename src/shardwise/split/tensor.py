@@ -16,8 +16,8 @@ from shardwise.layers.norm import SplitNorm, recognise_norm
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
-from shardwise.split.heads import apply_local_heads
 from shardwise.plan.resolve import SplitPlan
+from shardwise.split.heads import apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
 

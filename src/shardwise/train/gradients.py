@@ -98,5 +98,3 @@ def _sum_together(parts: Iterable[Tensor], group: dist.ProcessGroup | None) -> N
         dist.all_reduce(flat, group=group)
         for part, summed in zip(same, flat.split([part.numel() for part in same]), strict=True):
             part.copy_(summed.view_as(part))
-
-

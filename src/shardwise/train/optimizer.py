@@ -13,7 +13,9 @@ from shardwise.train.gradients import reduce_gradients
 __all__ = ["build_optimizer"]
 
 
-def build_optimizer(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
     Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the whole. State lies with its

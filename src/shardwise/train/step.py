@@ -52,7 +52,9 @@ class TrainStep:
     def __init__(self, model: nn.Module, mesh: Mesh, *, num_microbatches: int = 1) -> None:
         if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool) or num_microbatches < 1:
             raise BatchError(
-                f"num_microbatches is {num_microbatches!r}", why="it counts microbatches", fix="use an integer of at least 1"
+                f"num_microbatches is {num_microbatches!r}",
+                why="it counts microbatches",
+                fix="use an integer of at least 1",
             )
         registry_of(model)
         self.model = model

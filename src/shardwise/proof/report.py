@@ -1,0 +1,79 @@
+"""The verdict of `shardwise.verify`, as a value and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import VerificationError
+from shardwise.proof.parity import Difference, Measurement
+
+__all__ = ["Report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What proving a split found; `str` is the table.
+
+    Attributes:
+        subject: what was split.
+        layout: over which layout.
+        measurements: one for each rank.
+        seconds: how long the proof took.
+    """
+
+    subject: str
+    layout: str
+    measurements: tuple[Measurement, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every rank computes what the whole model does."""
+        return all(found.passed for found in self.measurements)
+
+    @property
+    def share_split(self) -> float:
+        """Bytes of split parameters over bytes of all."""
+        return self.measurements[0].share_split
+
+    def raise_if_failed(self) -> None:
+        """Raises `VerificationError` with the table unless the proof passed."""
+        if not self.passed:
+            raise VerificationError(
+                f"{self.subject} over {self.layout} does not compute what the whole model does", why=str(self)
+            )
+
+    def __str__(self) -> str:
+        first = self.measurements[0]
+        rows = [("", "largest difference", "allowed", "verdict", "where")]
+        for name in ("loss", "logits", "gradient", "parameter"):
+            rows.append(_row(name, [getattr(found, name) for found in self.measurements]))
+        unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
+        missing = sorted({name for found in self.measurements for name in found.missing})
+        steps = f"{first.num_steps} steps"
+        rows.append(
+            ("replicas", f"{len(unequal)} unequal after {steps}", "0", _verdict(not unequal), ", ".join(unequal))
+        )
+        rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        verdict = "equal to the whole model" if self.passed else "NOT equal to the whole model"
+        return "\n".join(
+            [
+                f"{self.subject} over {self.layout}: {verdict}",
+                "",
+                *table,
+                "",
+                f"{self.share_split:.1%} of the twin's parameters are split; proved in {self.seconds:.1f} s",
+            ]
+        )
+
+
+def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
+    worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
+    label = "parameters, 3 steps" if name == "parameter" else "worst gradient" if name == "gradient" else name
+    return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), worst.name
+
+
+def _verdict(passed: bool) -> str:
+    return "ok" if passed else "FAILED"

@@ -1,0 +1,99 @@
+"""`shardwise check` and `plan` say what a run would meet, without starting it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from shardwise.cli.main import main
+from tests.cli.test_train import MODEL, make_tokenizer
+
+pytestmark = pytest.mark.single
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("some text")
+    make_tokenizer(tmp_path / "tokenizer", "some text")
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "model": {"config": MODEL, "tokenizer": str(tmp_path / "tokenizer")},
+                "data": {"path": str(tmp_path / "corpus"), "seq_length": 32},
+                "layout": "tp2",
+            }
+        )
+    )
+    return str(path)
+
+
+def test_a_good_run_has_no_problems(run, capsys):
+    assert main(["check", run, "--world-size", "2"]) == 0
+    assert "no problems found (tp2, 2 ranks)" in capsys.readouterr().out
+
+
+def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    words = [
+        "layout=tp2",
+        "stepz=3",
+        "data.path=nowhere",
+        "data.seq_length=999",
+        "optimizer.name=AdmaW",
+        "optimizer.schedule.warmup_steps=-1",
+        f"export={tmp_path / 'full'}",
+    ]
+    assert main(["check", run, *words, "--world-size", "64"]) == 1
+    out = capsys.readouterr().out
+    for part in (
+        "7 problems",
+        "stepz: unknown key (did you mean 'steps'?)",
+        "optimizer.schedule.warmup_steps: is -1",
+        "the layout tp2 needs 2 ranks, but 64 are running",
+        "data.path: there is no file or directory nowhere",
+        "optimizer.name: there is no optimizer class 'AdmaW' (did you mean 'AdamW'?)",
+        "is not empty",
+        "data.seq_length: is 999, the model sees 64 positions",
+    ):
+        assert part in out, f"{part!r} is not in\n{out}"
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("layout=tp3", "3"),
+        ("model.plan={'**.no_such_proj': colwise}", "no_such_proj"),
+        ("model.config.hiden_size=64", "did you mean 'hidden_size'"),
+        ("model.config.model_type=lama", "did you mean 'llama'"),
+        ("model.tokenizer=./nowhere", "no directory ./nowhere"),
+        ("optimizer.options.beta=1", "did you mean 'betas'"),
+        ("optimizer.name=LBFGS", "evaluates the loss itself"),
+        ("optimizer.name=torch.optim.SDG", "no optimizer class"),
+    ],
+)
+def test_each_of_these_is_a_problem(run, capsys, word, part):
+    assert main(["check", run, word]) == 1
+    out = capsys.readouterr().out
+    assert ": 1 problem\n" in out and part in out
+
+
+def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, capsys):
+    assert main(["plan", run]) == 0
+    printed = capsys.readouterr().out
+    assert "q_proj" in printed and "colwise" in printed
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
+    assert main(["plan", str(config), "--layout", "tp4"]) == 0
+    assert main(["plan", str(tmp_path), "--layout", "tp2", "--sequence-parallel"]) == 0
+    capsys.readouterr()
+    assert main(["plan", str(config)]) == 1
+    assert "no layout is given" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / "corpus"), "--layout", "tp2"]) == 1
+    assert "no model directory" in capsys.readouterr().err
+    assert main(["plan", "./nowhere", "--layout", "tp2"]) == 1
+    assert "there is no model directory ./nowhere" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""Of several failures the first is shown, as the user should see it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import types
+
+import pytest
+
+from shardwise.cli import launch
+from shardwise.errors import BatchError
+
+pytestmark = pytest.mark.single
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """The exit codes with which ranks would have left."""
+    codes = []
+    monkeypatch.setattr(launch, "_leave", codes.append)
+    return codes
+
+
+def record(path, error, monkeypatch):
+    monkeypatch.setenv(launch.ERROR_FILE, str(path))
+    with launch.record_failures():
+        raise error
+    return types.SimpleNamespace(exitcode=1, error_file_data=json.loads(path.read_text()))
+
+
+def killed(number):
+    return types.SimpleNamespace(exitcode=-number, error_file_data={}, signal_name=lambda: signal.Signals(number).name)
+
+
+def test_the_earliest_failure_is_shown_without_its_traceback(tmp_path, monkeypatch, left):
+    second = record(tmp_path / "1", BatchError("no rows", fix="more rows"), monkeypatch)
+    first = record(tmp_path / "0", BatchError("too late"), monkeypatch)
+    assert left == [1, 1]
+    text = launch._describe({0: first, 1: second, 2: killed(signal.SIGTERM)}, show_traceback=False)
+    assert text == "error: no rows\n  fix: more rows"
+    text = launch._describe({0: first, 1: second}, show_traceback=True)
+    assert text.startswith("rank 1 failed first:\nTraceback") and "BatchError: no rows" in text
+
+
+def test_an_unforeseen_error_always_comes_with_its_traceback(tmp_path, monkeypatch, left):
+    failure = record(tmp_path / "0", KeyError("surprise"), monkeypatch)
+    text = launch._describe({0: failure}, show_traceback=False)
+    assert text.startswith("rank 0 failed first:\nTraceback") and text.endswith("KeyError: 'surprise'")
+
+
+def test_a_rank_that_could_not_report_comes_before_those_that_did(tmp_path, monkeypatch, left):
+    failure = record(tmp_path / "0", RuntimeError("connection closed"), monkeypatch)
+    text = launch._describe({0: failure, 1: killed(signal.SIGSEGV)}, show_traceback=False)
+    assert text == "error: rank 1 was ended by SIGSEGV"
+
+
+def test_ranks_leave_with_the_code_of_what_ended_them(monkeypatch, left):
+    monkeypatch.delenv(launch.ERROR_FILE, raising=False)
+    for error in (KeyboardInterrupt(), SystemExit(143)):
+        with launch.record_failures():
+            raise error
+    assert left == [130, 143]
+    with pytest.raises(KeyError), launch.record_failures():
+        raise KeyError("no launcher asked, so it takes its usual way")
