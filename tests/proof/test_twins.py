@@ -225,7 +225,7 @@ def test_what_cannot_be_built_says_why():
         model_class("NoSuchModel")
     with pytest.raises(ConfigError, match="causal_lm"):
         architectures("causal_lmm")
-    with pytest.raises(UnsupportedError, match="BertConfig"):
+    with pytest.raises(UnsupportedError, match="BertForMaskedLM"):
         build_twin(shrink_config(LlamaConfig()), model_class("BertForMaskedLM"), seed=0)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from shardwise.comm.collectives import all_gather_objects
+from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import RankError
 from shardwise.mesh import Mesh
 

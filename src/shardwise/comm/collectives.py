@@ -22,11 +22,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.operations import (
+    Group,
+    all_gather_single,
+    all_reduce_,
+    group_rank,
+    group_size,
+    reduce_scatter_single,
+)
+
 __all__ = [
-    "all_gather_objects",
     "all_gather_padded",
     "copy_to_region",
     "gather_full",
@@ -37,39 +44,34 @@ __all__ = [
     "split_full",
 ]
 
-# torch 2.13 renamed the single-tensor forms and deprecates the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def copy_to_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
     """Enters a split region: identity forward, one all-reduce of the gradient backward."""
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _Copy.apply(x, group)  # type: ignore[no-any-return]
 
 
-def reduce_from_region(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
     """Leaves a split region: sums the ranks' partial results forward (in place), identity backward."""
     return x if group is None else _Reduce.apply(x, group)
 
 
-def gather_to_region(x: Tensor, group: dist.ProcessGroup | None, *, dim: int) -> Tensor:
+def gather_to_region(x: Tensor, group: Group | None, *, dim: int) -> Tensor:
     """Enters a split region from equal parts along `dim`: all-gather forward, reduce-scatter backward."""
     return x if group is None else _GatherToRegion.apply(x, group, dim)
 
 
-def scatter_from_region(x: Tensor, group: dist.ProcessGroup | None, *, dim: int) -> Tensor:
+def scatter_from_region(x: Tensor, group: Group | None, *, dim: int) -> Tensor:
     """Leaves a split region into equal parts along `dim`: reduce-scatter forward, all-gather backward."""
     return x if group is None else _ScatterFromRegion.apply(x, group, dim)
 
 
-def gather_full(x: Tensor, group: dist.ProcessGroup | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
+def gather_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
     """Joins parts of the given (maybe unequal) `sizes` along `dim`: all-gather forward, own slice backward."""
     return x if group is None else _GatherFull.apply(x, group, dim, tuple(sizes))
 
 
-def split_full(x: Tensor, group: dist.ProcessGroup | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
+def split_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
     """Takes this rank's part along `dim`: own slice forward, all-gather backward."""
     return x if group is None else _SplitFull.apply(x, group, dim, tuple(sizes))
 
@@ -81,7 +83,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
 
 
-def all_gather_padded(x: Tensor, group: dist.ProcessGroup | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:
+def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:
     """All ranks' parts of `x` joined along `dim`, where rank `r` holds `sizes[r]` there; no gradient.
 
     Communicates: one all-gather of `max(sizes)` along `dim` for each rank.
@@ -93,41 +95,32 @@ def all_gather_padded(x: Tensor, group: dist.ProcessGroup | None, *, sizes: Sequ
     if parts.shape[0] < largest:
         parts = torch.cat([parts, parts.new_zeros(largest - parts.shape[0], *parts.shape[1:])])
     joined = parts.new_empty(largest * len(sizes), *parts.shape[1:])
-    _all_gather_single(joined, parts.contiguous(), group=group)
+    all_gather_single(joined, parts.contiguous(), group)
     if any(size != largest for size in sizes):
         kept = [joined[rank * largest : rank * largest + size] for rank, size in enumerate(sizes)]
         joined = torch.cat(kept)
     return joined.movedim(0, dim).contiguous() if dim % x.ndim else joined
 
 
-def all_gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path)."""
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    return all_gather_padded(x, group, sizes=[x.shape[dim]] * group_size(group), dim=dim)
 
 
-def _gather(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return all_gather_padded(x, group, sizes=[x.shape[dim]] * dist.get_world_size(group), dim=dim)
-
-
-def _reduce_scatter(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     parts = x.movedim(dim, 0).contiguous()
-    mine = parts.new_empty(parts.shape[0] // dist.get_world_size(group), *parts.shape[1:])
-    _reduce_scatter_single(mine, parts, group=group)
+    mine = parts.new_empty(parts.shape[0] // group_size(group), *parts.shape[1:])
+    reduce_scatter_single(mine, parts, group)
     return mine.movedim(0, dim).contiguous() if dim % x.ndim else mine
 
 
-def _own_slice(x: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sequence[int]) -> Tensor:
-    rank = dist.get_rank(group)
+def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    rank = group_rank(group)
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -135,17 +128,17 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # A copy: the incoming gradient may be shared with other consumers of the same tensor.
         summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
+        all_reduce_(summed, ctx.group)
         return summed, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         summed = x.contiguous()
         if summed is x:
             ctx.mark_dirty(x)
-        dist.all_reduce(summed, group=group)
+        all_reduce_(summed, group)
         return summed
 
     @staticmethod
@@ -155,7 +148,7 @@ class _Reduce(torch.autograd.Function):
 
 class _GatherToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return _gather(x, group, dim)
 
@@ -166,7 +159,7 @@ class _GatherToRegion(torch.autograd.Function):
 
 class _ScatterFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
         return _reduce_scatter(x, group, dim)
 
@@ -177,7 +170,7 @@ class _ScatterFromRegion(torch.autograd.Function):
 
 class _GatherFull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         return all_gather_padded(x, group, sizes=sizes, dim=dim)
 
@@ -188,7 +181,7 @@ class _GatherFull(torch.autograd.Function):
 
 class _SplitFull(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: tuple[int, ...]) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
         return _own_slice(x, group, dim, sizes)
 

@@ -1,4 +1,4 @@
-"""Counts what is communicated, as c10d operations: exact, and the same on every backend."""
+"""Counts what is communicated, as operations of torch.distributed: exact, and the same on every backend."""
 
 from __future__ import annotations
 
@@ -8,22 +8,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CommunicationCount"]
 
-# c10d operation to (what it is called here, which argument holds the tensors that say its size).
+# Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are communicated
+# by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
 _OPERATIONS = {
-    "allreduce_": ("all_reduce", 0),
-    "_allgather_base_": ("all_gather", 0),
-    "allgather_": ("all_gather", 0),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "gather_": ("gather", 1),
-    "alltoall_base_": ("all_to_all", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
+    "c10d::allreduce_": ("all_reduce", 0),
+    "c10d::_allgather_base_": ("all_gather", 0),
+    "c10d::allgather_": ("all_gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+    "c10d::reduce_scatter_": ("reduce_scatter", 1),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::gather_": ("gather", 1),
+    "c10d::alltoall_base_": ("all_to_all", 0),
+    "c10d::allreduce_coalesced_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_": ("all_reduce", 0),
+    "_c10d_functional::all_reduce_coalesced": ("all_reduce", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    "_c10d_functional::all_to_all_single": ("all_to_all", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
 }
+_LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its joined result is as many times larger as it has ranks
 
 
 @dataclass
@@ -45,13 +55,15 @@ class CommunicationCount(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        name = name.split(".")[0]
-        if namespace == "c10d" and name in _OPERATIONS:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor takes the operation apart; what it communicates comes back here
+        name = func.name().split(".")[0]
+        if name in _OPERATIONS:
             operation, position = _OPERATIONS[name]
+            ranks = args[1] if name == _LOCAL_INPUT else 1
             for tensor in _tensors(args[position]):
-                self.calls[operation, tuple(tensor.shape)] += 1
-                self.bytes[operation] += tensor.nbytes
+                self.calls[operation, (tensor.shape[0] * ranks, *tensor.shape[1:]) if ranks > 1 else tuple(tensor.shape)] += 1
+                self.bytes[operation] += tensor.nbytes * ranks
         return func(*args, **(kwargs or {}))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:

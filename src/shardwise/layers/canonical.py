@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.operations import all_gather_list, gather_list
 from shardwise.layout.boxes import Box
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
@@ -30,13 +30,7 @@ def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: b
     flat = local.detach().reshape(-1)
     if flat.numel() < numel:
         flat = torch.cat([flat, flat.new_zeros(numel - flat.numel())])
-    receives = not rank0_only or mesh.coord("tp") == 0
-    parts = [torch.empty_like(flat) for _ in range(size)] if receives else None
-    if rank0_only:
-        dist.gather(flat.contiguous(), parts, group=group, group_dst=0)
-    else:
-        assert parts is not None
-        dist.all_gather(parts, flat.contiguous(), group=group)
+    parts = gather_list(flat, group) if rank0_only else all_gather_list(flat, group)
     if parts is None or (rank0_only and mesh.rank != 0):
         return None
     whole = torch.empty(layout.shape, dtype=local.dtype)

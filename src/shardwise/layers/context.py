@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.operations import Group
+
 __all__ = ["SplitContext"]
 
 
@@ -30,7 +32,7 @@ class SplitContext:
         has_dropout: whether anything inside the regions draws random numbers in training.
     """
 
-    group: dist.ProcessGroup | None = None
+    group: Group | None = None
     size: int = 1
     coord: int = 0
     mesh: dist.DeviceMesh | None = None

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.operations import all_reduce_
 from shardwise.layers.context import SplitContext
 
 __all__ = ["SplitLossMode", "split_cross_entropy"]
@@ -123,13 +123,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         values = logits.float()
         largest = values.amax(-1) if local_classes else values.new_full((rows,), -torch.inf)
         if context.group is not None:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=context.group)
+            all_reduce_(largest, context.group, largest=True)
         shifted = values - largest.unsqueeze(-1)
         picked = shifted.gather(-1, position.unsqueeze(-1)).squeeze(-1) if local_classes else torch.zeros_like(largest)
         smooth = shifted if own_weight is None else shifted * own_weight
         sums = torch.stack([shifted.exp().sum(-1), picked * mine, smooth.sum(-1) if label_smoothing else largest * 0])
         if context.group is not None:
-            dist.all_reduce(sums, group=context.group)
+            all_reduce_(sums, context.group)
         log_total = sums[0].log()
 
         row_weight = kept.float() if weight is None else weight[target.clamp(min=0)].float() * kept

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.collectives import all_gather_objects
+from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh

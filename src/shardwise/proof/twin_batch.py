@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from shardwise.errors import UnsupportedError
-from shardwise.proof.twin_fields import fields_of, sub_configs
+from shardwise.proof.twin_fields import sub_configs
 from shardwise.proof.twin_rules import FAMILIES
+from shardwise.proof.twin_signals import make_signal, signals_of
 
 __all__ = ["Padding", "make_batch"]
 
 Padding = Literal["none", "left", "right"]
 
 _IGNORED = -100
+_CHARACTERS = 128  # ids of models without a vocabulary, which read code points
+_SEQUENCE_CLASSIFIERS = (
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+)
 _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
 
 
@@ -40,45 +46,37 @@ def make_batch(
         padding: the side of every second sequence whose quarter is masked.
 
     Returns:
-        input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head says otherwise.
+        input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head says otherwise; images or
+        audio instead, or besides, where the model needs them.
 
     Raises:
-        UnsupportedError: the forward takes no input this function knows.
+        UnsupportedError: the forward takes no input this function knows, or one whose size it cannot tell.
     """
     generator = torch.Generator().manual_seed(seed)
     takes = inspect.signature(model.forward).parameters
     shape = (batch_size, sequence_length)
-    if "input_ids" not in takes:
-        raise UnsupportedError(f"no batch for {type(model).__name__}", why=f"its forward takes {', '.join(takes)}")
     mask = _mask(shape, padding)
     family = FAMILIES.get(model.config.model_type)
-    num_rows = getattr(model.config, family.id_rows) if family and family.id_rows else 1
-    batch = {"input_ids": _tokens(model, (batch_size * num_rows, sequence_length), generator)}
-    if "attention_mask" in takes:
-        batch["attention_mask"] = mask
+    batch: dict[str, Tensor] = {}
+    if "input_ids" in takes:
+        num_rows = getattr(model.config, family.id_rows) if family and family.id_rows else 1
+        batch["input_ids"] = _tokens(model, (batch_size * num_rows, sequence_length), generator)
+        if "attention_mask" in takes:
+            batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    for name in family.inputs if family else ():
-        batch[name] = _signal(model, name, batch_size, sequence_length, generator)
-    return batch | _labels(model, batch["input_ids"], mask, generator)
+    for name in signals_of(model):
+        batch[name] = make_signal(model, name, shape, generator=generator)
+    batch |= _labels(model, batch.get("input_ids"), mask, generator)
+    if _is_listed(model, *_SEQUENCE_CLASSIFIERS) and model.config.is_encoder_decoder:
+        last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
+        batch["input_ids"][torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
+    return batch
 
 
-def _signal(
-    model: PreTrainedModel, name: str, batch_size: int, sequence_length: int, generator: torch.Generator
-) -> Tensor:
-    """Noise for images, [batch, channels, height, width], or audio features, [batch, mel bins, frames]."""
-    fields: dict[str, Any] = {}
-    for config in sub_configs(model.config):
-        fields |= {key: value for key, value in fields_of(config).items() if value is not None}
-    if name == "pixel_values":
-        size = fields["image_size"]
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        return torch.randn((batch_size, fields.get("num_channels", 3), height, width), generator=generator)
-    frames = sequence_length * fields["audio_length_per_tok"]
-    return torch.randn((batch_size, fields["num_mel_bins"], frames), generator=generator)
-
-
-def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+def _labels(
+    model: PreTrainedModel, tokens: Tensor | None, mask: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
     takes = inspect.signature(model.forward).parameters
     batch_size, sequence_length = mask.shape
     if "start_positions" in takes:
@@ -88,11 +86,13 @@ def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: tor
         }
     if "labels" not in takes:
         return {}
-    if _is_listed(model, "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"):
+    if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
+    if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames
+        return {"labels": _tokens(model, (batch_size, sequence_length // 4), generator)}
     if _is_listed(model, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"):
         labels = torch.randint(0, model.config.num_labels, tuple(mask.shape), generator=generator)
-    elif "decoder_input_ids" in takes:
+    elif "decoder_input_ids" in takes or tokens is None:
         labels = _tokens(model, (batch_size, sequence_length), generator)
     elif len(tokens) == len(mask):
         labels = tokens
@@ -101,8 +101,8 @@ def _labels(model: PreTrainedModel, tokens: Tensor, mask: Tensor, generator: tor
     return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
 
 
-def _is_listed(model: PreTrainedModel, table: str) -> bool:
-    return type(model).__name__ in getattr(modeling_auto, table).values()
+def _is_listed(model: PreTrainedModel, *tables: str) -> bool:
+    return any(type(model).__name__ in getattr(modeling_auto, table).values() for table in tables)
 
 
 def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
@@ -115,9 +115,7 @@ def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
 
 def _tokens(model: PreTrainedModel, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Random token ids without special ones: those stand for images, padding and ends."""
-    sizes = [
-        size for config in sub_configs(model.config) if isinstance(size := getattr(config, "vocab_size", None), int)
-    ]
+    sizes = [size for part in sub_configs(model.config) if isinstance(size := vars(part).get("vocab_size"), int)]
     special = {
         token
         for config in sub_configs(model.config)
@@ -125,5 +123,5 @@ def _tokens(model: PreTrainedModel, shape: tuple[int, int], generator: torch.Gen
         if name.endswith(("token_id", "token_index", "token_ids"))
         for token in (value if isinstance(value, list | tuple) else (value,))
     }
-    allowed = torch.tensor([token for token in range(min(sizes)) if token not in special])
+    allowed = torch.tensor([token for token in range(min(sizes, default=_CHARACTERS)) if token not in special])
     return allowed[torch.randint(0, len(allowed), shape, generator=generator)]

@@ -16,7 +16,11 @@ from shardwise.proof.twin_rotary import shrink_rotary
 
 __all__ = ["default_config", "shrink_config"]
 
-_DROPOUTS = ("dropout", "_pdrop", "layerdrop", "drop_rate", "dropout_prob", "dropout_rate", "drop_path_rate")
+# Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
+_RANDOM = (
+    *("dropout", "pdrop", "layerdrop", "drop_rate", "dropout_prob", "dropout_rate", "drop_path_rate", "drop_prob"),
+    *("mask_time_prob", "mask_feature_prob", "jitter_noise", "jitter_eps", "_dropout_p"),
+)
 _TOKENS = ("token_id", "token_index", "token_ids")
 
 
@@ -25,7 +29,8 @@ def default_config(model_type: str, *, task: str | None = None) -> PreTrainedCon
 
     Args:
         model_type: as in `config.model_type`.
-        task: "causal_lm" makes a decoder of an encoder that can be either, such as BERT.
+        task: "causal_lm" makes a decoder of an encoder that can be either, such as BERT; "sequence_classification"
+            gives a decoder the padding token without which its head takes no batch.
 
     Raises:
         UnsupportedError: there is none, or it does not pass its own checks.
@@ -43,6 +48,10 @@ def default_config(model_type: str, *, task: str | None = None) -> PreTrainedCon
         ) from error
     if task == "causal_lm" and "is_decoder" in vars(config) and not config.is_encoder_decoder:
         config.is_decoder = True
+    if task == "sequence_classification":
+        for part in sub_configs(config):
+            if vars(part).get("pad_token_id", 0) is None:
+                part.pad_token_id = 0
     return config
 
 
@@ -59,7 +68,7 @@ def shrink_config(
         config: of any transformers model; sub-configurations are shrunk too.
         num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers.
         vocab_size: rows of the embedding.
-        without_dropout: sets every dropout to 0.
+        without_dropout: sets every dropout, and whatever else makes training random, to 0.
 
     Raises:
         UnsupportedError: the tiny configuration does not pass the checks of its class.
@@ -70,7 +79,7 @@ def shrink_config(
         shrink = _Shrink(original, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size)
         new = shrink.values()
         if without_dropout:
-            new |= {name: 0.0 for name, value in fields_of(part).items() if name.endswith(_DROPOUTS) and value}
+            new |= {name: 0.0 for name, value in fields_of(part).items() if name.endswith(_RANDOM) and value}
         # Not through setattr: configurations check each assignment, and in between the values do not fit together.
         vars(part).update(new)
         vars(part).update(shrink_rotary(original, part))
@@ -202,7 +211,7 @@ class _Shrink:
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
         names = [name for name in values if name.endswith(_TOKENS)]
         found = {each for name in names for each in _as_list(values[name]) if _is_size(each) and each >= vocab_size}
-        moved = {each: vocab_size - 1 - place % (vocab_size // 2) for place, each in enumerate(sorted(found))}
+        moved = {each: vocab_size - 1 - place % max(1, vocab_size // 2) for place, each in enumerate(sorted(found))}
         return {
             name: [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
             for name in names

@@ -24,12 +24,15 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
         return new
     if isinstance(rotary_dim := values.get("rotary_dim"), int):
         new["rotary_dim"] = max(2, rotary_dim * new_dim // old_dim // 2 * 2)
-    default = values.get("partial_rotary_factor") or 1.0
+    # Under latent attention the rotated part has a name of its own, and a factor, where there is one, repeats it.
+    whole_dim = read_field(tiny, "head_dim") if read_field(tiny, "qk_rope_head_dim") else None
+    factor = new_dim / whole_dim if whole_dim else None
+    default = factor or values.get("partial_rotary_factor") or 1.0
     if values.get("partial_rotary_factor"):
-        new["partial_rotary_factor"] = _even_factor(default, new_dim)
+        new["partial_rotary_factor"] = _even_factor(default, whole_dim or new_dim)
     for name in _DICTS:
         if isinstance(values.get(name), dict):
-            new[name] = _shrink(values[name], old_dim, new_dim, default)
+            new[name] = _shrink(values[name], whole_dim or new_dim, default, fixed=factor is not None)
     return new
 
 
@@ -42,14 +45,14 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
 
-def _shrink(settings: Mapping[str, Any], old_dim: int, new_dim: int, default_factor: float) -> dict[str, Any]:
+def _shrink(settings: Mapping[str, Any], new_dim: int, default_factor: float, *, fixed: bool) -> dict[str, Any]:
     new: dict[str, Any] = {}
-    factor = settings.get("partial_rotary_factor") or default_factor
+    factor = default_factor if fixed else settings.get("partial_rotary_factor") or default_factor
     kept = _even_factor(factor, new_dim)
     num_frequencies = int(new_dim * kept) // 2
     for name, value in settings.items():
         if isinstance(value, Mapping):  # one set of settings per kind of layer
-            new[name] = _shrink(value, old_dim, new_dim, default_factor)
+            new[name] = _shrink(value, new_dim, default_factor, fixed=fixed)
         elif name == "partial_rotary_factor" and value:
             new[name] = kept
         elif name == "mrope_section" and value:

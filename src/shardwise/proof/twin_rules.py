@@ -162,8 +162,8 @@ CAPS: Mapping[str, int] = _caps(
     32: q_lora_rank o_lora_rank original_max_position_embeddings laurel_rank hidden_size_per_layer_input
        router_hidden_size keep_window_size context_size hc_lowrank rel_extent position_bias_num_buckets;
     16: kv_lora_rank d_rel state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank
-       adapter_rank embedding_rank centroid_intermediate_top_k lang_embed_dim;
-    32: image_size indexer_budget;
+       adapter_rank embedding_rank num_conv_pos_embeddings centroid_intermediate_top_k lang_embed_dim;
+    32: image_size indexer_budget conv_dim tdnn_dim num_codevectors_per_group;
     8: num_filters sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
        attention_chunk_size chunk_size mamba_chunk_size index_topk local_radius global_block_size
        local_attention_window_len block_size index_block_size local_attn_chunk_length lsh_attn_chunk_length
@@ -236,6 +236,10 @@ FAMILIES: Mapping[str, Family] = {
     "hunyuan_v1_dense": Family(construct={"head_dim": 128}, why=_LACKS),
     "hunyuan_v1_moe": Family(construct={"head_dim": 128, "num_experts": 16}, why=_LACKS),
     "lfm2_moe": Family(construct={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}, why=_LACKS),
+    "layoutlmv3": Family(
+        set={"coordinate_size": 8, "shape_size": 16}, why="4 coordinates and 2 sizes make the hidden size"
+    ),
+    "lilt": Family(set={"hidden_size": 96}, why="6 coordinates share the hidden size equally"),
     "mamba2": Family(set={"head_dim": 16}, why="heads times their size is `expand` times the hidden size"),
     "ministral": Family(construct={"head_dim": 128}, why=_LACKS),
     "musicgen_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.operations import all_reduce_
 from shardwise.layers.canonical import owned_parts
 from shardwise.layers.registry import Registry, entry_of, registry_of
 from shardwise.train.gradients import reduce_gradients
@@ -69,10 +69,10 @@ def _total_norm(held: list[Tensor], registry: Registry | None, norm_type: float)
     if group is None:
         return local
     if math.isinf(norm_type):
-        dist.all_reduce(local, dist.ReduceOp.MAX, group=group)
+        all_reduce_(local, group, largest=True)
         return local
     powered = local.pow(norm_type)
-    dist.all_reduce(powered, group=group)
+    all_reduce_(powered, group)
     return powered.pow(1.0 / norm_type)
 
 

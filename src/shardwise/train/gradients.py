@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise.comm.operations import Group, all_reduce_
 from shardwise.layers.registry import ParameterEntry, Registry, registry_of
 
 __all__ = ["add_back", "mark_unsummed", "reduce_gradients", "set_aside_summed"]
@@ -86,7 +86,7 @@ def _shared_parts(
                 yield blocks, gradient.narrow(split.dim, start, stop - start)
 
 
-def _sum_together(parts: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+def _sum_together(parts: Iterable[Tensor], group: Group | None) -> None:
     """Sums every tensor over `group` in place, in one collective a dtype."""
     if group is None:
         return
@@ -95,6 +95,6 @@ def _sum_together(parts: Iterable[Tensor], group: dist.ProcessGroup | None) -> N
         by_dtype.setdefault(part.dtype, []).append(part)
     for same in by_dtype.values():
         flat = torch.cat([part.reshape(-1) for part in same])
-        dist.all_reduce(flat, group=group)
+        all_reduce_(flat, group)
         for part, summed in zip(same, flat.split([part.numel() for part in same]), strict=True):
             part.copy_(summed.view_as(part))

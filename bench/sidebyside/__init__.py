@@ -1,0 +1,1 @@
+"""What the measurements in `bench/` share: starting ranks, and reporting ratios."""

@@ -1,0 +1,94 @@
+"""The operations everything communicates with, on a process group or on simulated ranks. No autograd here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm.simulated import SimulatedGroup
+
+__all__ = [
+    "Group",
+    "all_gather_list",
+    "all_gather_objects",
+    "all_gather_single",
+    "all_reduce_",
+    "gather_list",
+    "group_rank",
+    "group_size",
+    "reduce_scatter_single",
+]
+
+Group = dist.ProcessGroup | SimulatedGroup
+
+# torch 2.13 renamed the single-tensor forms and deprecates the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_size(group: Group) -> int:
+    """Number of ranks in the group."""
+    return group.size if isinstance(group, SimulatedGroup) else dist.get_world_size(group)
+
+
+def group_rank(group: Group) -> int:
+    """This rank's position in the group."""
+    return group.rank if isinstance(group, SimulatedGroup) else dist.get_rank(group)
+
+
+def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:
+    """Sums `x` over the group in place, or takes the largest value of every element."""
+    if isinstance(group, SimulatedGroup):
+        others = torch.stack(group.exchange(x.detach().clone()))
+        x.detach().copy_(others.amax(0) if largest else others.sum(0))
+        return
+    dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+
+
+def all_gather_single(joined: Tensor, x: Tensor, group: Group) -> None:
+    """Fills `joined` with every rank's `x` along dim 0."""
+    if isinstance(group, SimulatedGroup):
+        joined.copy_(torch.cat(group.exchange(x.detach().clone())))
+        return
+    _all_gather_single(joined, x, group=group)
+
+
+def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:
+    """Fills `mine` with this rank's part along dim 0 of the sum of every rank's `x`."""
+    if isinstance(group, SimulatedGroup):
+        mine.copy_(torch.stack(group.exchange(x.detach().clone())).sum(0).chunk(group.size)[group.rank])
+        return
+    _reduce_scatter_single(mine, x, group=group)
+
+
+def all_gather_list(x: Tensor, group: Group) -> list[Tensor]:
+    """Every rank's `x`, all of one shape, in rank order."""
+    if isinstance(group, SimulatedGroup):
+        return group.exchange(x.detach().clone())
+    parts = [torch.empty_like(x) for _ in range(group_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return parts
+
+
+def gather_list(x: Tensor, group: Group) -> list[Tensor] | None:
+    """On rank 0 of the group every rank's `x`, all of one shape, in rank order; None elsewhere."""
+    if isinstance(group, SimulatedGroup):
+        parts = group.exchange(x.detach().clone())
+        return parts if group.rank == 0 else None
+    received = [torch.empty_like(x) for _ in range(group_size(group))] if group_rank(group) == 0 else None
+    dist.gather(x.contiguous(), received, group=group, group_dst=0)
+    return received
+
+
+def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
+    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path)."""
+    if group is None:
+        return [value]
+    if isinstance(group, SimulatedGroup):
+        return group.exchange(value)
+    values: list[Any] = [None] * group_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

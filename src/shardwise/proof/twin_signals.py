@@ -1,0 +1,90 @@
+"""Makes images and audio for tiny twins that read more than text."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from shardwise.errors import UnsupportedError
+from shardwise.proof.twin_fields import fields_of, sub_configs
+from shardwise.proof.twin_rules import FAMILIES
+
+__all__ = ["make_signal", "signals_of"]
+
+_SIGNALS = ("pixel_values", "input_features", "input_values")
+
+
+def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """The arguments of `model`'s forward, other than tokens, without which it computes nothing.
+
+    Raises:
+        UnsupportedError: it takes neither tokens nor any of them.
+    """
+    takes = inspect.signature(model.forward).parameters
+    family = FAMILIES.get(model.config.model_type)
+    if family and family.inputs:
+        return family.inputs
+    if "input_ids" in takes:  # text towers beside image towers need both
+        listed = modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
+        return ("pixel_values",) if "pixel_values" in takes and type(model).__name__ in listed else ()
+    found = tuple(name for name in _SIGNALS if name in takes)[:1]
+    if not found:
+        raise UnsupportedError(f"no batch for {type(model).__name__}", why=f"its forward takes {', '.join(takes)}")
+    return found
+
+
+def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, generator: torch.Generator) -> Tensor:
+    """Noise for one of the arguments `signals_of` names.
+
+    Args:
+        model: its configuration gives the sizes.
+        name: of the argument.
+        shape: batch size and sequence length; the latter counts frames after the model's own convolutions.
+        generator: of the noise.
+
+    Raises:
+        UnsupportedError: the configuration does not say the size.
+    """
+    fields: dict[str, Any] = {}
+    for part in sub_configs(model.config):
+        fields = {**{key: value for key, value in fields_of(part).items() if value is not None}, **fields}
+    try:
+        size = _SIZES[name](fields, shape[1])
+    except KeyError as error:
+        why = f"its configuration has no {error.args[0]!r}, which would give the size of {name}"
+        raise UnsupportedError(f"no batch for {type(model).__name__}", why=why) from error
+    return torch.randn((shape[0], *size), generator=generator)
+
+
+def _image_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    del length
+    size = fields["image_size"]
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return fields.get("num_channels", 3), height, width
+
+
+def _feature_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """[mel bins, frames] before convolutions over time, [frames, channels] for models that start with a projection."""
+    if "audio_length_per_tok" in fields:
+        return fields["num_mel_bins"], length * fields["audio_length_per_tok"]
+    for channels in ("feature_projection_input_dim", "input_feat_per_channel"):
+        if channels in fields:
+            return 4 * length, fields[channels]
+    return fields["num_mel_bins"], 2 * fields["max_source_positions"]
+
+
+def _wave_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
+    """[samples], or [frames, mel bins] for models of spectrograms as images."""
+    if "num_mel_bins" in fields and "max_length" in fields:
+        return fields["max_length"], fields["num_mel_bins"]
+    return ((length + 2) * math.prod(fields["conv_stride"]),)
+
+
+_SIZES = {"pixel_values": _image_size, "input_features": _feature_size, "input_values": _wave_size}

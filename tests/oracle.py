@@ -1,0 +1,79 @@
+"""Compares a split model with the whole one it was made from, and says in words what differs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardwise
+
+LOSS, LOGITS, GRADIENT, GRADIENT_FLOOR = 1e-5, 1e-4, 1e-4, 1e-6
+"""How far float32 may be off: loss and logits absolute, a gradient relative to its largest entry plus the floor."""
+
+
+def differences(whole: nn.Module, batch: Mapping[str, Any], mesh: Any, **options: Any) -> list[str]:
+    """What a copy of `whole`, split with `options`, computes otherwise on `batch`: logits, loss, every gradient.
+
+    A floating-point input that requires gradients (`inputs_embeds`) is compared by its gradient too.
+    """
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options)
+    reference = copy.deepcopy(whole)
+    wanted, found = run(reference, batch), run(model, batch)
+    expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
+    problems = differing("loss", found["loss"], wanted["loss"], LOSS)
+    problems += differing("logits", found["logits"], wanted["logits"], LOGITS)
+    problems += differing("free logits", found["free logits"], wanted["free logits"], LOGITS)
+    gradients = shardwise.full_gradients(model) | found["inputs"]
+    return problems + differing_gradients(gradients, expected | wanted["inputs"])
+
+
+def run(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Forward without labels, then forward and backward with them, of copies of `batch`."""
+    inputs = {name: own_copy(value) for name, value in batch.items()}
+    with torch.no_grad():
+        free = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    output = model(**inputs)
+    output.loss.backward()
+    logits = output.logits.detach()
+    return {
+        "free logits": free.logits,
+        "logits": logits.full_tensor() if isinstance(logits, DTensor) else logits,
+        "loss": output.loss.detach(),
+        "inputs": {name: value.grad for name, value in inputs.items() if value.grad is not None},
+    }
+
+
+def own_copy(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def differing_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    problems = [f"only one side has a gradient of {name}" for name in sorted(set(found) ^ set(expected))]
+    for name in sorted(set(found) & set(expected)):
+        largest = float(expected[name].abs().max()) if expected[name].numel() else 0.0
+        problems += differing(name, found[name], expected[name], GRADIENT * largest + GRADIENT_FLOOR)
+    return problems
+
+
+def differing(name: str, found: Tensor, expected: Tensor, allowed: float) -> list[str]:
+    if found.shape != expected.shape:
+        return [f"{name} has shape {list(found.shape)}, not {list(expected.shape)}"]
+    if torch.equal(found.isnan(), expected.isnan()):
+        found, expected = found.nan_to_num(0.0), expected.nan_to_num(0.0)
+    error = float((found.float() - expected.float()).abs().max()) if found.numel() else 0.0
+    return [] if error <= allowed else [f"{name} is off by {error:.2e}, more than {allowed:.2e}"]
+
+
+def found_problems(results: list[dict[str, list[str]]]) -> list[str]:
+    """Every rank's problems by case, as lines; empty where all is well."""
+    return [
+        f"rank {rank}, {case}: {problem}"
+        for rank, cases in enumerate(results)
+        for case, problems in cases.items()
+        for problem in problems
+    ]
