@@ -23,7 +23,7 @@ from pathlib import Path
 LAYOUT = "tp2"
 VOCAB_SIZE = 2048
 SEQ_LENGTH = 256
-STEPS = 160
+STEPS = 300
 PROMPT = "class Queue:\n    def __init__(self"
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 TRAINED_ON = ["[_a-s]*.py", "asyncio/*.py", "email/*.py", "json/*.py", "logging/*.py", "unittest/*.py"]
@@ -115,8 +115,8 @@ layout: {LAYOUT}
 sequence_parallel: true
 data: {{path: {STDLIB}, include: {json.dumps(TRAINED_ON)}, seq_length: {SEQ_LENGTH}}}
 steps: {STEPS}
-batch_size: 8
-optimizer: {{lr: 3.0e-3, options: {{betas: [0.9, 0.95]}}, schedule: {{warmup_steps: 10}}}}
+batch_size: 4
+optimizer: {{lr: 4.0e-3, options: {{betas: [0.9, 0.95]}}, schedule: {{warmup_steps: 10}}}}
 log: {{dir: {directory / "logs"}, every: 20}}
 export: {directory / "model"}
 """
@@ -147,7 +147,9 @@ def show_losses(path: Path, entropy: float) -> None:
 def reload_and_sample(path: Path, entropy: float) -> None:
     """Loads the export with plain transformers, scores text it has not seen, and lets it write."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.disable_progress_bar()
 
     print("\n".join(f"  {file.name:<28} {file.stat().st_size:>12,} bytes" for file in sorted(path.iterdir())))
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -16,20 +16,27 @@ LOSS, LOGITS, GRADIENT, GRADIENT_FLOOR = 1e-5, 1e-4, 1e-4, 1e-6
 """How far float32 may be off: loss and logits absolute, a gradient relative to its largest entry plus the floor."""
 
 
-def differences(whole: nn.Module, batch: Mapping[str, Any], mesh: Any, **options: Any) -> list[str]:
-    """What a copy of `whole`, split with `options`, computes otherwise on `batch`: logits, loss, every gradient.
+class Oracle:
+    """What the whole model computes on a batch: logits with and without labels, loss, every gradient.
 
     A floating-point input that requires gradients (`inputs_embeds`) is compared by its gradient too.
     """
-    model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options)
-    reference = copy.deepcopy(whole)
-    wanted, found = run(reference, batch), run(model, batch)
-    expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
-    problems = differing("loss", found["loss"], wanted["loss"], LOSS)
-    problems += differing("logits", found["logits"], wanted["logits"], LOGITS)
-    problems += differing("free logits", found["free logits"], wanted["free logits"], LOGITS)
-    gradients = shardwise.full_gradients(model) | found["inputs"]
-    return problems + differing_gradients(gradients, expected | wanted["inputs"])
+
+    def __init__(self, whole: nn.Module, batch: Mapping[str, Any]) -> None:
+        self.whole, self.batch = whole, batch
+        reference = copy.deepcopy(whole)
+        self._wanted = run(reference, batch)
+        self._gradients = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
+
+    def differences(self, mesh: Any, **options: Any) -> list[str]:
+        """What a copy of the model, split with `options`, computes otherwise."""
+        model = shardwise.parallelize(copy.deepcopy(self.whole), mesh, **options)
+        found = run(model, self.batch)
+        problems = differing("loss", found["loss"], self._wanted["loss"], LOSS)
+        problems += differing("logits", found["logits"], self._wanted["logits"], LOGITS)
+        problems += differing("free logits", found["free logits"], self._wanted["free logits"], LOGITS)
+        gradients = shardwise.full_gradients(model) | found["inputs"]
+        return problems + differing_gradients(gradients, self._gradients | self._wanted["inputs"])
 
 
 def run(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

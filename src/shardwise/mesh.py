@@ -131,6 +131,11 @@ class Mesh:
             self._device_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(axes))
         return self._device_mesh
 
+    @property
+    def tensor_mesh(self) -> dist.DeviceMesh | None:
+        """The one-dimensional `DeviceMesh` of the tp axis; None where tp has one rank."""
+        return self.device_mesh["tp"] if self.shape.size("tp") > 1 else None
+
     def _open_group(self, ranks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if self.shape.world_size == 1:
             return None

@@ -165,7 +165,7 @@ def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, 
         assert run.poll() is None, run.stderr.read()
     run.send_signal(signal.SIGINT)
     started = time.monotonic()
-    err = run.communicate(timeout=60)[1]
+    err = run.communicate(timeout=90)[1]
     assert run.returncode == 130 and time.monotonic() - started < 30
     assert err == "interrupted; nothing half-written was left behind\n"
     assert not list(tmp_path.rglob(".*")) and not (tmp_path / "exported").exists()
@@ -179,6 +179,6 @@ def test_a_rank_that_is_killed_is_named(tree, tmp_path):
     while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
         assert run.poll() is None, run.stderr.read()
     psutil.Process(run.pid).children()[-1].kill()
-    err = run.communicate(timeout=60)[1]
+    err = run.communicate(timeout=90)[1]
     assert run.returncode == 1
     assert "was ended by SIGKILL" in err and "out of memory" in err and "Traceback" not in err

@@ -214,6 +214,41 @@ def test_heads_get_their_own_labels(task, name, labels):
     assert torch.isfinite(model(**batch).loss)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "whisper", "wav2vec2"])
+def test_a_twin_without_dropout_repeats_its_loss(model_type):
+    names = {"bert": "BertForMaskedLM", "whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC"}
+
+    def losses(**options):
+        model = build_twin(shrink_config(default_config(model_type), **options), model_class(names[model_type]), seed=0)
+        batch = make_batch(model, seed=0)
+        return {float(model(**batch).loss.detach()) for _ in range(3)}
+
+    assert len(losses(without_dropout=True)) == 1
+    if model_type == "bert":
+        assert len(losses()) > 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "signals"),
+    [
+        ("vit", "ViTForImageClassification", {"pixel_values": (2, 3, 32, 32)}),
+        ("clip", "CLIPModel", {"input_ids": (2, 16), "pixel_values": (2, 3, 32, 32)}),
+        ("whisper", "WhisperForConditionalGeneration", {"input_features": (2, 80, 128), "decoder_input_ids": (2, 16)}),
+        ("wav2vec2", "Wav2Vec2ForCTC", {"input_values": (2, 5760), "labels": (2, 4)}),
+    ],
+)
+def test_images_and_audio(model_type, name, signals):
+    model = build(model_type, name=name)
+    batch = make_batch(model, seed=0)
+    assert {key: tuple(batch[key].shape) for key in signals} == signals
+    assert all(torch.isfinite(value).all() for value in model(**batch).values() if isinstance(value, torch.Tensor))
+
+
+def test_a_model_without_known_inputs_says_what_it_takes():
+    with pytest.raises(UnsupportedError, match="past_values"):
+        make_batch(build("patchtst", name="PatchTSTModel"), seed=0)
+
+
 def test_an_auto_class_builds_too():
     assert type(build_twin(shrink_config(LlamaConfig()), AutoModelForCausalLM, seed=0)).__name__ == "LlamaForCausalLM"
 
@@ -221,6 +256,8 @@ def test_an_auto_class_builds_too():
 def test_what_cannot_be_built_says_why():
     with pytest.raises(UnsupportedError, match="no model type 'lama'.*llama"):
         default_config("lama")
+    with pytest.raises(UnsupportedError, match="must be 0"):
+        default_config("gemma4_assistant")
     with pytest.raises(UnsupportedError, match="NoSuchModel"):
         model_class("NoSuchModel")
     with pytest.raises(ConfigError, match="causal_lm"):

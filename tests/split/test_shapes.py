@@ -12,7 +12,7 @@ import shardwise
 from shardwise.errors import PlanError
 from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
-from tests.oracle import differences, found_problems
+from tests.oracle import Oracle, found_problems
 
 pytestmark = pytest.mark.spawn
 
@@ -26,15 +26,17 @@ def run_cases(layout, cases):
         for name, (family, overrides, change, batch_options) in cases.items():
             whole = tiny_model(family, **overrides)
             batch = change(tiny_batch(whole, **batch_options), whole) if change else tiny_batch(whole, **batch_options)
-            for sequence_parallel in SEQUENCE_PARALLEL:
-                found[f"{name} sp={sequence_parallel}"] = differences(
-                    whole, batch, mesh, sequence_parallel=sequence_parallel
-                )
+            found |= compare(name, whole, batch, mesh)
         return found
 
 
+def compare(name, whole, batch, mesh):
+    oracle = Oracle(whole, batch)
+    return {f"{name} sp={on}": oracle.differences(mesh, sequence_parallel=on) for on in SEQUENCE_PARALLEL}
+
+
 def case(family="llama", change=None, *, rows=2, length=13, **overrides):
-    return family, overrides, change, {"rows": rows, "length": length}
+    return family, {"num_hidden_layers": 1, **overrides}, change, {"rows": rows, "length": length}
 
 
 HEADS = {
@@ -88,9 +90,7 @@ def vocabularies(layout, directory):
             for tied in (False, True):
                 whole = tiny_model("llama", vocab_size=size, tied=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None)
                 batch = tiny_batch(whole) if size > 3 else {name: value % 3 for name, value in tiny_batch(tiny_model("llama")).items()}
-                for sequence_parallel in SEQUENCE_PARALLEL:
-                    problems = differences(whole, batch, mesh, sequence_parallel=sequence_parallel)
-                    found[f"vocabulary {size} tied={tied} sp={sequence_parallel}"] = problems
+                found |= compare(f"vocabulary {size} tied={tied}", whole, batch, mesh)
                 found[f"vocabulary {size} tied={tied} leaves"] = true_sizes(whole, mesh, directory / f"{size}{tied}", size)
         return found
 
@@ -177,11 +177,7 @@ def test_batches_of_any_length_and_padding(family):
 def nothing_to_learn(layout):
     with shardwise.Mesh.open(layout) as mesh:
         whole = tiny_model("llama")
-        batch = ignore_all(tiny_batch(whole), whole)
-        found = {}
-        for sequence_parallel in SEQUENCE_PARALLEL:
-            found[f"all ignored sp={sequence_parallel}"] = differences(whole, batch, mesh, sequence_parallel=sequence_parallel)
-        return found
+        return compare("all ignored", whole, ignore_all(tiny_batch(whole), whole), mesh)
 
 
 def test_a_batch_without_any_label_gives_what_the_whole_model_gives():
@@ -192,7 +188,7 @@ def resized(layout, tied):
     with shardwise.Mesh.open(layout) as mesh:
         whole = tiny_model("llama", tied=tied)
         whole.resize_token_embeddings(101, mean_resizing=False)
-        found = differences(whole, tiny_batch(whole), mesh)
+        found = Oracle(whole, tiny_batch(whole)).differences(mesh)
         model = shardwise.parallelize(whole, mesh)
         shape = tuple(shardwise.full_state_dict(model)["lm_head.weight"].shape)
         return {"resized": found + ([] if shape == (101, 64) else [f"the head has shape {shape}"])}

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import types
+from contextlib import closing
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ RECORD = StepRecord(step=1, loss=2.5, lr=1e-3, grad_norm=0.5, tokens=64, tokens_
 def test_the_jsonl_log_has_whole_lines_at_any_moment_and_keeps_earlier_runs(tmp_path):
     path = tmp_path / "run" / "train.jsonl"
     for _ in range(3):
-        with JsonlLog(path) as log:
+        with closing(JsonlLog(path)) as log:
             log.report(RECORD)
             (line,) = path.read_text().splitlines()
     keys = {"step", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "memory_bytes"}
@@ -122,7 +123,7 @@ def test_tensorboard_gets_every_quantity(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with TensorBoardLog(tmp_path) as log:
+    with closing(TensorBoardLog(tmp_path)) as log:
         log.report(RECORD)
     (directory,) = tmp_path.iterdir()
     events = EventAccumulator(str(directory))
@@ -133,7 +134,8 @@ def test_tensorboard_gets_every_quantity(tmp_path):
 def test_the_screen_draws_a_bar_on_a_terminal_and_lines_elsewhere():
     for is_terminal in (True, False):
         out = io.StringIO()
-        with Screen(Console(file=out, force_terminal=is_terminal, width=120), num_steps=4, every=2) as screen:
+        console = Console(file=out, force_terminal=is_terminal, width=120)
+        with closing(Screen(console, num_steps=4, every=2)) as screen:
             for step in range(1, 5):
                 screen.report(StepRecord(**{**vars(RECORD), "step": step}))
         assert "1,234 tok/s  1.00 GiB" in out.getvalue()

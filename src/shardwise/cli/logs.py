@@ -1,4 +1,4 @@
-"""Where the records of a run go: a JSONL file, TensorBoard, the screen."""
+"""Where the records of a run go: a JSONL file, TensorBoard, the screen. Whoever opens one closes it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from typing_extensions import Self
 
 from shardwise.errors import ConfigError
 from shardwise.train.loop import StepRecord
@@ -23,21 +21,7 @@ SHOWN_STEPS = 20
 """Speed on the screen is the mean of this many steps: single ones jump."""
 
 
-class _Closing:
-    """A context manager that closes on the way out, whatever happened."""
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class JsonlLog(_Closing):
+class JsonlLog:
     """One JSON object a step. Lines are written whole, so the file reads well at any moment.
 
     A file of an earlier run is kept under the next free number: `train.jsonl` -> `train.1.jsonl`.
@@ -62,7 +46,7 @@ class JsonlLog(_Closing):
         self._file.close()
 
 
-class TensorBoardLog(_Closing):
+class TensorBoardLog:
     """One scalar curve a quantity, in a directory of its own for each run."""
 
     def __init__(self, directory: Path) -> None:
@@ -97,7 +81,7 @@ def check_tensorboard() -> None:
         ) from error
 
 
-class Screen(_Closing):
+class Screen:
     """A progress bar on a terminal; elsewhere a line every few steps.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
     Raises:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
     """
-    with Mesh.open(config.layout) as mesh, ExitStack() as closing:
+    with Mesh.open(config.layout) as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0)
         if mesh.rank != 0:
             transformers.logging.set_verbosity_error()
@@ -64,9 +64,9 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         parts = _build_parts(config, model, mesh, batches)
         _print_head(console, config, model, batches)
-        reporters = _open_reporters(config, closing, console) if mesh.rank == 0 else []
+        reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []
         record = run_loop(parts, num_steps=config.steps, settings=config.optimizer, reporters=reporters)
-        closing.close()  # the bar ends before anything else is printed
+        open_logs.close()  # the bar ends before anything else is printed
         if config.export is not None:
             export_pretrained(model, config.export, tokenizer=tokenizer)
             console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
@@ -76,17 +76,17 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
 def _prepare_tokens(config: TrainConfig, encoder: Encoder, *, local_rank: int, console: Console) -> NDArray[Any]:
     """The tokens, encoded by one rank of each machine unless an earlier run has done so."""
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
-    source = open_source(config.data)
-    path = cache_path(directory, source, encoder)
 
     def write() -> None:
-        if path.exists():
-            return
-        with _progress(console, "tokenizing", source.size) as advance:
-            write_tokens(path, source, encoder=encoder, on_progress=advance)
+        source = open_source(config.data)
+        path = cache_path(directory, source, encoder)
+        if not path.exists():
+            with _progress(console, "tokenizing", source.size) as advance:
+                write_tokens(path, source, encoder=encoder, on_progress=advance)
 
+    # The others open the source afterwards: by then a data set of the hub has been downloaded once.
     once_per_machine(write, local_rank=local_rank)
-    return read_tokens(path)
+    return read_tokens(cache_path(directory, open_source(config.data), encoder))
 
 
 @contextmanager
@@ -116,15 +116,15 @@ def _build_parts(config: TrainConfig, model: torch.nn.Module, mesh: Mesh, batche
     )
 
 
-def _open_reporters(config: TrainConfig, closing: ExitStack, console: Console) -> list[Reporter]:
+def _open_reporters(config: TrainConfig, open_logs: ExitStack, console: Console) -> list[Reporter]:
     directory = Path(config.log.dir)
-    log = closing.enter_context(JsonlLog(directory / "train.jsonl"))
+    log = open_logs.enter_context(closing(JsonlLog(directory / "train.jsonl")))
     with whole_file(directory / "config.yaml") as partial:
         partial.write_text(dump_config(config), encoding="utf-8")
     reporters: list[Reporter] = [log]
     if config.log.tensorboard:
-        reporters.append(closing.enter_context(TensorBoardLog(directory / "tensorboard")))
-    screen = closing.enter_context(Screen(console, num_steps=config.steps, every=config.log.every))
+        reporters.append(open_logs.enter_context(closing(TensorBoardLog(directory / "tensorboard"))))
+    screen = open_logs.enter_context(closing(Screen(console, num_steps=config.steps, every=config.log.every)))
     return [*reporters, screen]
 
 

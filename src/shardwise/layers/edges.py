@@ -59,14 +59,18 @@ def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
     """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        args, kwargs = _map_inputs(args, kwargs, lambda x, hidden: _enter_input(x, hidden, context))
-        if context.has_dropout and module.training:
-            context.begin_own_random_numbers(_device_of(module))
+        # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
+        jitters = edge == "output" and context.has_dropout and module.training
+        enter_one = _enter_copied if jitters else _enter_input
+        args, kwargs = _map_inputs(args, kwargs, lambda x, hidden: enter_one(x, hidden, context))
+        if edge == "output":  # a mixture of experts: its router draws for all ranks alike
+            context.draw_shared()
+        else:
+            context.draw_own(module)
         return args, kwargs
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if context.has_dropout and module.training:
-            context.end_own_random_numbers(_device_of(module))
+        context.draw_between_regions(module)
         if edge != "output" or output is None:
             return output
         return _map_first(output, lambda x: leave_region(x, context))
@@ -93,9 +97,14 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _map_inputs(args, kwargs, lambda x, hidden: _split_sequence(x, context) if hidden else x)
+        inputs = _map_inputs(args, kwargs, lambda x, hidden: _split_sequence(x, context) if hidden else x)
+        context.in_stack = True
+        context.draw_own(module)
+        return inputs
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        context.in_stack = False
+        context.draw_shared()
         return _map_first(output, lambda x: _join_sequence(x, context, partial_behind=partial_behind))
 
     layers[0].register_forward_pre_hook(enter, with_kwargs=True)
@@ -104,6 +113,7 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
 
 def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
     context.sequence_length = x.shape[1]
+    context.defer_embedding = False
     padded = _pad(x, 1, context.size)
     if context.holds_partial_rows:
         context.holds_partial_rows = False
@@ -121,6 +131,10 @@ def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) ->
 
 def _enter_input(x: Tensor, hidden: bool, context: SplitContext) -> Tensor:
     return enter_region(x, context) if hidden else copy_to_region(x, context.group)
+
+
+def _enter_copied(x: Tensor, hidden: bool, context: SplitContext) -> Tensor:
+    return _enter_input(x, hidden, context).clone()
 
 
 def _map_inputs(
@@ -163,7 +177,3 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _cut(x: Tensor, dim: int, length: int) -> Tensor:
     return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x
-
-
-def _device_of(module: nn.Module) -> Any:
-    return next(module.parameters()).device

@@ -14,12 +14,14 @@ __all__ = ["FeatureEmbedding", "VocabularyEmbedding"]
 class VocabularyEmbedding:
     """Mixin of an embedding that holds rows `[start, start + rows)` of a vocabulary of any size.
 
-    Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward.
+    Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward. Nothing at all where the entry
+    of the layer stack sums them (`SplitContext.defer_embedding`).
     """
 
     _split: SplitContext
     _start: int
     _vocabulary_size: int
+    _may_defer = False
 
     def forward(self, ids: Tensor) -> Tensor:
         """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`.
@@ -36,7 +38,7 @@ class VocabularyEmbedding:
         else:
             found = super().forward(local.masked_fill(outside, 0))  # type: ignore[misc]
             found = found.masked_fill(outside.unsqueeze(-1), 0)
-        if self._split.defer_embedding:
+        if self._split.defer_embedding and self._may_defer:
             self._split.holds_partial_rows = True
             return found  # type: ignore[no-any-return]
         return reduce_from_region(found, self._split.group)

@@ -56,11 +56,13 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         labels = kwargs.get("labels")
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
-        context.keep_logits_split = labels is not None
+        context.forget_forward()
+        context.keep_logits_split = labels is not None and context.mesh is not None
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         context.keep_logits_split = False
         context.leave_loss_mode()
+        context.forget_forward()
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import split_full
+from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
 from shardwise.layers.context import SplitContext
 from shardwise.layers.edges import leave_region
 
@@ -21,11 +22,13 @@ class RowSplit:
     The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
 
     Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
-    nothing backward (an all-gather); nothing at all inside a region that reduces at its output.
+    nothing backward (an all-gather); nothing at all inside a region that reduces at its output. Where the region goes on
+    with the sum, one all-reduce in each direction.
     """
 
     _split: SplitContext
     _reduces: bool
+    _reenters: bool
     _input_sizes: tuple[int, ...] | None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,14 +42,21 @@ class RowSplit:
             if bias is not None and context.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
             return self._product(x, bias)
+        if self._reenters:
+            out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
+            return out if bias is None else out + bias
         out = leave_region(self._product(x, None), context)
+        context.draw_between_regions(self)  # type: ignore[arg-type]
         return out if bias is None else out + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self, nn.Linear) and type(self).__mro__[2] is nn.Linear:
             return F.linear(x, self.weight, bias)
         parameters = self._parameters  # type: ignore[attr-defined]
-        kept, parameters["bias"] = parameters.get("bias"), bias
+        kept = parameters.get("bias")
+        if bias is None and kept is not None:
+            bias = torch.zeros_like(kept)  # transformers' Conv1D cannot do without
+        parameters["bias"] = bias
         try:
             return super().forward(x)  # type: ignore[misc,no-any-return]
         finally:

@@ -67,7 +67,10 @@ def _intercepted(
         label_smoothing=label_smoothing,
     )
     if reduction == "mean":
-        return losses.sum() / weights.sum()
+        total = weights.sum()
+        # Over no targets the mean is NaN, as in torch, and its gradient zero: 0/0 would make that NaN too.
+        nothing = torch.where(total == 0, torch.nan, 0.0)
+        return losses.sum() / torch.where(total == 0, 1.0, total) + nothing
     return losses.sum() if reduction == "sum" else losses.reshape(target.shape)
 
 

@@ -11,7 +11,7 @@ from shardwise.comm.collectives import copy_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.layers.context import SplitContext
 
-__all__ = ["SplitNorm", "recognise_norm"]
+__all__ = ["SplitNorm", "epsilon_of", "recognise_norm"]
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
@@ -39,9 +39,9 @@ class SplitNorm:
         means = self._shared(torch.cat(moments, -1)) / self._num_features
         if self._centered:
             center = means[..., 1:]
-            values = (values - center) * torch.rsqrt(means[..., :1] - center.pow(2) + _epsilon(self))
+            values = (values - center) * torch.rsqrt(means[..., :1] - center.pow(2) + epsilon_of(self))
         else:
-            values = values * torch.rsqrt(means + _epsilon(self))
+            values = values * torch.rsqrt(means + epsilon_of(self))
         bias = getattr(self, "bias", None)
         values = values * (self.weight.float() + self._weight_offset)  # type: ignore[attr-defined]
         return (values if bias is None else values + bias.float()).to(x.dtype)
@@ -58,6 +58,8 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
         UnsupportedError: it is no RMS norm or layer norm over its last dim.
     """
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
+    probe._forward_hooks.clear()
+    probe._forward_pre_hooks.clear()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in probe.parameters():
@@ -69,7 +71,7 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
         for offset in (0.0, 1.0):
             values = x - x.mean(-1, keepdim=True) if centered else x
             values = (
-                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + _epsilon(probe)) * (probe.weight + offset)
+                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon_of(probe)) * (probe.weight + offset)
             )
             if torch.allclose(values if bias is None else values + bias, expected, atol=1e-4, rtol=1e-4):
                 return centered, offset
@@ -80,7 +82,8 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
     )
 
 
-def _epsilon(module: object) -> float:
+def epsilon_of(module: object) -> float:
+    """What the norm adds to the mean square."""
     for name in _EPSILON_NAMES:
         value = getattr(module, name, None)
         if isinstance(value, float):

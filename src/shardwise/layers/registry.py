@@ -7,9 +7,11 @@ clipping) looks here for how local and canonical tensors map to each other, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ShardwiseError
@@ -19,7 +21,16 @@ from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
 from shardwise.plan.resolve import SplitPlan
 
-__all__ = ["ParameterEntry", "Registry", "attach_registry", "carry_entry", "entry_of", "is_split", "registry_of"]
+__all__ = [
+    "ParameterEntry",
+    "Registry",
+    "attach_registry",
+    "carry_entry",
+    "entry_of",
+    "is_split",
+    "registry_of",
+    "share_out",
+]
 
 _ATTRIBUTE = "_shardwise_registry"
 _ENTRY = "_shardwise_entry"
@@ -45,6 +56,16 @@ class ParameterEntry:
     def needs_sum(self) -> bool:
         """Whether ranks compute parts of its gradient that must be summed."""
         return self.gradient == "partial" or (self.split is not None and bool(self.split.shared()))
+
+    def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
+        if self.split is None:
+            return
+        coord = self.registry.mesh.coord("tp")
+        for interval, holders in self.split.shared():
+            if coord in holders:
+                for start, stop in self.split.local_of(coord, interval):
+                    yield holders, local.narrow(self.split.dim, start, stop - start)
 
     @functools.cached_property
     def split(self) -> Split | None:
@@ -73,7 +94,10 @@ class Registry:
     unsummed: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Registry:
-        return self
+        # A copied model runs on the same ranks; its parameters start without gradients.
+        copied = replace(self, entries={}, unsummed=set())
+        copied.entries.update({fqn: replace(entry, registry=copied) for fqn, entry in self.entries.items()})
+        return copied
 
     def entry(self, fqn: str) -> ParameterEntry:
         """The entry of a parameter by any of its names, tied aliases included."""
@@ -91,7 +115,28 @@ def carry_entry(parameter: nn.Parameter, entry: ParameterEntry) -> None:
     """Lets `parameter` carry its entry, and note when a gradient comes in that must be summed."""
     setattr(parameter, _ENTRY, entry)
     if entry.needs_sum and parameter.requires_grad and not parameter.is_meta:
-        parameter.register_post_accumulate_grad_hook(lambda _: entry.registry.unsummed.add(entry.fqn))
+        held = weakref.ref(parameter)
+
+        def note(gradient: Tensor) -> None:
+            parameter = held()
+            if parameter is not None:
+                share_out(parameter, entry)
+                entry.registry.unsummed.add(entry.fqn)
+
+        parameter.register_hook(note)
+
+
+def share_out(parameter: Tensor, entry: ParameterEntry) -> None:
+    """Makes a gradient that was summed already this rank's share of it, so that more can be added and summed with it."""
+    gradient = parameter.grad
+    if gradient is None or not entry.needs_sum or entry.fqn in entry.registry.unsummed:
+        return
+    with torch.no_grad():
+        if entry.gradient == "partial":
+            gradient /= entry.registry.context.size
+        for holders, part in entry.shared_parts(gradient):
+            part.div_(len(holders))
+    entry.registry.unsummed.add(entry.fqn)
 
 
 def registry_of(model: nn.Module) -> Registry:

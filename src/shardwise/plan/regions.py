@@ -19,7 +19,7 @@ from shardwise.plan.structure import ModelFacts, parent_of
 __all__ = ["COLUMN_STYLES", "GATHERED_STYLES", "ROW_STYLES", "Region", "find_regions"]
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "qkv_colwise"})
-ROW_STYLES = frozenset({"rowwise", "packed_rowwise"})
+ROW_STYLES = frozenset({"rowwise", "rowwise_reenter", "packed_rowwise"})
 GATHERED_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
 
 
@@ -47,19 +47,20 @@ def find_regions(facts: ModelFacts, rules: Mapping[str, Rule]) -> tuple[Region, 
         rules: FQN of a module or parameter to the rule that governs it; the head's is not among them.
     """
     regions: dict[str, Region] = {}
+    given = [name for name, rule in rules.items() if rule.style in ("region", "region_output")]
     rows = {name for name, rule in rules.items() if rule.style in ROW_STYLES}
     for name, rule in rules.items():
         if name not in facts.modules and rules.get(parent_of(name)) is rule:
             continue  # the weight or bias of a module that the same rule governs
-        if rule.style == "region":
-            regions[name] = Region(fqn=name, edge="row")
-        elif rule.style in COLUMN_STYLES:
+        if rule.style in ("region", "region_output"):
+            regions[name] = Region(fqn=name, edge="row" if rule.style == "region" else "output")
+        elif rule.style in COLUMN_STYLES and not any(name == fqn or _is_below(name, fqn) for fqn in given):
             region = _enclosing(name, facts, rows)
             regions.setdefault(region.fqn, region)
         elif rule.style in GATHERED_STYLES:
             regions.setdefault(name, Region(fqn=name, edge="gather"))
     for name, rule in rules.items():
-        if rule.style == "moe_tp_experts":
+        if rule.style == "moe_tp_experts" and not any(name == fqn or _is_below(name, fqn) for fqn in given):
             _lift_experts(name, facts, regions)
     outermost = [region for region in regions.values() if not any(_is_below(region.fqn, other) for other in regions)]
     order = {name: position for position, name in enumerate(facts.modules)}

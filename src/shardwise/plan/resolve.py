@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwise.errors import PlanError
+from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
 from shardwise.plan.match import Matcher
@@ -20,6 +20,7 @@ from shardwise.plan.regions import (
     find_regions,
 )
 from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.split_style import SplitStyle, is_split_style
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
 
 __all__ = ["ParameterPlan", "SplitPlan", "resolve"]
@@ -27,7 +28,7 @@ __all__ = ["ParameterPlan", "SplitPlan", "resolve"]
 _VOCABULARY = frozenset({"embedding_rowwise", *GATHERED_STYLES, "colwise"})
 _MODULE_STYLES = frozenset(
     {"all_reduce", "embedding_colwise", "embedding_rowwise", "moe_identity_expert", "norm_split"}
-    | {"rowwise", "rowwise_rep", "rowwise_split_input"}
+    | {"rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"}
 )
 
 
@@ -59,6 +60,7 @@ class SplitPlan:
         heads: attention module to its heads before and after the split.
         head: the output embedding if its logits are split over the vocabulary.
         stack: the layer list whose hidden states are split along the sequence; None without sequence parallelism.
+        attributes: FQN of every attribute that counts what is split, to this rank's value.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
 
@@ -69,6 +71,7 @@ class SplitPlan:
     heads: Mapping[str, tuple[Heads, Heads]] = field(default_factory=dict)
     head: str | None = None
     stack: str | None = None
+    attributes: Mapping[str, int] = field(default_factory=dict)
     unmatched: tuple[Rule, ...] = ()
 
     @property
@@ -98,6 +101,9 @@ class _Resolver:
         self.rules = dict(governed) if tp_size > 1 else {}
         self._complete_tied_vocabulary()
         self.head = self._vocabulary_head()
+        self.head_parameters = {
+            canonical for alias, canonical in facts.tied.items() if self.head and parent_of(alias) == self.head
+        }
         blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
         self.regions = find_regions(facts, blocks)
         self.stack = self._find_stack() if self.sequence_parallel else None
@@ -124,6 +130,7 @@ class _Resolver:
             heads=heads,
             head=self.head,
             stack=self.stack,
+            attributes=self._divided(),
             unmatched=self.unmatched,
         )
 
@@ -133,8 +140,9 @@ class _Resolver:
             rule = Rule(fqn, "replicate", source="structure", reason="no rule names it")
         placement: Placement = Replicate()
         try:
-            placement = self._placement(rule, module, name, shape)
-        except PlanError as problem:
+            placement = self._placement(rule, fqn, shape)
+        except (PlanError, LayoutError) as error:
+            problem = error if isinstance(error, PlanError) else PlanError(error.summary, why=error.why, fix=error.fix)
             problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source}) on {fqn} {list(shape)}'
             problem.summary = f"cannot split {fqn} over tp={self.tp_size}: {problem.summary}"
             self.problems.append(problem)
@@ -142,19 +150,22 @@ class _Resolver:
             fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, module, name, placement)
         )
 
-    def _placement(self, rule: Rule, module: str, name: str, shape: Shape) -> Placement:
+    def _placement(self, rule: Rule, fqn: str, shape: Shape) -> Placement:
         style, tp = rule.style, self.tp_size
+        module, _, name = fqn.rpartition(".")
         kind = self.facts.modules[module].kind
         last = len(shape) - 1
         out_dim = last if kind == "transposed" else max(0, last - 1)
         in_dim = out_dim - 1 if kind == "transposed" else last
-        if module == self.head:
+        if module == self.head or fqn in self.head_parameters:
             return split_even(0, shape[0], parts=tp)
         if style == "embedding_rowwise":
             return split_even(0, shape[0], parts=tp)
         if style == "embedding_colwise":
             return feature_split(last, shape[last], heads=None, tp_size=tp)
         heads = self._heads_around(module)
+        if is_split_style(style):
+            return self._spelled(SplitStyle.parse(style), name, shape, heads)
         if style == "packed_colwise":
             return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=tp)
         if style == "qkv_colwise":
@@ -169,12 +180,28 @@ class _Resolver:
             return feature_split(in_dim, shape[in_dim], heads=heads, tp_size=tp)
         return Replicate()
 
+    def _spelled(self, style: SplitStyle, name: str, shape: Shape, heads: Heads | None) -> Placement:
+        """The placement of a `split(...)`; a bias lies along the output dim of its weight."""
+        if style.dim >= len(shape):
+            if name != "bias":
+                raise PlanError(f"it has no dim {style.dim}", why=f"its shape is {list(shape)}")
+            style = SplitStyle(0, style.num_sections, style.pieces)
+        size = shape[style.dim]
+        if style.pieces is not None:
+            if len(style.pieces) != self.tp_size:
+                raise PlanError(f"the rule spells out {len(style.pieces)} ranks", why=f"tp is {self.tp_size}")
+            return Split(style.dim, style.pieces)
+        if style.num_sections > 1:
+            return equal_sections(style.dim, size, num_sections=style.num_sections, parts=self.tp_size)
+        return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
+
     def _gradient(self, rule: Rule, module: str, name: str, placement: Placement) -> str:
         """Whether a parameter's gradients differ between ranks. A split one's are complete (its replicas' aside)."""
         if self.tp_size == 1 or isinstance(placement, Split):
             return "whole"
         region = self._region_of(module)
-        after_reduce = name == "bias" and rule.style in ROW_STYLES and region is not None and region.edge == "row"
+        leaves = rule.style in ROW_STYLES and rule.style != "rowwise_reenter"
+        after_reduce = name == "bias" and leaves and region is not None and region.edge == "row"
         if rule.style == "replicated_with_grad_allreduce" or (region is not None and not after_reduce):
             return "partial"
         return "partial" if self.stack is not None and self._sees_part_of_the_sequence(module) else "whole"
@@ -232,15 +259,44 @@ class _Resolver:
         return head if rule is not None and rule.style in _VOCABULARY else None
 
     def _complete_tied_vocabulary(self) -> None:
-        """A tied head follows its embedding and the other way round: it is one parameter."""
-        head, embedding = self.facts.head, self.facts.embedding
-        if not head or not embedding or f"{head}.weight" not in self.facts.tied or self.tp_size == 1:
+        """Embeddings and heads that share one weight are split alike: a rule for one of them is a rule for all."""
+        if self.tp_size == 1:
             return
-        styles = {head: "colwise_gather_output", embedding: "embedding_rowwise"}
-        for name, other in ((head, embedding), (embedding, head)):
-            given = self.rules.get(other)
-            if name not in self.rules and given is not None and given.style in _VOCABULARY:
-                self.rules[name] = Rule(name, styles[name], source="structure", reason=f"tied to {other}")
+        tied: dict[str, set[str]] = {}
+        for alias, canonical in self.facts.tied.items():
+            if alias.endswith(".weight") and canonical.endswith(".weight"):
+                tied.setdefault(canonical, {parent_of(canonical)}).add(parent_of(alias))
+        for modules in tied.values():
+            given = next((name for name in sorted(modules) if self._splits_vocabulary(name)), None)
+            if given is None:
+                continue
+            for name in modules:
+                if name not in self.rules:
+                    is_embedding = self.facts.modules[name].kind == "embedding"
+                    style = "embedding_rowwise" if is_embedding else "colwise_gather_output"
+                    self.rules[name] = Rule(name, style, source="structure", reason=f"tied to {given}")
+
+    def _splits_vocabulary(self, module: str) -> bool:
+        return module in self.rules and self.rules[module].style in _VOCABULARY
+
+    def _divided(self) -> dict[str, int]:
+        """This rank's values of the attributes that the plan divides."""
+        values = self.facts.attributes()
+        divided = {}
+        for name, rule in self.rules.items():
+            if rule.style != "divided":
+                continue
+            if name not in values or values[name] % self.tp_size:
+                self.problems.append(
+                    PlanError(
+                        f"cannot divide {name} by tp={self.tp_size}",
+                        at=f'rule "{rule.pattern}: divided" ({rule.source})',
+                        why=f"its value is {values[name]}" if name in values else "it is no integer attribute",
+                    )
+                )
+                continue
+            divided[name] = values[name] // self.tp_size
+        return divided
 
     def _check_ties(self, parameters: Mapping[str, ParameterPlan]) -> None:
         for alias, canonical in self.facts.tied.items():

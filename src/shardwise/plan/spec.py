@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.split_style import SplitStyle, is_split_style
 
 __all__ = ["STYLES", "Plan", "Rule"]
 
@@ -38,6 +39,10 @@ STYLES: dict[str, str] = {
     "qkv_colwise": "fused query|key|value linear split by output features, each section by its own heads",
     "norm_split": "norm over a split dim: weights split, statistics summed over ranks",
     "region": "module whose inside is split: one collective at its edge per direction",
+    "region_output": "a region whose output is a partial sum: reduced there and not at row-split modules inside",
+    "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
+    "divided": "an integer attribute of a module that counts what is split: divided by the number of ranks",
+    "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
 }
 """Every style name, with its meaning."""
 
@@ -75,7 +80,9 @@ class Rule:
                     at=at,
                     why=f"{component!r} is not a name, '*' (one whole component) or '**' (any number of components)",
                 )
-        if self.style not in STYLES:
+        if is_split_style(self.style) and self.style != "split(DIM)":
+            SplitStyle.parse(self.style)
+        elif self.style not in STYLES or self.style == "split(DIM)":
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, STYLES)}",
                 at=at,

@@ -37,11 +37,13 @@ class ModuleFacts:
             items run in a row), or "other".
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
+        attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.
     """
 
     kind: str
     parameters: Mapping[str, Shape] = field(default_factory=dict)
     heads: Heads | None = None
+    attributes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,17 @@ class ModelFacts:
                 yield (f"{module}.{name}" if module else name), module, name, shape
 
     def names(self) -> tuple[str, ...]:
-        """Every FQN a rule may name: modules and parameters."""
-        return (*(name for name in self.modules if name), *(fqn for fqn, *_ in self.parameters()))
+        """Every FQN a rule may name: modules, parameters and integer attributes."""
+        return (*(name for name in self.modules if name), *(fqn for fqn, *_ in self.parameters()), *self.attributes())
+
+    def attributes(self) -> dict[str, int]:
+        """FQN of every integer attribute that a module's forward reads, to its value."""
+        return {
+            f"{module}.{name}": value
+            for module, facts in self.modules.items()
+            if module
+            for name, value in facts.attributes.items()
+        }
 
     def inside(self, ancestor: str) -> Iterator[str]:
         """The FQNs of the modules below `ancestor`, itself excluded."""

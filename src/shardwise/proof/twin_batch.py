@@ -8,11 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from shardwise.proof.twin_fields import sub_configs
 from shardwise.proof.twin_rules import FAMILIES
-from shardwise.proof.twin_signals import make_signal, signals_of
+from shardwise.proof.twin_signals import class_names, make_signal, signals_of
 
 __all__ = ["Padding", "make_batch"]
 
@@ -67,10 +66,11 @@ def make_batch(
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
     for name in signals_of(model):
         batch[name] = make_signal(model, name, shape, generator=generator)
-    batch |= _labels(model, batch.get("input_ids"), mask, generator)
-    if _is_listed(model, *_SEQUENCE_CLASSIFIERS) and model.config.is_encoder_decoder:
+    tokens = batch.get("input_ids")
+    batch |= _labels(model, tokens, mask, generator)
+    if tokens is not None and model.config.is_encoder_decoder and _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
-        batch["input_ids"][torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
+        tokens[torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
     return batch
 
 
@@ -102,7 +102,7 @@ def _labels(
 
 
 def _is_listed(model: PreTrainedModel, *tables: str) -> bool:
-    return any(type(model).__name__ in getattr(modeling_auto, table).values() for table in tables)
+    return type(model).__name__ in {name for table in tables for name in class_names(table)}
 
 
 def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:

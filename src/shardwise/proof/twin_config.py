@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from shardwise.errors import UnsupportedError, did_you_mean
@@ -42,7 +43,7 @@ def default_config(model_type: str, *, task: str | None = None) -> PreTrainedCon
     family = rules.FAMILIES.get(model_type)
     try:
         config = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(family.construct) if family else {}))
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise UnsupportedError(
             f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}"
         ) from error
@@ -96,7 +97,7 @@ def _check(config: PreTrainedConfig) -> None:
             continue
         try:
             validate()
-        except (ValueError, TypeError) as error:
+        except (StrictDataclassError, ValueError, TypeError) as error:
             raise UnsupportedError(
                 f"no tiny twin of {config.model_type!r}", at=type(part).__name__, why=str(error)
             ) from error
@@ -113,7 +114,7 @@ class _Shrink:
         self._hidden_sizes = hidden_sizes
         self._hidden = read_field(config, "hidden_size")
         self._family = rules.FAMILIES.get(config.model_type)
-        self._num_layers = max(num_layers, self._family.min_layers if self._family else 0)
+        self._num_layers = num_layers
         self._vocab_size = vocab_size
 
     def values(self) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class _Shrink:
         )
         query = max(query) if isinstance(query, list | tuple) else query
         if value >= query:
-            return _query_heads(query) * (2 if value > query else 1)
+            return _query_heads(query)
         return 1 if value == 1 else min(_query_heads(query) // 2, 4 if value >= 4 else 2)
 
     def _head_dim(self, name: str, value: int) -> int:

@@ -12,6 +12,7 @@ from shardwise.proof.twin_fields import read_field
 __all__ = ["shrink_rotary"]
 
 _DICTS = ("rope_parameters", "rope_scaling")
+_SECTIONS = [16, 24, 24]
 _POSITIONS = 32  # below the twin's maximum of 64, so that scaling beyond the original length stays visible
 
 
@@ -33,7 +34,15 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
     for name in _DICTS:
         if isinstance(values.get(name), dict):
             new[name] = _shrink(values[name], whole_dim or new_dim, default, fixed=factor is not None)
+    if isinstance(rope := new.get("rope_parameters"), dict) and "mrope_section" not in rope and _has_sections(tiny):
+        rotated = (whole_dim or new_dim) * (rope.get("partial_rotary_factor") or default)
+        rope["mrope_section"] = _apportion(_SECTIONS, int(rotated) // 2)
     return new
+
+
+def _has_sections(config: PreTrainedConfig) -> bool:
+    """Whether the model shares frequencies between time, height and width, by its own sections if not told others."""
+    return "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
 
 
 def _head_dim(config: PreTrainedConfig) -> int | None:

@@ -98,7 +98,7 @@ RANKED_WIDTHS = _names(
     mamba_d_ssm input_size adapter_out_dim adapter_in_dim adapter_input_size vision_output_dim projector_input_dim
     projector_output_dim audio_hidden_size d_latents prediction_head_size true_hidden_size intra_bottleneck_size
     embed_dim_per_layer ple_embed_dim entity_emb_size hidden_dim pronunciation_embed_dim shape_embed_dim
-    text_embed_dim proj_size bottleneck_size"""
+    text_embed_dim projection_size proj_size bottleneck_size"""
 )
 
 # Inner sizes of feed-forwards: scale with the hidden size, multiples of 16.
@@ -179,7 +179,6 @@ class Family:
     Attributes:
         construct: arguments without which the default configuration does not exist.
         set: attribute -> value of the twin.
-        min_layers: layers without which not every kind occurs.
         inputs: optional arguments of the forward without which there is no loss.
         id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
         why: the reason.
@@ -187,7 +186,6 @@ class Family:
 
     construct: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
-    min_layers: int = 0
     inputs: tuple[str, ...] = ()
     id_rows: str | None = None
     why: str
@@ -195,6 +193,7 @@ class Family:
 
 _LACKS = "the default configuration lacks these, every published one has them"
 _SHARED = "tying the shared block needs two layers that use it"
+_TWO_TOWERS = "text and image towers compute nothing without each other"
 _QWEN4_INDEXER = {
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
@@ -225,6 +224,10 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "dots3_note_text": Family(set={"head_dim": 32}, why="sliding layers check it against the parts of their keys"),
     "git": Family(inputs=("pixel_values",), why="its loss skips as many positions as an image has patches"),
+    "bridgetower": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
+    "groupvit": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
+    "vilt": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
+    "vision-text-dual-encoder": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
     "voxtral_realtime": Family(inputs=("input_features",), why="every token is added to a frame of audio"),
     "granitemoehybrid": Family(
         construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 5 + ["linear_attention"] * 2},
@@ -253,6 +256,8 @@ FAMILIES: Mapping[str, Family] = {
         set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
         why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
     ),
+    "wav2vec2-bert": Family(construct={"vocab_size": 32}, why=_LACKS),
+    "wav2vec2-conformer": Family(construct={"vocab_size": 32}, why=_LACKS),
     "xlstm": Family(
         set={"hidden_size": 128, "embedding_dim": 128, "use_cache": False},
         why="key sizes are rounded up to 64 in the model; its cache is written in place, over what backward needs",

@@ -16,9 +16,16 @@ from shardwise.errors import UnsupportedError
 from shardwise.proof.twin_fields import fields_of, sub_configs
 from shardwise.proof.twin_rules import FAMILIES
 
-__all__ = ["make_signal", "signals_of"]
+__all__ = ["class_names", "make_signal", "signals_of"]
 
+_ANY_IMAGE = 64  # pixels of images for models that take every size
 _SIGNALS = ("pixel_values", "input_features", "input_values")
+
+
+def class_names(table: str) -> frozenset[str]:
+    """The model classes in one of transformers' auto mappings, such as "MODEL_FOR_CTC_MAPPING_NAMES"."""
+    listed = getattr(modeling_auto, table).values()
+    return frozenset(name for names in listed for name in ((names,) if isinstance(names, str) else names))
 
 
 def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -32,8 +39,8 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
     if family and family.inputs:
         return family.inputs
     if "input_ids" in takes:  # text towers beside image towers need both
-        listed = modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
-        return ("pixel_values",) if "pixel_values" in takes and type(model).__name__ in listed else ()
+        is_dual = type(model).__name__ in class_names("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES")
+        return ("pixel_values",) if is_dual and "pixel_values" in takes else ()
     found = tuple(name for name in _SIGNALS if name in takes)[:1]
     if not found:
         raise UnsupportedError(f"no batch for {type(model).__name__}", why=f"its forward takes {', '.join(takes)}")
@@ -65,7 +72,7 @@ def make_signal(model: PreTrainedModel, name: str, shape: tuple[int, int], *, ge
 
 def _image_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     del length
-    size = fields["image_size"]
+    size = fields.get("image_size", _ANY_IMAGE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return fields.get("num_channels", 3), height, width
 
@@ -77,7 +84,9 @@ def _feature_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     for channels in ("feature_projection_input_dim", "input_feat_per_channel"):
         if channels in fields:
             return 4 * length, fields[channels]
-    return fields["num_mel_bins"], 2 * fields["max_source_positions"]
+    if "max_source_positions" in fields:
+        return fields["num_mel_bins"], 2 * fields["max_source_positions"]
+    return 8 * length, fields["num_mel_bins"]
 
 
 def _wave_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ def apply_layout(
         group=mesh.group("tp"),
         size=tp_size,
         coord=mesh.coord("tp"),
-        mesh=mesh.device_mesh["tp"] if tp_size > 1 else None,
+        mesh=mesh.tensor_mesh,
         has_dropout=_has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=split_plan, context=context, tied=facts.tied)
@@ -52,7 +52,7 @@ def apply_layout(
     cut_parameters(model, registry)
     if tp_size > 1:
         apply_tensor_parallelism(model, registry)
-        apply_sequence_parallelism(model, registry, direct=direct)
+        apply_sequence_parallelism(model, registry, embedding=facts.embedding if direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
     return registry

@@ -5,6 +5,8 @@ Head counts are read from the attention modules themselves, so a model whose lay
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from shardwise.plan.structure import Heads, ModelFacts, ModuleFacts
 
-__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "read_facts"]
+__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "names_read", "read_facts"]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -27,7 +29,9 @@ def read_facts(model: nn.Module) -> ModelFacts:
     modules: dict[str, ModuleFacts] = {}
     for name, module in model.named_modules():
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
-        modules[name] = ModuleFacts(kind=_kind(module), parameters=parameters, heads=_heads(module))
+        modules[name] = ModuleFacts(
+            kind=_kind(module), parameters=parameters, heads=_heads(module), attributes=_attributes(module)
+        )
         for own in parameters:
             fqn = f"{name}.{own}" if name else own
             first = canonical.setdefault(id(module._parameters[own]), fqn)
@@ -70,6 +74,37 @@ def _heads(module: nn.Module) -> Heads | None:
         # Latent attention: query, key and value features differ, so sizes are told by the count alone.
         return Heads(num_heads=num_heads, num_key_value_heads=num_heads)
     return Heads(num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
+
+
+def _attributes(module: nn.Module) -> dict[str, int]:
+    """Integers on the module, and on its config as `config.NAME`, that its own methods mention."""
+    if type(module).__module__.startswith("torch."):
+        return {}
+    read = names_read(type(module))
+    found = {name: value for name, value in vars(module).items() if name in read and _is_count(value)}
+    config = getattr(module, "config", None)
+    if "config" in read and config is not None:
+        values = {name: getattr(config, name, None) for name in read if name not in found}
+        found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
+    return found
+
+
+@functools.cache
+def names_read(module_class: Any) -> frozenset[str]:
+    """The attribute names that the methods of a module class mention, those of torch's base classes aside."""
+    names: set[str] = set()
+    for base in module_class.__mro__:
+        if base.__module__.startswith("torch."):
+            continue
+        for method in vars(base).values():
+            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
+            if code is not None and code.co_name != "__init__":
+                names.update(code.co_names)
+    return frozenset(names)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
 def _first_int(owner: object, names: tuple[str, ...]) -> int | None:

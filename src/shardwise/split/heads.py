@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from shardwise.plan.structure import Heads
-from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES
+from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES, names_read
 
-__all__ = ["LocalConfig", "apply_local_heads"]
+__all__ = ["LocalConfig", "apply_divided", "apply_local_heads"]
 
 
 class LocalConfig:
@@ -38,19 +37,27 @@ def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tupl
         _set_counts(module, KEY_VALUE_HEAD_NAMES, full.num_key_value_heads, local.num_key_value_heads)
         groups = full.num_heads // full.num_key_value_heads
         _set_counts(module, ("num_key_value_groups",), groups, local.num_heads // local.num_key_value_heads)
-        read = _config_values_read(module)
+        read = names_read(type(module))
         values = {name: local.num_heads for name in QUERY_HEAD_NAMES if name in read}
         values |= {name: local.num_key_value_heads for name in KEY_VALUE_HEAD_NAMES if name in read}
         if values and getattr(module, "config", None) is not None:
             module.config = LocalConfig(module.config, **values)
 
 
+def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
+    """Sets the attributes that a plan divides to this rank's values, on the module or on its view of the config."""
+    for fqn, value in attributes.items():
+        owner, _, name = fqn.rpartition(".")
+        if owner in modules:
+            setattr(modules[owner], name, value)
+            continue
+        module = modules[owner.removesuffix(".config")]
+        if not isinstance(module.config, LocalConfig):
+            module.config = LocalConfig(module.config)
+        module.config.__dict__[name] = value
+
+
 def _set_counts(module: nn.Module, names: tuple[str, ...], full: int, local: int) -> None:
     for name in names:
         if name in vars(module) and getattr(module, name) == full:
             setattr(module, name, local)
-
-
-def _config_values_read(module: nn.Module) -> frozenset[str]:
-    """The attribute names that the module's forward mentions."""
-    return frozenset(inspect.unwrap(type(module).forward).__code__.co_names)

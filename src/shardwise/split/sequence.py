@@ -25,18 +25,22 @@ class _Reached(Exception):
         self.hidden_states = hidden_states
 
 
-def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, direct: bool) -> nn.Module:
+def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embedding: str | None) -> nn.Module:
     """Splits the sequence over the layer stack that the plan names, if it names one. Communicates nothing.
 
     Args:
-        direct: what `is_direct` said of the model before its modules changed.
+        embedding: the vocabulary embedding, if `is_direct` said of the model, before its modules changed, that its rows
+            are all that enters the layers.
     """
     plan, context = registry.plan, registry.context
     if plan.stack is None:
         return model
     layers = model.get_submodule(plan.stack)
     assert isinstance(layers, nn.ModuleList)
-    context.defer_embedding = direct
+    if embedding is not None:
+        model.get_submodule(embedding)._may_defer = True  # type: ignore[assignment]
+        owner = model.get_submodule(plan.stack.rpartition(".")[0])
+        owner.register_forward_pre_hook(lambda module, args: setattr(context, "defer_embedding", True))
     context.sequence_parallel = True
     install_stack(layers, context, partial_behind=plan.head is not None)
     return model
@@ -53,7 +57,8 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
     layers, module = model.get_submodule(plan.stack), model.get_submodule(embedding)
     assert isinstance(layers, nn.ModuleList)
     weight = module.get_parameter("weight")
-    rows = torch.randn(1, 4, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    # Of mixed signs and magnitudes, and drawn from no stream of the caller's.
+    rows = torch.arange(4 * weight.shape[1], device=weight.device).cos().to(weight.dtype).view(1, 4, -1)
     hidden = _prologue(model, module, layers, rows)
     if hidden is rows:
         return True

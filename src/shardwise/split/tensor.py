@@ -16,8 +16,7 @@ from shardwise.layers.norm import SplitNorm, recognise_norm
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
-from shardwise.plan.resolve import SplitPlan
-from shardwise.split.heads import apply_local_heads
+from shardwise.split.heads import apply_divided, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
 
@@ -51,14 +50,15 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         _fit_sizes(module)
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
-            _apply_style(module, plan.modules[name], _split_of(plan, name), context, reduces)
+            _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces)
     for region in plan.regions:
         module = modules[region.fqn]
         install_region(module, region.edge, context)
-        split = _split_of(plan, region.fqn)
+        split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
     apply_local_heads(modules, plan.heads)
+    apply_divided(modules, plan.attributes)
     if plan.head is not None:
         install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
     install_loss(model, context)
@@ -67,11 +67,11 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
 
 
 def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, reduces: bool) -> None:
-    if style in ("rowwise", "rowwise_rep", "rowwise_split_input"):
+    if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
-        sizes = None if style == "rowwise" else _sizes(split)
-        become(module, RowSplit, _split=context, _reduces=reduces, _input_sizes=sizes)
+        sizes = _sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None
+        become(module, RowSplit, _split=context, _reduces=reduces, _reenters=style == "rowwise_reenter", _input_sizes=sizes)
     elif style == "embedding_rowwise" and split is not None:
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise" and split is not None:
@@ -102,18 +102,22 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
 
 
 def _fit_sizes(module: nn.Module) -> None:
-    """Lets a linear or embedding say the sizes that it has now."""
+    """Lets a linear, embedding or depthwise convolution say the sizes that it has now."""
     weight = module._parameters.get("weight")
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
+        module.groups = module.in_channels = module.out_channels = weight.shape[0]
     if weight is None or weight.ndim != 2:
         return
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = weight.shape
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = weight.shape
+    elif hasattr(module, "nf"):  # transformers' Conv1D
+        module.nf = weight.shape[1]
 
 
-def _split_of(plan: SplitPlan, module: str) -> Split | None:
-    planned = plan.parameters.get(f"{module}.weight")
+def _split_of(registry: Registry, module: str) -> Split | None:
+    planned = registry.plan.parameters.get(_weight_of(registry, module))
     return planned.placement if planned is not None and isinstance(planned.placement, Split) else None
 
 

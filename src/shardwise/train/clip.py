@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.layers.canonical import owned_parts
-from shardwise.layers.registry import Registry, entry_of, registry_of
-from shardwise.train.gradients import reduce_gradients
+from shardwise.layers.registry import ParameterEntry, Registry, entry_of, registry_of
+from shardwise.train.gradients import reduce_gradients, sum_gradients
 
 __all__ = ["clip_grad_norm_"]
+
+_Held = tuple[ParameterEntry | None, Tensor]
 
 
 def clip_grad_norm_(
@@ -31,38 +33,50 @@ def clip_grad_norm_(
         parameters: a split model, or some of its parameters (the same on every rank).
         max_norm: what the norm is clipped to; `math.inf` clips nothing and just returns the norm.
         norm_type: p of the p-norm, `math.inf` for the largest entry.
-        error_if_nonfinite: raise where the norm is infinite or NaN, on every rank.
+        error_if_nonfinite: raise where the norm is infinite or NaN.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
 
-    Communicates: over tp, one all-reduce of one value; first sums gradients that are still partial if a model is given.
+    Raises:
+        ValueError: `norm_type` is not positive, or `max_norm` is negative or NaN.
+        RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is set; on every rank.
+
+    Communicates: over tp, one all-reduce of one value; first sums gradients that are still partial.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    held, registry = _held(parameters)
+    total = _total_norm(held, registry, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    gradients = [gradient for _, gradient in held]
+    if gradients and math.isfinite(max_norm):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return total
+
+
+def _held(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[_Held], Registry | None]:
+    """Gradients, summed, with the entries of the parameters that Shardwise has split."""
     if isinstance(parameters, nn.Module):
         reduce_gradients(parameters)
         registry: Registry | None = registry_of(parameters)
         parameters = parameters.parameters()
     else:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        registry = next((entry.registry for entry in map(entry_of, parameters) if entry is not None), None)
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    total = _total_norm(held, registry, norm_type)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-    if gradients and math.isfinite(max_norm):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
-    return total
+        entries = [(entry, parameter) for parameter in parameters if (entry := entry_of(parameter)) is not None]
+        registry = entries[0][0].registry if entries else None
+        if registry is not None:
+            sum_gradients(entries, registry)
+    return [(entry_of(each), each.grad) for each in parameters if each.grad is not None], registry
 
 
-def _total_norm(held: list[Tensor], registry: Registry | None, norm_type: float) -> Tensor:
-    device = registry.mesh.device if registry is not None else (held[0].device if held else torch.device("cpu"))
-    parts = [part for parameter in held for part in _owned(parameter, registry) if part.numel()]
+def _total_norm(held: Sequence[_Held], registry: Registry | None, norm_type: float) -> Tensor:
+    device = registry.mesh.device if registry is not None else (held[0][1].device if held else torch.device("cpu"))
+    parts = [part for each in held for part in _owned(*each) if part.numel()]
     norms = torch._foreach_norm([part.float() for part in parts], norm_type) if parts else []
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
     group = registry.mesh.group("tp") if registry is not None else None
@@ -76,9 +90,5 @@ def _total_norm(held: list[Tensor], registry: Registry | None, norm_type: float)
     return powered.pow(1.0 / norm_type)
 
 
-def _owned(parameter: Tensor, registry: Registry | None) -> list[Tensor]:
-    entry = entry_of(parameter)
-    assert parameter.grad is not None
-    if entry is None or registry is None:
-        return [parameter.grad]
-    return owned_parts(parameter.grad, entry.layout, registry.mesh.coords)
+def _owned(entry: ParameterEntry | None, gradient: Tensor) -> list[Tensor]:
+    return [gradient] if entry is None else owned_parts(gradient, entry.layout, entry.registry.mesh.coords)

@@ -1,23 +1,25 @@
 """The gradient phase: after the last backward of a step, everything that must be summed over tp is summed once.
 
 # [Note: one gradient phase]
-Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing is reduced while
-backward runs (a hook only notes that a gradient has come in). Afterwards one collective sums all partial gradients together, and one more each group of gradients of
-replicated key/value heads. Whoever reads gradients (`full_gradients`, `clip_grad_norm_`, an optimizer from
-`build_optimizer`) makes sure first that the phase has run, so a hand-written loop needs no extra call.
+Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing is reduced
+while backward runs (a hook only notes that a gradient comes in). Afterwards one collective sums all partial gradients
+together, and one more each group of gradients of replicated key/value heads. Whoever reads gradients
+(`full_gradients`, `clip_grad_norm_`, an optimizer from `build_optimizer`) makes sure first that the phase has run, so
+a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out among the ranks that summed it,
+so the next sum restores it: gradients may be read and accumulated in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.layers.registry import ParameterEntry, Registry, registry_of
+from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, registry_of, share_out
 
-__all__ = ["add_back", "mark_unsummed", "reduce_gradients", "set_aside_summed"]
+__all__ = ["begin_step", "reduce_gradients", "sum_gradients"]
 
 
 def reduce_gradients(model: nn.Module) -> None:
@@ -29,61 +31,51 @@ def reduce_gradients(model: nn.Module) -> None:
     that share key/value heads.
     """
     registry = registry_of(model)
+    _note_strangers(model, registry)
+    sum_gradients([(registry.entry(name), parameter) for name, parameter in model.named_parameters()], registry)
+
+
+def sum_gradients(parameters: Iterable[tuple[ParameterEntry, Tensor]], registry: Registry) -> None:
+    """As `reduce_gradients`, of some parameters of a model: the same on every rank."""
     if registry.mesh.group("tp") is None:
         return
-    pending = [(registry.entry(name), parameter.grad) for name, parameter in model.named_parameters()]
-    pending = [(entry, gradient) for entry, gradient in pending if entry.fqn in registry.unsummed]
+    pending = [(entry, parameter.grad) for entry, parameter in parameters if entry.fqn in registry.unsummed]
     summable = [(entry, gradient) for entry, gradient in pending if gradient is not None]
     _sum_together((gradient for entry, gradient in summable if entry.gradient == "partial"), registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
     for entry, gradient in summable:
-        for blocks, part in _shared_parts(entry, gradient, registry):
-            shared.setdefault(blocks, []).append(part)
+        for _, part in entry.shared_parts(gradient):
+            shared.setdefault(_holder_blocks(entry), []).append(part)
     for blocks, parts in shared.items():
         _sum_together(parts, registry.mesh.subgroup("tp", blocks))
-    registry.unsummed.clear()
+    registry.unsummed.difference_update(entry.fqn for entry, _ in pending)
 
 
-def mark_unsummed(model: nn.Module) -> None:
-    """Says that a backward has run: every gradient that is partial by nature now waits for its sum."""
+def begin_step(model: nn.Module) -> None:
+    """Says that a backward is to run: every gradient that is partial by nature waits for its sum from here.
+
+    Does what the hooks on parameters do, for backwards that never fire them.
+    """
     registry = registry_of(model)
+    for name, parameter in model.named_parameters():
+        share_out(parameter, registry.entry(name))
     registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)
 
 
-def set_aside_summed(model: nn.Module) -> dict[str, Tensor]:
-    """Takes away the gradients that were summed in an earlier step and not zeroed since, by name.
-
-    New partial gradients must not be added to summed ones: `add_back` joins both once the new ones are summed as well.
-    """
-    registry = registry_of(model)
-    aside: dict[str, Tensor] = {}
+def _note_strangers(model: nn.Module, registry: Registry) -> None:
+    """Notes gradients of parameters that came in later: a copied model's, those of `load_state_dict(assign=True)`."""
     for name, parameter in model.named_parameters():
         entry = registry.entry(name)
-        if parameter.grad is not None and entry.needs_sum and entry.fqn not in registry.unsummed:
-            aside[name], parameter.grad = parameter.grad, None
-    return aside
+        if entry_of(parameter) is not entry:
+            carry_entry(parameter, entry)
+            if entry.needs_sum and parameter.grad is not None:
+                registry.unsummed.add(entry.fqn)
 
 
-def add_back(model: nn.Module, aside: dict[str, Tensor]) -> None:
-    """Adds gradients set aside before to the ones of the same names now."""
-    for name, earlier in aside.items():
-        parameter = model.get_parameter(name)
-        parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
-
-
-def _shared_parts(
-    entry: ParameterEntry, gradient: Tensor, registry: Registry
-) -> Iterator[tuple[tuple[tuple[int, ...], ...], Tensor]]:
-    """What this rank holds of elements that other tp ranks hold too, with the blocks of ranks that share alike."""
-    split = entry.split
-    if split is None:
-        return
-    coord = registry.mesh.coord("tp")
-    blocks = tuple(sorted({holders for _, holders in split.shared()}))
-    for interval, holders in split.shared():
-        if coord in holders:
-            for start, stop in split.local_of(coord, interval):
-                yield blocks, gradient.narrow(split.dim, start, stop - start)
+def _holder_blocks(entry: ParameterEntry) -> tuple[tuple[int, ...], ...]:
+    """The blocks of tp coords that share parts of a split parameter."""
+    assert entry.split is not None
+    return tuple(sorted({holders for _, holders in entry.split.shared()}))
 
 
 def _sum_together(parts: Iterable[Tensor], group: Group | None) -> None:

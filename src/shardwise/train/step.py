@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import BatchError
 from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh
-from shardwise.train.gradients import add_back, mark_unsummed, reduce_gradients, set_aside_summed
+from shardwise.train.gradients import begin_step, reduce_gradients
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -70,10 +70,12 @@ class TrainStep:
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
-            nothing; where the whole batch has none, loss and gradients are 0.
+            nothing; where the whole batch has none, the loss is 0 and gradients stay as they are.
 
         Raises:
-            BatchError: labels are missing, tensors differ in rows, or rows do not divide by `num_microbatches`.
+            BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
+                `num_microbatches`.
+            IndexError: a token id or a target is outside the vocabulary.
 
         Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient phase]).
         """
@@ -81,13 +83,11 @@ class TrainStep:
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
         counts = [_count_targets(self.model, part) for part in _microbatches(placed, rows, self.num_microbatches)]
         num_tokens = sum(counts)
-        earlier = set_aside_summed(self.model)
+        begin_step(self.model)
         total = torch.zeros((), device=self.mesh.device)
         for part, count in zip(_microbatches(placed, rows, self.num_microbatches), counts, strict=True):
             total += self._microbatch(part, count / num_tokens if num_tokens else 0.0)
-        mark_unsummed(self.model)
         reduce_gradients(self.model)
-        add_back(self.model, earlier)
         return StepResult(loss=total, num_tokens=num_tokens)
 
     def _microbatch(self, part: Mapping[str, Any], weight: float) -> Tensor:
@@ -109,11 +109,18 @@ def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
             f"a batch cannot be a {type(batch).__name__}",
             fix='pass a dict of the model\'s inputs, such as {"input_ids": ids, "labels": ids}',
         )
-    if batch.get("labels") is None:
+    labels = batch.get("labels")
+    if labels is None:
         raise BatchError(
             f"the batch has no labels (it has {', '.join(sorted(batch)) or 'nothing'})",
             why="the model computes its loss from them",
             fix='add "labels": the input ids themselves for causal models, with -100 where nothing is to be learned',
+        )
+    if not isinstance(labels, Tensor) or not labels.ndim:
+        raise BatchError(
+            f"labels cannot be {'a scalar' if isinstance(labels, Tensor) else f'a {type(labels).__name__}'}",
+            why="a step counts the targets of every row",
+            fix="pass a tensor [rows, …], such as torch.tensor(labels)",
         )
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
     if len(set(rows.values())) > 1:
@@ -147,9 +154,7 @@ def _place(value: Any, device: torch.device) -> Any:
 
 def _count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Labels that the model's loss counts: all that are not ignored, the first of each row aside where it shifts them."""
-    labels = batch["labels"]
-    if not isinstance(labels, Tensor):
-        return 1
+    labels: Tensor = batch["labels"]
     if labels.ndim > 1 and getattr(model, "loss_type", None) == "ForCausalLM":
         labels = labels[..., 1:]
     return int((labels != IGNORED).sum())

@@ -1,0 +1,208 @@
+"""Which elements of a layer's parameters reach which input features of its row products: the structure behind every split.
+
+# [Note: structure by influence]
+Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run for each rank
+and ask autograd which parameter elements each run depends on. The exact zeros of the gradients are the answer. Where the runs
+depend on different elements of a weight, that weight can be split: every rank keeps what its run depends on. Elements
+that several runs depend on are held by several ranks (key/value heads shared by query heads), and a parameter all of
+which reaches everything stays whole (a q/k norm, a latent projection). Nothing here knows attention from a state-space
+scan, or in which order a fused weight holds its sections: the graph knows.
+
+A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is left.
+Products inside a scan feed back into it; once found, their outputs are cut and the rest is asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.split.trace import Layer, Use, watch
+
+__all__ = ["Holding", "RowProduct", "find_row_products"]
+
+_MAX_PASSES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What each rank must hold of a parameter, along one dim.
+
+    Attributes:
+        dim: which dim.
+        size: its extent.
+        ranks: for each rank the indices that its features depend on.
+    """
+
+    dim: int
+    size: int
+    ranks: tuple[frozenset[int], ...]
+
+    @property
+    def shared(self) -> int:
+        """How many indices more than one rank needs."""
+        return sum(len(indices) for indices in self.ranks) - len(frozenset().union(*self.ranks))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether every rank needs less than all."""
+        everything = frozenset().union(*self.ranks)
+        return all(len(indices) < len(everything) for indices in self.ranks)
+
+
+@dataclass(eq=False)
+class RowProduct:
+    """A product where a region is left, and what each rank needs for its run of input features.
+
+    Attributes:
+        layer: FQN of the layer.
+        parameter: FQN of the weight whose input features are split along `input_dim`.
+        holdings: FQN of every parameter of the layer that can be split for it.
+        reenters: whether a later row product of the same region depends on the sum.
+    """
+
+    layer: str
+    parameter: str
+    module: str
+    input_dim: int
+    features: int
+    holdings: dict[str, Holding]
+    reenters: bool = False
+    uses: list[Use] = field(default_factory=list)
+
+
+def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int) -> tuple[list[RowProduct], list[Layer]]:
+    """The row products of every layer, and the layers as they were watched with all of them cut.
+
+    Args:
+        model: a tiny twin in eval mode, eager attention and experts.
+        parts: for how many ranks.
+    """
+    found: dict[str, RowProduct] = {}
+    columns: dict[str, set[str]] = {}
+    layers = watch(model, batch)
+    for _ in range(_MAX_PASSES):
+        new = [product for layer in layers for product in _accept(layer, model, parts, found, columns)]
+        if not new:
+            break
+        layers = watch(model, batch, cut=frozenset(found))
+    _mark_reentries(list(found.values()), layers)
+    return list(found.values()), layers
+
+
+def _accept(
+    layer: Layer, model: nn.Module, parts: int, found: dict[str, RowProduct], columns: dict[str, set[str]]
+) -> list[RowProduct]:
+    """Adds the layer's new row products to `found`, those with the largest splits first."""
+    own = {name: value for name, value in model.named_parameters() if name.startswith(f"{layer.fqn}.")}
+    products = [use for use in layer.uses if use.parameter not in found and use.parameter in own]
+    outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
+    candidates: list[tuple[int, RowProduct]] = []
+    merged: dict[str, RowProduct] = {}
+    for use in products:
+        holdings = _holdings(use, own, parts)
+        clean = [
+            name
+            for name, holding in holdings.items()
+            if name != use.parameter
+            and own[name].ndim > 1
+            and not holding.shared
+            and (name not in outputs or outputs[name] in (None, holding.dim))
+            and name in {each.parameter for each in layer.uses}
+        ]
+        if not clean:
+            continue
+        if use.parameter in merged:  # one weight used several times (experts): the union of what its uses need
+            _unite(merged[use.parameter], holdings)
+            continue
+        product = RowProduct(layer.fqn, use.parameter, use.module, use.input_dim, use.x.shape[-1], holdings, uses=[use])
+        merged[use.parameter] = product
+        candidates.append((sum(own[name].numel() for name in clean), product))
+    accepted = []
+    for _, product in sorted(candidates, key=lambda each: -each[0]):
+        splits = {name for name, holding in product.holdings.items() if not holding.shared and own[name].ndim > 1}
+        taken = columns.setdefault(layer.fqn, set())
+        rows = {name for name, other in found.items() if other.layer == layer.fqn}
+        if product.parameter in taken or splits & rows:
+            continue
+        found[product.parameter] = product
+        taken |= splits
+        accepted.append(product)
+    return accepted
+
+
+def _holdings(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[str, Holding]:
+    """For every parameter of the layer the dim along which the ranks' needs differ most, if they differ."""
+    if not use.x.requires_grad or use.x.shape[-1] < parts:
+        return {}
+    own = {name: value for name, value in own.items() if value.requires_grad}
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(use.x.shape, generator=generator) + 0.5
+    weights *= torch.randint(0, 2, use.x.shape, generator=generator) * 2 - 1
+    masks = []
+    for run in range(parts):
+        start, stop = _run(use.x.shape[-1], parts, run)
+        total = (use.x[..., start:stop].float() * weights[..., start:stop]).sum()
+        gradients = torch.autograd.grad(total, list(own.values()), retain_graph=True, allow_unused=True)
+        masks.append([None if gradient is None else gradient != 0 for gradient in gradients])
+    holdings = {}
+    for position, (name, parameter) in enumerate(own.items()):
+        found = [mask[position] for mask in masks]
+        if any(mask is None for mask in found):
+            continue
+        holding = _best_dim(parameter, found)  # type: ignore[arg-type]
+        if holding is not None:
+            holdings[name] = holding
+    # A bias whose true gradient is zero (a key's: the softmax does not see it) shows rounding noise; its weight knows.
+    return {
+        name: holding
+        for name, holding in holdings.items()
+        if not name.endswith(".bias") or f"{name[:-5]}.weight" in holdings or f"{name[:-5]}.weight" not in own
+    }
+
+
+def _best_dim(parameter: Tensor, masks: list[Tensor]) -> Holding | None:
+    best: Holding | None = None
+    for dim in range(parameter.ndim):
+        others = [other for other in range(parameter.ndim) if other != dim]
+        along = [mask.sum(others) > 0 if others else mask for mask in masks]
+        ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in along)
+        holding = Holding(dim=dim, size=parameter.shape[dim], ranks=ranks)
+        if holding.is_split and (best is None or holding.shared < best.shared):
+            best = holding
+    return best
+
+
+def _unite(product: RowProduct, holdings: Mapping[str, Holding]) -> None:
+    for name, holding in holdings.items():
+        known = product.holdings.get(name)
+        if known is not None and known.dim == holding.dim:
+            ranks = tuple(a | b for a, b in zip(known.ranks, holding.ranks, strict=True))
+            product.holdings[name] = Holding(dim=known.dim, size=known.size, ranks=ranks)
+
+
+def _run(size: int, parts: int, index: int) -> tuple[int, int]:
+    run = -(-size // parts)
+    return min(size, index * run), min(size, (index + 1) * run)
+
+
+def _mark_reentries(products: list[RowProduct], layers: list[Layer]) -> None:
+    """A product re-enters where another product that needs the same split weights depends on its sum."""
+    uses = {use.parameter: use for layer in layers for use in layer.uses}
+    for product in products:
+        shared = [
+            other
+            for other in products
+            if other is not product and other.layer == product.layer and set(other.holdings) & set(product.holdings)
+        ]
+        out = uses[product.parameter].out if product.parameter in uses else None
+        for other in shared:
+            use = uses.get(other.parameter)
+            if out is None or use is None or not use.x.requires_grad:
+                continue
+            (gradient,) = torch.autograd.grad(use.x.sum(), [out], retain_graph=True, allow_unused=True)
+            product.reenters = product.reenters or (gradient is not None and bool((gradient != 0).any()))

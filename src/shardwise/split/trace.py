@@ -1,0 +1,240 @@
+"""Watches a tiny twin compute: which parameters multiply what, in which module, layer by layer.
+
+Every layer starts from detached inputs, so its autograd graph is its own, and the graph then tells what depends on what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import UnsupportedError
+from shardwise.layers.norm import epsilon_of, recognise_norm
+
+__all__ = ["Layer", "ModuleCall", "Use", "layers_of", "watch"]
+
+# Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
+_PRODUCTS = {
+    F.linear: (0, 1),
+    torch.matmul: (0, 1),
+    Tensor.matmul: (0, 1),
+    Tensor.__matmul__: (0, 1),
+    Tensor.__rmatmul__: (1, 0),
+    torch.mm: (0, 1),
+    torch.bmm: (0, 1),
+    torch.addmm: (1, 2),
+    torch.baddbmm: (1, 2),
+    Tensor.baddbmm: (1, 2),
+    Tensor.addmm: (1, 2),
+}
+
+
+@dataclass(eq=False)
+class Use:
+    """One product of an activation with a parameter.
+
+    Attributes:
+        parameter: FQN of the parameter.
+        module: FQN of the module that was running.
+        x: the activation, in the layer's graph.
+        out: the product.
+        input_dim: the dim of the parameter that is contracted.
+    """
+
+    parameter: str
+    module: str
+    x: Tensor
+    out: Tensor
+    input_dim: int
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module inside a layer: its inputs as nodes of the graph."""
+
+    fqn: str
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Layer:
+    """What was seen of one layer."""
+
+    fqn: str
+    outputs: list[Tensor] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """FQNs of the layers: items of the outermost module lists whose items hold matrices."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{layer}.") for layer in found) or not isinstance(module, nn.ModuleList):
+            continue
+        items = [f"{name}.{index}" for index, item in enumerate(module) if _has_matrix(item)]
+        found += items
+    return found
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim > 1 for parameter in module.parameters())
+
+
+def watch(model: nn.Module, batch: Mapping[str, Any], *, cut: frozenset[str] = frozenset()) -> list[Layer]:
+    """Runs the model once and returns what its layers did.
+
+    Args:
+        cut: parameters whose products are detached: what comes behind them no longer depends on what went in.
+    """
+    watcher = _Watcher(model, cut)
+    with watcher.hooked(), watcher:
+        model(**batch)
+    return [layer for layer in watcher.layers.values() if layer.outputs]
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, model: nn.Module, cut: frozenset[str]) -> None:
+        super().__init__()
+        self.cut = cut
+        self.layers = {name: Layer(name) for name in layers_of(model)}
+        self.running: Layer | None = None
+        self.stack: list[str] = []
+        self.model = model
+        self.names: dict[int, str] = {}
+        for name, parameter in model.named_parameters():
+            self.names[id(parameter)] = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        positions = _PRODUCTS.get(func)
+        if positions is None or self.running is None or not isinstance(out, Tensor):
+            return out
+        values = list(args) + [kwargs[name] for name in ("input", "weight", "mat1", "mat2") if name in kwargs]
+        if len(values) <= max(positions):
+            return out
+        x, weight = values[positions[0]], values[positions[1]]
+        name = self._name(weight)
+        if name is None or self._name(x) is not None:
+            return out
+        if name in self.cut:
+            out = out.detach().requires_grad_() * 1.0
+        transposed = func is not F.linear
+        input_dim = self._input_dim(weight, transposed=transposed)
+        module = self.stack[-1] if self.stack else ""
+        self.running.uses.append(Use(name, module, x, out, input_dim))
+        return out
+
+    def _name(self, value: Any) -> str | None:
+        """The parameter that `value` is, or is a view of."""
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) in self.names:
+            return self.names[id(value)]
+        return self.names.get(id(value._base)) if value._base is not None else None
+
+    def _input_dim(self, weight: Tensor, *, transposed: bool) -> int:
+        """Which dim of the parameter the product contracts, told by the strides where the weight is a view."""
+        base = weight._base if id(weight) not in self.names and weight._base is not None else weight
+        dim = weight.ndim - 2 if transposed else weight.ndim - 1
+        stride, size = weight.stride(dim), weight.shape[dim]
+        for candidate in reversed(range(base.ndim)):
+            if base.stride(candidate) == stride and base.shape[candidate] == size:
+                return candidate
+        return base.ndim - 1
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, layers start detached and module calls are recorded."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if name in self.layers or any(name.startswith(f"{layer}.") for layer in self.layers):
+                    enter = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
+                    leave = module.register_forward_hook(self._leaving(name), with_kwargs=True)
+                    stack.callback(enter.remove)
+                    stack.callback(leave.remove)
+                elementwise = self._elementwise_norm(module)
+                if elementwise is not None:
+                    stack.callback(module.register_forward_hook(elementwise).remove)
+            yield
+
+    def _elementwise_norm(self, module: nn.Module) -> Any:
+        """A hook that makes a norm's statistics constants, so that its output depends on its input feature by feature.
+
+        A norm over split features shares its statistics between ranks; only what is elementwise decides its split.
+        """
+        weight = module._parameters.get("weight")
+        if weight is None or weight.ndim != 1 or any(True for _ in module.children()):
+            return None
+        try:
+            centered, offset = recognise_norm(module)
+        except (UnsupportedError, TypeError, RuntimeError, ValueError):
+            return None  # it takes other inputs, or computes something else: then the graph speaks for itself
+
+        def hook(module: Any, args: Any, output: Tensor) -> Tensor:
+            x = args[0]
+            center = x.mean(-1, keepdim=True).detach() if centered else 0.0
+            scale = ((x - center).detach().pow(2).mean(-1, keepdim=True) + epsilon_of(module)).rsqrt()
+            out = (x - center) * scale * (module.weight + offset)
+            return out if getattr(module, "bias", None) is None else out + module.bias
+
+        return hook
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            call = ModuleCall(name)
+            is_layer = name in self.layers
+
+            def node(value: Any) -> Any:
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    return value
+                if is_layer and value.requires_grad:
+                    value = value.detach().requires_grad_()
+                if not value.requires_grad:
+                    return value
+                value = value * 1.0
+                call.inputs.append(value)
+                return value
+
+            if is_layer:
+                self.running = self.layers[name]
+            self.stack.append(name)
+            changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
+            if self.running is not None:
+                self.running.calls.append(call)
+            return changed
+
+        return enter
+
+    def _leaving(self, name: str) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self.stack.pop()
+            tensors = [value for value in _flat(output) if isinstance(value, Tensor) and value.requires_grad]
+            if self.running is not None:
+                call = next((call for call in reversed(self.running.calls) if call.fqn == name), None)
+                if call is not None:
+                    call.outputs = tensors
+            if name in self.layers:
+                self.layers[name].outputs = tensors
+                self.running = None
+
+        return leave
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _flat(each)
+    elif isinstance(value, dict):
+        yield from _flat(list(value.values()))
+    else:
+        yield value

@@ -1,0 +1,233 @@
+"""Loading into split models: only this rank's bytes, every checkpoint format, the same values for every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import shardwise
+from shardwise.errors import LoadError
+from shardwise.layers.registry import registry_of
+from shardwise.testing.spawn import spawn
+from shardwise.weights.index import CheckpointIndex
+from tests.families import COMMON, FAMILIES, tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+CHECKPOINTS = {
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama tied": ("llama", {"tied": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "phi3": ("phi3", {"num_key_value_heads": 4}),
+    "gemma3_text": ("gemma3_text", {"tied": True}),
+}
+
+
+class Log(logging.Handler):
+    """What loading warned of."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def load_watched(source, mesh, **options):
+    """The loaded model, the bytes that were asked of the checkpoint, and what was logged."""
+    opened, open_index, log = [], CheckpointIndex.open, Log()
+
+    def remember(*args, **kwargs):
+        opened.append(open_index(*args, **kwargs))
+        return opened[-1]
+
+    logger = logging.getLogger("shardwise.load")
+    CheckpointIndex.open = remember
+    logger.addHandler(log)
+    try:
+        model = shardwise.load(source, mesh, **options)
+    finally:
+        CheckpointIndex.open = open_index
+        logger.removeHandler(log)
+    return model, sum(index.bytes_read for index in opened), log.lines
+
+
+def digest(state):
+    """One text for a state dict, values and dtypes."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name].detach().contiguous()
+        found.update(f"{name} {value.dtype} {list(value.shape)} ".encode() + value.view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def write_checkpoints(directory):
+    for name, (family, options) in CHECKPOINTS.items():
+        tiny_model(family, **options).bfloat16().save_pretrained(directory / name, max_shard_size=30_000)
+
+
+def load_all(layout, directory):
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for name, (family, _) in CHECKPOINTS.items():
+            model, nbytes, log = load_watched(directory / name, mesh)
+            owned = sum(value.nbytes for value in (*model.parameters(), *saved_buffers(model)))
+            logits = model(input_ids=torch.arange(12).view(2, 6) + 3).logits.detach()
+            converted = shardwise.load(directory / name, mesh, dtype="float32")
+            found[name] = {
+                "share of bytes": nbytes / owned,
+                "log": log,
+                "state": digest(shardwise.full_state_dict(model)),
+                "float32": digest(shardwise.full_state_dict(converted)),
+                "config": model.config.to_dict(),
+                "class": (type(model).__name__, model.training, model.dtype, converted.dtype, model.config.model_type == family),
+                "logits": logits.float(),
+                "generation": model.generation_config.to_dict(),
+            }
+        return found
+
+
+def saved_buffers(model):
+    names = {name for name, _ in model.named_buffers()}
+    with_buffers = set(shardwise.full_state_dict(model))
+    return [value for name, value in model.named_buffers() if name in names & with_buffers]
+
+
+def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(tmp_path):
+    write_checkpoints(tmp_path)
+    ranks = spawn(load_all, 2, "tp2", tmp_path, timeout=100)
+    for name in CHECKPOINTS:
+        assert len(list((tmp_path / name).glob("*.safetensors"))) > 2
+        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        with torch.no_grad():
+            logits = whole(input_ids=torch.arange(12).view(2, 6) + 3).logits.float()
+        for rank in ranks:
+            found = rank[name]
+            assert 1.0 <= found["share of bytes"] <= 1.05, f"{name}: {found['share of bytes']:.3f}"
+            assert found["log"] == []
+            assert found["state"] == digest(whole.state_dict()), name
+            assert found["float32"] == digest(converted.state_dict()), name
+            assert found["config"] == whole.config.to_dict(), name
+            assert found["generation"] == whole.generation_config.to_dict()
+            assert found["class"] == (type(whole).__name__, False, torch.bfloat16, torch.float32, True)
+            assert float((found["logits"] - logits).abs().max()) <= 0.05 * float(logits.abs().max()), name
+    with CheckpointIndex.open(tmp_path / "mixtral") as index:
+        assert any(".experts.3." in key for key in index), "the checkpoint was meant to keep experts apart"
+
+
+def load_with_head(layout, directory):
+    with shardwise.Mesh.open(layout) as mesh:
+        auto_class = transformers.AutoModelForSequenceClassification
+        model, _, log = load_watched(directory, mesh, auto_class=auto_class, num_labels=3, seed=11)
+        state = shardwise.full_state_dict(model)
+        batch = {"input_ids": torch.arange(12).view(2, 6) + 3, "labels": torch.tensor([0, 2])}
+        result = shardwise.TrainStep(model, mesh)(batch)
+        return digest(state), digest({"score": model.score.weight}), state["score.weight"].std().item(), log, float(result.loss)
+
+
+def test_a_base_model_checkpoint_loads_into_a_task_head_alike_for_every_layout(tmp_path):
+    base = tiny_model("llama").model
+    base.save_pretrained(tmp_path)
+    ranks = [rank for size in (1, 2, 4) for rank in spawn(load_with_head, size, f"tp{size}", tmp_path)]
+    assert len({states for states, *_ in ranks}) == 1 and len({head for _, head, *_ in ranks}) == 1
+    for _, _, deviation, log, loss in ranks:
+        assert 0.01 < deviation < 0.03
+        assert len(log) == 1 and "score.weight" in log[0] and "newly initialised" in log[0]
+        assert loss == pytest.approx(ranks[0][-1], abs=1e-5)
+
+
+def load_damaged(layout, directory):
+    with shardwise.Mesh.open(layout) as mesh:
+        _, _, log = load_watched(directory / "odd", mesh)
+        with pytest.raises(LoadError) as raised:
+            shardwise.load(directory / "other", mesh)
+        model, _, ignoring = load_watched(directory / "other", mesh, ignore_mismatched_sizes=True)
+        assert not any(value.is_meta or value.isnan().any() for value in model.parameters())
+        return log, str(raised.value), ignoring
+
+
+def test_missing_and_unexpected_tensors_are_logged_and_mismatched_ones_refused(tmp_path):
+    whole = tiny_model("llama")
+    whole.save_pretrained(tmp_path / "odd")
+    whole.save_pretrained(tmp_path / "other")
+    state = load_file(tmp_path / "odd/model.safetensors")
+    state["model.layers.0.extra.weight"] = state.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(state, tmp_path / "odd/model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    (tmp_path / "other/config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
+    first, second = spawn(load_damaged, 2, "tp2", tmp_path)
+    assert first == second
+    log, refused, ignoring = first
+    assert len(log) == 2
+    assert "model.layers.0.extra.weight" in log[0] and "not in the model" in log[0]
+    assert "model.layers.1.mlp.up_proj.weight" in log[1] and "newly initialised" in log[1]
+    assert "model.layers.0.mlp.up_proj.weight: [96, 64] in the checkpoint, [100, 64] in the model" in refused
+    assert "ignore_mismatched_sizes=True" in refused
+    assert len(ignoring) == 1 and "another shape" in ignoring[0]
+
+
+RANDOM = ("llama", "mixtral", "gemma3_text", "phi3", "deepseek_v3", "gpt_neox")
+
+
+def initialise_all(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for family in RANDOM:
+            values = {**COMMON, **FAMILIES[family], "num_hidden_layers": 1, "tie_word_embeddings": family == "gemma3_text"}
+            config = transformers.AutoConfig.for_model(family, **values)
+            before = config.to_dict()
+            torch.manual_seed(mesh.rank)  # must not matter
+            stream = torch.get_rng_state()
+            states = [shardwise.full_state_dict(shardwise.load(config, mesh, seed=seed)) for seed in (0, 0, 1)]
+            assert torch.equal(torch.get_rng_state(), stream), "loading drew from the caller's stream"
+            assert config.to_dict() == before
+            found[family] = [digest(state) for state in states]
+            with torch.device("meta"):
+                expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+            assert {name: value.shape for name, value in states[0].items()} == {
+                name: value.shape for name, value in expected.items()
+            }
+            assert 0.015 < float(states[0][next(iter(states[0]))].std()) < 0.025
+        return found
+
+
+def test_random_values_depend_on_the_seed_alone():
+    ranks = [rank for size in (1, 2, 4) for rank in spawn(initialise_all, size, f"tp{size}", timeout=100)]
+    for family in RANDOM:
+        (first, again, other), *rest = [rank[family] for rank in ranks]
+        assert first == again != other, family
+        assert rest == [[first, again, other]] * len(rest), family
+
+
+def load_by_plan(layout, directory):
+    with shardwise.Mesh.open(layout) as mesh:
+        plan = {"**.layers.*.mlp.*": "replicate", "model.embed_tokens": "embedding_colwise", "lm_head": "replicate"}
+        model, nbytes, _ = load_watched(directory, mesh, plan=plan, sequence_parallel=True)
+        split = sorted(name for name, entry in registry_of(model).entries.items() if entry.split is not None)
+        owned = sum(value.nbytes for value in model.parameters())
+        batch = tiny_batch(model)
+        with torch.no_grad():
+            loss = float(model(**batch).loss)
+        return split, nbytes / owned, digest(shardwise.full_state_dict(model)), loss
+
+
+def test_a_plan_of_the_users_own_decides_what_is_read(tmp_path):
+    whole = tiny_model("llama", num_hidden_layers=1, num_key_value_heads=4)
+    whole.save_pretrained(tmp_path)
+    with torch.no_grad():
+        loss = float(whole(**tiny_batch(whole)).loss)
+    attention = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "koqv"]
+    for split, share, state, found in spawn(load_by_plan, 2, "tp2", tmp_path):
+        assert split == ["model.embed_tokens.weight", *attention]
+        assert 1.0 <= share <= 1.05
+        assert state == digest(whole.state_dict())
+        assert found == pytest.approx(loss, abs=1e-5)

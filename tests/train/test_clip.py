@@ -1,0 +1,102 @@
+"""`clip_grad_norm_` gives torch's norm of the whole model: replicas count once, whatever is passed."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.testing.spawn import spawn
+from tests.families import tiny_batch, tiny_model
+from tests.oracle import differing_gradients, found_problems
+
+pytestmark = pytest.mark.spawn
+
+ORDERS = (1.0, 2.0, 3.5, math.inf)
+
+
+CASES = (
+    ("llama", {"num_key_value_heads": 2}, True),
+    ("phi3", {"num_key_value_heads": 1, "tied": True}, False),
+)
+
+
+def clip_cases(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for family, options, sequence_parallel in CASES:
+            whole = tiny_model(family, num_hidden_layers=1, **options)
+            split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
+            for name, problems in compare_norms(whole, split, tiny_batch(whole)).items():
+                found[f"{family} {name}"] = problems
+        return found
+
+
+def compare_norms(whole, split, batch):
+    found = {}
+    for order in ORDERS:
+        for max_norm, select in ((0.1, whole_model), (0.1, every_parameter), (1e6, every_parameter), (math.inf, whole_model)):
+            name = f"p={order} max_norm={max_norm} {select.__name__}"
+            found[name] = compare_one(whole, split, batch, select, max_norm=max_norm, order=order)
+    for select in (some_parameters, one_parameter):
+        found[select.__name__] = compare_one(whole, split, batch, select, max_norm=0.01, order=2.0)
+    return found
+
+
+def whole_model(model):
+    return model
+
+
+def every_parameter(model):
+    return list(model.parameters())
+
+
+def some_parameters(model):
+    return (value for name, value in model.named_parameters() if "qkv_proj" in name or "k_proj" in name or "norm" in name)
+
+
+def one_parameter(model):
+    return next(value for name, value in model.named_parameters() if "norm" in name)
+
+
+def compare_one(whole, split, batch, select, *, max_norm, order):
+    for model in (whole, split):
+        model.zero_grad()
+        model(**batch).loss.backward()
+    parameters = select(whole)
+    parameters = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
+    expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
+    norm = shardwise.clip_grad_norm_(select(split), max_norm, order)
+    problems = []
+    if not math.isclose(float(norm), float(expected), rel_tol=1e-5) or norm.dtype != torch.float32:
+        problems.append(f"norm {norm}, not {expected}")
+    gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+    return problems + differing_gradients(shardwise.full_gradients(split), gradients)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_the_norm_is_that_of_the_whole_model(num_ranks):
+    ranks = spawn(clip_cases, num_ranks, f"tp{num_ranks}", timeout=100)
+    assert not found_problems(ranks)
+
+
+def edge_cases(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        without = float(shardwise.clip_grad_norm_(model, 1.0))
+        shardwise.TrainStep(model, mesh)(tiny_batch(model))
+        if mesh.rank == 0:  # a fault that one rank sees alone
+            model.model.layers[0].mlp.up_proj.weight.grad[0, 0] = torch.nan
+        norm = float(shardwise.clip_grad_norm_(model, math.inf))
+        with pytest.raises(RuntimeError, match="nan") as raised:
+            shardwise.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+        return without, norm, str(raised.value)
+
+
+def test_no_gradients_have_norm_zero_and_a_nan_of_one_rank_is_seen_by_all():
+    ranks = spawn(edge_cases, 2, "tp2")
+    assert all(without == 0.0 and math.isnan(norm) for without, norm, _ in ranks)
+    assert len({text for *_, text in ranks}) == 1

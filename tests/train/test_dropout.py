@@ -1,0 +1,131 @@
+"""Dropout: equal on all ranks where they compute alike, different where each works on its own part of the data."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import shardwise
+from shardwise.layers.registry import registry_of
+from shardwise.testing.spawn import spawn
+from tests.families import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+FAMILIES = {
+    "llama": {"attention_dropout": 0.3, "num_key_value_heads": 4},
+    "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.2},
+    # Drops hidden states inside attention and MLP, behind their row-split linears.
+    "starcoder2": {"attention_dropout": 0.3, "residual_dropout": 0.2, "embedding_dropout": 0.1, "num_key_value_heads": 4},
+    # Its router draws, on hidden states that all ranks hold whole.
+    "mixtral": {"attention_dropout": 0.3, "router_jitter_noise": 0.4, "num_key_value_heads": 4},
+}
+ROWS, LENGTH, HIDDEN, LOCAL_HEADS = 2, 8, 64, 2
+
+
+def record(layout, family, sequence_parallel):
+    """What this rank drew and computed in one training step."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = tiny_model(family, num_hidden_layers=2, **FAMILIES[family])
+        batch = tiny_batch(model, rows=ROWS, length=LENGTH)
+        shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+        masks = []
+        real = F.dropout
+
+        def dropout(input, p=0.5, training=True, inplace=False):
+            scale = real(torch.ones_like(input), p, training)
+            if training:
+                masks.append((tuple(input.shape), digest(scale)))
+            return input * scale
+
+        F.dropout = dropout
+        torch.manual_seed(5)
+        step = shardwise.TrainStep(model, mesh)
+        losses = [float(step(batch).loss) for _ in range(2)]
+        state = digest(torch.get_rng_state())
+        whole = {
+            name: digest(value.grad)
+            for name, value in model.named_parameters()
+            if registry_of(model).entry(name).split is None
+        }
+        torch.manual_seed(5)
+        again = float(step(batch).loss)
+        model.eval()
+        with torch.no_grad():
+            still = digest(model(**{"input_ids": batch["input_ids"]}).logits), digest(torch.get_rng_state())
+        return {"masks": masks, "losses": losses, "again": again, "state": state, "whole": whole, "still": still}
+
+
+def digest(value):
+    return hashlib.sha256(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequence_parallel):
+    first, second = spawn(record, 2, "tp2", family, sequence_parallel)
+    for name in ("losses", "again", "state", "whole", "still"):
+        assert first[name] == second[name], name
+    assert first["losses"][0] == first["again"], "the same seed drops the same"
+    assert first["losses"][0] != first["losses"][1], "every step drops anew"
+    shapes = [shape for shape, _ in first["masks"]]
+    assert shapes == [shape for shape, _ in second["masks"]]
+    attention = (ROWS, LOCAL_HEADS, LENGTH, LENGTH)
+    assert attention in shapes
+    for (shape, here), (_, there) in zip(first["masks"], second["masks"], strict=True):
+        part_of_sequence = sequence_parallel and shape == (ROWS, LENGTH // 2, HIDDEN)
+        assert (here != there) == (shape == attention or part_of_sequence), f"{shape} is dropped on the wrong stream"
+    assert len({mask for _, mask in first["masks"]}) >= len(shapes) * 2 // 3, "masks repeat"
+
+
+class Fault(Exception):
+    pass
+
+
+def fail_inside(layout):
+    """A forward that raises inside a region leaves the shared stream to the caller."""
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for sequence_parallel in (False, True):
+            model = tiny_model("gpt_neox", **FAMILIES["gpt_neox"])
+            batch = tiny_batch(model)
+            shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+            for where in ("gpt_neox.layers.0.attention.dense", "gpt_neox.layers.1.mlp.act", "gpt_neox.layers.0", "lm_head"):
+                hook = model.get_submodule(where).register_forward_pre_hook(fail)
+                torch.manual_seed(6)
+                with pytest.raises(Fault):
+                    model(**batch)
+                hook.remove()
+                torch.manual_seed(7)
+                found[where, sequence_parallel] = digest(torch.rand(4)), float(model(**batch).loss.detach())
+        return found
+
+
+def fail(module, args):
+    raise Fault
+
+
+def test_a_forward_that_raises_gives_the_stream_back():
+    first, second = spawn(fail_inside, 2, "tp2")
+    assert first == second
+    assert len({drawn for drawn, _ in first.values()}) == 1
+    for sequence_parallel in (False, True):
+        assert len({loss for (_, on), (_, loss) in first.items() if on == sequence_parallel}) == 1
+
+
+def no_dropout(layout):
+    """A model without dropout draws nothing; splitting it does not either."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = tiny_model("llama")
+        torch.manual_seed(8)
+        before = torch.get_rng_state()
+        shardwise.parallelize(model, mesh, sequence_parallel=True).train()
+        shardwise.TrainStep(model, mesh)(tiny_batch(model))
+        return torch.equal(before, torch.get_rng_state())
+
+
+def test_nothing_is_drawn_without_dropout():
+    assert spawn(no_dropout, 2, "tp2") == [True, True]
