@@ -64,6 +64,8 @@ class Mesh:
 
         Communicates: the rendezvous, and the creation of one process group for each axis larger than 1.
         """
+        if not isinstance(layout, str | MeshShape):
+            raise MeshError(f"a layout cannot be a {type(layout).__name__}", fix='use text such as "fsdp2.tp4", or a MeshShape')
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         started = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))

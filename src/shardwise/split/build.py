@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,17 +38,19 @@ def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tupl
     try:
         config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
     except (OSError, ValueError, KeyError) as error:
-        if os.path.isdir(source) and not os.path.isfile(
-            os.path.join(source, where.get("subfolder") or "", "config.json")
-        ):
-            why, fix = "the directory has no config.json", "point at a directory that save_pretrained wrote"
-        else:
-            why, fix = (
-                str(error).strip().splitlines()[0],
-                "check the path; a hub id needs a connection or a local cache",
-            )
+        why, fix = _no_config(source, where.get("subfolder") or "", error)
         raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
     return config, unused
+
+
+def _no_config(source: str | os.PathLike[str], subfolder: str, error: Exception) -> tuple[str, str]:
+    """Why there is no config to read at `source`, and what to do."""
+    directory = Path(source)
+    if directory.is_dir() and not (directory / subfolder / "config.json").is_file():
+        return "the directory has no config.json", "point at a directory that save_pretrained wrote"
+    if not directory.exists() and (directory.is_absolute() or not isinstance(source, str)):
+        return "there is no such directory", "check the path"
+    return str(error).strip().splitlines()[0], "check the path; a hub id needs a connection or a local cache"
 
 
 def build_meta_model(
