@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 import shardwise
-import shardwise.api
+import shardwise.api.building
 from shardwise.weights.index import CheckpointIndex
 
 __all__ = ["OURS", "THEIRS", "measure_load", "write_checkpoint"]
@@ -88,7 +88,7 @@ def _record_requests() -> list[CheckpointIndex]:
             super().__init__(*args)  # type: ignore[arg-type]
             opened.append(self)
 
-    shardwise.api.CheckpointIndex = Recorded  # type: ignore[misc]
+    shardwise.api.building.CheckpointIndex = Recorded  # type: ignore[misc]
     return opened
 
 

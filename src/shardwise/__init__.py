@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api import export_pretrained as export_pretrained
-    from shardwise.api import full_gradients as full_gradients
-    from shardwise.api import full_state_dict as full_state_dict
-    from shardwise.api import load as load
-    from shardwise.api import parallelize as parallelize
-    from shardwise.api import verify as verify
+    from shardwise.api.state import export_pretrained as export_pretrained
+    from shardwise.api.state import full_gradients as full_gradients
+    from shardwise.api.state import full_state_dict as full_state_dict
+    from shardwise.api.building import load as load
+    from shardwise.api.building import parallelize as parallelize
+    from shardwise.api.proving import verify as verify
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
     from shardwise.plan.spec import Plan as Plan
@@ -34,15 +34,29 @@ _HOMES = {
     "TrainStep": "train.step",
     "build_optimizer": "train.optimizer",
     "clip_grad_norm_": "train.clip",
-    "export_pretrained": "api",
-    "full_gradients": "api",
-    "full_state_dict": "api",
-    "load": "api",
-    "parallelize": "api",
-    "verify": "api",
+    "export_pretrained": "api.state",
+    "full_gradients": "api.state",
+    "full_state_dict": "api.state",
+    "load": "api.building",
+    "parallelize": "api.building",
+    "verify": "api.proving",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Mesh",
+    "MeshShape",
+    "Plan",
+    "ShardwiseError",
+    "TrainStep",
+    "build_optimizer",
+    "clip_grad_norm_",
+    "export_pretrained",
+    "full_gradients",
+    "full_state_dict",
+    "load",
+    "parallelize",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from shardwise.api import describe, load
+from shardwise.api.building import load
+from shardwise.api.proving import describe
 from shardwise.cli.config import config_error
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     found = target.find_target(arguments)
-    from shardwise.api import describe  # torch and transformers are slow to import
+    from shardwise.api.proving import describe  # torch and transformers are slow to import
 
     print(describe(found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel))
     return 0

@@ -14,7 +14,7 @@ import transformers
 from numpy.typing import NDArray
 from rich.console import Console
 
-from shardwise.api import export_pretrained
+from shardwise.api.state import export_pretrained
 from shardwise.cli.config import dump_config
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog

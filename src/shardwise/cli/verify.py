@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     found = target.find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
-    from shardwise.api import verify  # torch and transformers are slow to import
+    from shardwise.api.proving import verify  # torch and transformers are slow to import
 
     report = verify(found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel)
     print(report)

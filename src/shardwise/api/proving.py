@@ -1,0 +1,121 @@
+"""`verify` and `describe`: what a layout does to a model, proved and explained before any weight is read."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from shardwise.api.building import parallelize
+from shardwise.mesh import Mesh
+from shardwise.plan.explain import Explanation, explain
+from shardwise.plan.spec import Plan
+from shardwise.proof.parity import Measurement, measure
+from shardwise.proof.report import Report
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
+from shardwise.split.apply import decide_plan
+from shardwise.split.build import build_meta_model, read_config
+from shardwise.split.facts import read_facts
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from shardwise.train.step import TrainStep
+
+__all__ = ["describe", "verify"]
+
+
+def describe(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    layout: str | MeshShape,
+    *,
+    auto_class: Any = None,
+    plan: str | Plan | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    **options: Any,
+) -> Explanation:
+    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole and why.
+
+    Raises:
+        PlanError: the plan cannot be followed; every problem is listed.
+    """
+    shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
+    model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
+    facts = read_facts(model)
+    split_plan = decide_plan(model, facts, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
+    return explain(split_plan, facts, layout=str(shape))
+
+
+def verify(
+    source: nn.Module | str | os.PathLike[str] | PreTrainedConfig,
+    layout: str | MeshShape = "tp2",
+    *,
+    auto_class: Any = None,
+    plan: str | Plan | Mapping[str, str] = "auto",
+    sequence_parallel: bool = False,
+    timeout_seconds: float = 300.0,
+    **options: Any,
+) -> Report:
+    """Proves on the CPU that a split computes what the whole model does.
+
+    Builds a tiny twin (the same architecture, few and narrow layers), trains it whole and split over as many gloo ranks as
+    the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and after twenty the
+    copies that ranks hold of the same parameters. Starts its own ranks; call it from one process.
+
+    Args:
+        source: a model, a directory, a hub id or a config; only its architecture matters.
+        layout: as in `Mesh.open`.
+        auto_class, plan, sequence_parallel, options: as in `load`.
+
+    Returns:
+        A `Report`: `report.passed`, and `str(report)` as a table.
+
+    Raises:
+        UnsupportedError: no tiny twin of the architecture can be built.
+        PlanError: the plan cannot be followed.
+    """
+    shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    if isinstance(source, nn.Module):
+        config, auto_class = source.config, auto_class or type(source)
+    else:
+        config = source if isinstance(source, PreTrainedConfig) else read_config(source, options)[0]
+    twin = shrink_config(config, without_dropout=True)
+    request = _Proof(twin, auto_class or AutoModelForCausalLM, str(shape), plan, sequence_parallel)
+    start = time.perf_counter()
+    measurements = spawn(_prove_on_this_rank, shape.world_size, request, timeout=timeout_seconds)
+    return Report(
+        subject=f"a twin of {config.model_type}",
+        layout=f"{shape} with sequence parallelism" if sequence_parallel else str(shape),
+        measurements=tuple(measurements),
+        seconds=time.perf_counter() - start,
+    )
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What every rank of a proof is told."""
+
+    config: PreTrainedConfig
+    model_class: Any
+    layout: str
+    plan: str | Plan | Mapping[str, str]
+    sequence_parallel: bool
+
+
+def _prove_on_this_rank(proof: _Proof) -> Measurement:
+    with Mesh.open(proof.layout, device="cpu") as mesh:
+        whole = build_twin(proof.config, proof.model_class, seed=0).eval()
+        return measure(
+            whole,
+            make_batch(whole, seed=0),
+            mesh,
+            split=lambda model, mesh: parallelize(
+                model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel
+            ),
+            step=lambda model, mesh, batch: TrainStep(model, mesh)(batch).loss,
+        )

@@ -1,0 +1,81 @@
+"""What leaves a split model: whole state, whole gradients, plain Hugging Face directories."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.checkpoint.export import write_pretrained
+from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.registry import registry_of
+from shardwise.split.door import open_door
+from shardwise.train.gradients import reduce_gradients
+
+__all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """The state dict of the whole model: Hugging Face names, full CPU tensors, tied names included.
+
+    Args:
+        rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a whole tensor.
+
+    Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter.
+    """
+    registry = registry_of(model)
+    with open_door(model):
+        local = model.state_dict()
+    state: dict[str, Tensor] = {}
+    done: dict[str, Tensor | None] = {}
+    for fqn, value in local.items():
+        canonical = registry.tied.get(fqn, fqn)
+        if canonical in registry.entries:
+            if canonical not in done:
+                layout = registry.entries[canonical].layout
+                done[canonical] = canonical_tensor(value, layout, registry.mesh, rank0_only=rank0_only)
+            whole = done[canonical]
+        else:
+            whole = None if rank0_only and registry.mesh.rank else value.detach().to("cpu", copy=True)
+        if whole is not None:
+            state[fqn] = whole
+    return state
+
+
+def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """The gradients of the whole model by Hugging Face name: full CPU tensors, for parameters that have one.
+
+    Communicates: sums gradients that are still partial, then gathers as `full_state_dict` does.
+    """
+    registry = registry_of(model)
+    reduce_gradients(model)
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        whole = canonical_tensor(parameter.grad, registry.entry(name).layout, registry.mesh, rank0_only=rank0_only)
+        if whole is not None:
+            gradients[name] = whole
+    return gradients
+
+
+def export_pretrained(
+    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9, tokenizer: Any = None
+) -> None:
+    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
+
+    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from; memory is bounded by one
+    shard, on rank 0 alone. The directory appears complete or not at all.
+
+    Args:
+        directory: where to; other files in it are kept, its old weights replaced.
+        max_shard_bytes: of tensors per file.
+        tokenizer: saved beside the weights; by default that of the directory the model was loaded from, if it has one.
+
+    Raises:
+        LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
+
+    Communicates: over tp, one gather to rank 0 of each split parameter.
+    """
+    write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
