@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,8 @@ def write_checkpoint(config: LlamaConfig, directory: str, max_shard_size: str) -
     return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
 
 
-def measure_load(name: str, directory: str, warm_up_directory: str) -> dict[str, float]:
-    """Loads once, in a process that has loaded nothing but a tiny model before: imports are not what is measured.
+def measure_load(name: str, directory: str) -> dict[str, float]:
+    """Loads once, as the first thing a rank does after its imports and the rendezvous.
 
     Returns:
         seconds; bytes owned (of parameters), of the largest of them, requested of the checkpoint (0 where only the
@@ -50,18 +51,14 @@ def measure_load(name: str, directory: str, warm_up_directory: str) -> dict[str,
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     requested = _record_requests()
-    with shardwise.Mesh.open("tp2", device="cpu") as mesh:
-        load = _loaders(mesh)[name]
-        load(warm_up_directory)
-        gc.collect()
-        requested.clear()
-        dist.barrier()
-        with _AnonymousMemory() as memory:
-            start = time.perf_counter()
-            model = load(directory)
-            seconds = time.perf_counter() - start
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        dist.barrier()
+    dist.init_process_group("gloo")
+    dist.barrier()
+    gc.collect()
+    with _AnonymousMemory() as memory:
+        start = time.perf_counter()
+        model = _LOADERS[name](directory)
+        seconds = time.perf_counter() - start
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return {
         "seconds": seconds,
         "owned_bytes": sum(part.nbytes for part in parts),
@@ -71,24 +68,28 @@ def measure_load(name: str, directory: str, warm_up_directory: str) -> dict[str,
     }
 
 
-def _loaders(mesh: shardwise.Mesh) -> dict[str, Callable[[str], nn.Module]]:
-    tp = DistributedConfig(tp_size=mesh.size("tp"))
-    return {
-        OURS: lambda directory: shardwise.load(directory, mesh),
-        THEIRS: lambda directory: AutoModelForCausalLM.from_pretrained(directory, distributed_config=tp),
-    }
+def _load_ours(directory: str) -> nn.Module:
+    return shardwise.load(directory, shardwise.Mesh.open("tp2", device="cpu"))
+
+
+def _load_theirs(directory: str) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(tp_size=2))
+    return model
+
+
+_LOADERS: dict[str, Callable[[str], nn.Module]] = {OURS: _load_ours, THEIRS: _load_theirs}
 
 
 def _record_requests() -> list[CheckpointIndex]:
     """The indexes that `shardwise.load` opens from now on; each counts the bytes asked of it."""
     opened: list[CheckpointIndex] = []
+    build = CheckpointIndex.__init__
 
-    class Recorded(CheckpointIndex):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
-            opened.append(self)
+    def build_and_record(self: CheckpointIndex, *args: Any) -> None:
+        build(self, *args)
+        opened.append(self)
 
-    shardwise.api.building.CheckpointIndex = Recorded  # type: ignore[misc]
+    CheckpointIndex.__init__ = build_and_record  # type: ignore[method-assign]
     return opened
 
 

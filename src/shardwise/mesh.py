@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from types import TracebackType
@@ -65,7 +66,9 @@ class Mesh:
         Communicates: the rendezvous, and the creation of one process group for each axis larger than 1.
         """
         if not isinstance(layout, str | MeshShape):
-            raise MeshError(f"a layout cannot be a {type(layout).__name__}", fix='use text such as "fsdp2.tp4", or a MeshShape')
+            raise MeshError(
+                f"a layout cannot be a {type(layout).__name__}", fix='use text such as "fsdp2.tp4", or a MeshShape'
+            )
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         started = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
@@ -147,12 +150,13 @@ class Mesh:
         return self._groups[ranks]
 
     def close(self) -> None:
-        """Ends the process groups if this mesh started them. Safe to call twice."""
+        """Lets go of the groups. Safe to call twice.
+
+        What `open` started stays for the next mesh of the job and ends with the process: torch cannot meet a second time
+        through one launcher's store.
+        """
         self._groups.clear()
         self._device_mesh = None
-        if self._owns_processes and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_processes = False
 
     def __enter__(self) -> Mesh:
         return self
@@ -161,6 +165,8 @@ class Mesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if error is not None and self._owns_processes:
+            _end_processes()  # others may wait for this rank in a collective: now they hear of it
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} of {self.shape.world_size}, {self.device})"
@@ -199,3 +205,9 @@ def _start_processes(device: torch.device, backend: str | None, timeout_seconds:
         timeout=datetime.timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )
+    atexit.register(_end_processes)
+
+
+def _end_processes() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

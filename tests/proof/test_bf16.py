@@ -29,7 +29,9 @@ def compute(model, batch, embeds):
 
 
 def errors(found, truth):
-    return {name: float((found[name] - want).norm() / want.norm()) for name, want in truth.items() if float(want.norm())}
+    return {
+        name: float((found[name] - want).norm() / want.norm()) for name, want in truth.items() if float(want.norm())
+    }
 
 
 def bf16_cases(layout):

@@ -65,7 +65,9 @@ def digest(state):
     found = hashlib.sha256()
     for name in sorted(state):
         value = state[name].detach().contiguous()
-        found.update(f"{name} {value.dtype} {list(value.shape)} ".encode() + value.view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            f"{name} {value.dtype} {list(value.shape)} ".encode() + value.view(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 
@@ -88,7 +90,13 @@ def load_all(layout, directory):
                 "state": digest(shardwise.full_state_dict(model)),
                 "float32": digest(shardwise.full_state_dict(converted)),
                 "config": model.config.to_dict(),
-                "class": (type(model).__name__, model.training, model.dtype, converted.dtype, model.config.model_type == family),
+                "class": (
+                    type(model).__name__,
+                    model.training,
+                    model.dtype,
+                    converted.dtype,
+                    model.config.model_type == family,
+                ),
                 "logits": logits.float(),
                 "generation": model.generation_config.to_dict(),
             }
@@ -131,7 +139,13 @@ def load_with_head(layout, directory):
         state = shardwise.full_state_dict(model)
         batch = {"input_ids": torch.arange(12).view(2, 6) + 3, "labels": torch.tensor([0, 2])}
         result = shardwise.TrainStep(model, mesh)(batch)
-        return digest(state), digest({"score": model.score.weight}), state["score.weight"].std().item(), log, float(result.loss)
+        return (
+            digest(state),
+            digest({"score": model.score.weight}),
+            state["score.weight"].std().item(),
+            log,
+            float(result.loss),
+        )
 
 
 def test_a_base_model_checkpoint_loads_into_a_task_head_alike_for_every_layout(tmp_path):
@@ -182,7 +196,12 @@ def initialise_all(layout):
     with shardwise.Mesh.open(layout) as mesh:
         found = {}
         for family in RANDOM:
-            values = {**COMMON, **FAMILIES[family], "num_hidden_layers": 1, "tie_word_embeddings": family == "gemma3_text"}
+            values = {
+                **COMMON,
+                **FAMILIES[family],
+                "num_hidden_layers": 1,
+                "tie_word_embeddings": family == "gemma3_text",
+            }
             config = transformers.AutoConfig.for_model(family, **values)
             before = config.to_dict()
             torch.manual_seed(mesh.rank)  # must not matter

@@ -1,4 +1,4 @@
-"""Shapes that break others: heads, vocabularies, sequence lengths, padding, masked labels, inputs given as embeddings."""
+"""Shapes that break others: heads, vocabularies, sequence lengths, padding, masked labels, embedded inputs."""
 
 from __future__ import annotations
 
@@ -88,10 +88,18 @@ def vocabularies(layout, directory):
         found = {}
         for size in (99, 257, 3):
             for tied in (False, True):
-                whole = tiny_model("llama", vocab_size=size, tied=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None)
-                batch = tiny_batch(whole) if size > 3 else {name: value % 3 for name, value in tiny_batch(tiny_model("llama")).items()}
+                whole = tiny_model(
+                    "llama", vocab_size=size, tied=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None
+                )
+                batch = (
+                    tiny_batch(whole)
+                    if size > 3
+                    else {name: value % 3 for name, value in tiny_batch(tiny_model("llama")).items()}
+                )
                 found |= compare(f"vocabulary {size} tied={tied}", whole, batch, mesh)
-                found[f"vocabulary {size} tied={tied} leaves"] = true_sizes(whole, mesh, directory / f"{size}{tied}", size)
+                found[f"vocabulary {size} tied={tied} leaves"] = true_sizes(
+                    whole, mesh, directory / f"{size}{tied}", size
+                )
         return found
 
 

@@ -38,7 +38,12 @@ def clip_cases(layout):
 def compare_norms(whole, split, batch):
     found = {}
     for order in ORDERS:
-        for max_norm, select in ((0.1, whole_model), (0.1, every_parameter), (1e6, every_parameter), (math.inf, whole_model)):
+        for max_norm, select in (
+            (0.1, whole_model),
+            (0.1, every_parameter),
+            (1e6, every_parameter),
+            (math.inf, whole_model),
+        ):
             name = f"p={order} max_norm={max_norm} {select.__name__}"
             found[name] = compare_one(whole, split, batch, select, max_norm=max_norm, order=order)
     for select in (some_parameters, one_parameter):
@@ -55,7 +60,9 @@ def every_parameter(model):
 
 
 def some_parameters(model):
-    return (value for name, value in model.named_parameters() if "qkv_proj" in name or "k_proj" in name or "norm" in name)
+    return (
+        value for name, value in model.named_parameters() if "qkv_proj" in name or "k_proj" in name or "norm" in name
+    )
 
 
 def one_parameter(model):

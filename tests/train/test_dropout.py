@@ -19,7 +19,12 @@ FAMILIES = {
     "llama": {"attention_dropout": 0.3, "num_key_value_heads": 4},
     "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.2},
     # Drops hidden states inside attention and MLP, behind their row-split linears.
-    "starcoder2": {"attention_dropout": 0.3, "residual_dropout": 0.2, "embedding_dropout": 0.1, "num_key_value_heads": 4},
+    "starcoder2": {
+        "attention_dropout": 0.3,
+        "residual_dropout": 0.2,
+        "embedding_dropout": 0.1,
+        "num_key_value_heads": 4,
+    },
     # Its router draws, on hidden states that all ranks hold whole.
     "mixtral": {"attention_dropout": 0.3, "router_jitter_noise": 0.4, "num_key_value_heads": 4},
 }
@@ -35,11 +40,11 @@ def record(layout, family, sequence_parallel):
         masks = []
         real = F.dropout
 
-        def dropout(input, p=0.5, training=True, inplace=False):
-            scale = real(torch.ones_like(input), p, training)
+        def dropout(x, p=0.5, training=True, inplace=False):
+            scale = real(torch.ones_like(x), p, training)
             if training:
-                masks.append((tuple(input.shape), digest(scale)))
-            return input * scale
+                masks.append((tuple(x.shape), digest(scale)))
+            return x * scale
 
         F.dropout = dropout
         torch.manual_seed(5)
@@ -55,7 +60,7 @@ def record(layout, family, sequence_parallel):
         again = float(step(batch).loss)
         model.eval()
         with torch.no_grad():
-            still = digest(model(**{"input_ids": batch["input_ids"]}).logits), digest(torch.get_rng_state())
+            still = digest(model(input_ids=batch["input_ids"]).logits), digest(torch.get_rng_state())
         return {"masks": masks, "losses": losses, "again": again, "state": state, "whole": whole, "still": still}
 
 
@@ -81,7 +86,7 @@ def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequen
     assert len({mask for _, mask in first["masks"]}) >= len(shapes) * 2 // 3, "masks repeat"
 
 
-class Fault(Exception):
+class FaultError(Exception):
     pass
 
 
@@ -93,10 +98,15 @@ def fail_inside(layout):
             model = tiny_model("gpt_neox", **FAMILIES["gpt_neox"])
             batch = tiny_batch(model)
             shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
-            for where in ("gpt_neox.layers.0.attention.dense", "gpt_neox.layers.1.mlp.act", "gpt_neox.layers.0", "lm_head"):
+            for where in (
+                "gpt_neox.layers.0.attention.dense",
+                "gpt_neox.layers.1.mlp.act",
+                "gpt_neox.layers.0",
+                "lm_head",
+            ):
                 hook = model.get_submodule(where).register_forward_pre_hook(fail)
                 torch.manual_seed(6)
-                with pytest.raises(Fault):
+                with pytest.raises(FaultError):
                     model(**batch)
                 hook.remove()
                 torch.manual_seed(7)
@@ -105,7 +115,7 @@ def fail_inside(layout):
 
 
 def fail(module, args):
-    raise Fault
+    raise FaultError
 
 
 def test_a_forward_that_raises_gives_the_stream_back():

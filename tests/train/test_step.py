@@ -129,7 +129,10 @@ def optimizers(whole, split, mesh):
     batch = uneven_batch(whole)
     found = {}
     start = copy.deepcopy(whole.state_dict())
-    for kind, options in ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6})):
+    for kind, options in (
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6}),
+    ):
         split.load_state_dict(start)
         reference = copy.deepcopy(whole)
         theirs, ours = kind(reference.parameters(), **options), shardwise.build_optimizer(split, kind, **options)
@@ -141,7 +144,9 @@ def optimizers(whole, split, mesh):
         state = shardwise.full_state_dict(split)
         split.load_state_dict(start)
         found[kind.__name__] = [
-            problem for name, value in reference.state_dict().items() for problem in differing(name, state[name], value, 2e-5)
+            problem
+            for name, value in reference.state_dict().items()
+            for problem in differing(name, state[name], value, 2e-5)
         ]
     return found
 

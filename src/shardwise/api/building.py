@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.api.planning import plan_for
 from shardwise.comm.agree import failing_together
 from shardwise.errors import ConfigError
 from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
 from shardwise.plan.spec import Plan
-from shardwise.split.apply import apply_layout
+from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
@@ -94,7 +95,11 @@ def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Reg
     with index or nullcontext():
         dtype = _as_dtype(request.dtype) or config.dtype or (_stored_dtype(index) if index is not None else None)
         model = build_meta_model(config, request.auto_class, dtype=dtype, options=options)
-        registry = apply_layout(model, mesh, plan=request.plan, sequence_parallel=request.sequence_parallel)
+        check_axes(mesh)
+        rules = plan_for(
+            model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel
+        )
+        registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
         if index is not None:
             load_weights(model, registry, index, dtype=dtype, **reading)
             model.config.name_or_path = model.name_or_path = os.fspath(request.source)  # type: ignore[arg-type]
@@ -143,7 +148,9 @@ def parallelize(
 
     Communicates: nothing (the first use of replicated key/value heads creates their groups).
     """
-    registry = apply_layout(model, mesh, plan=plan, sequence_parallel=sequence_parallel)
+    check_axes(mesh)
+    rules = plan_for(model, plan, tp_size=mesh.size("tp"), sequence_parallel=sequence_parallel)
+    registry = apply_layout(model, mesh, rules, sequence_parallel=sequence_parallel)
     if dtype is not None:
         model.to(dtype)
     if not any(parameter.is_meta for parameter in model.parameters()):

@@ -13,13 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shardwise.api.building import parallelize
+from shardwise.api.planning import plan_for
 from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
+from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import Measurement, measure
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, shrink_config
-from shardwise.split.apply import decide_plan
 from shardwise.split.build import build_meta_model, read_config
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
@@ -47,7 +48,8 @@ def describe(
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     facts = read_facts(model)
-    split_plan = decide_plan(model, facts, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
+    rules = plan_for(model, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
+    split_plan = resolve(rules, facts, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
     return explain(split_plan, facts, layout=str(shape))
 
 

@@ -25,8 +25,8 @@ class SplitContext:
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
         sequence_parallel: whether hidden states between blocks are split along the sequence.
-        sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded to
-            equal lengths, and the padding is cut off inside every region.
+        sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded
+            to equal lengths, and the padding is cut off inside every region.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
         in_stack: whether the forward under way is inside a layer stack whose hidden states are split in the sequence.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry

@@ -4,9 +4,9 @@ See [Note: partial inside] in `shardwise.plan.regions`. With sequence parallelis
 all-gather and reduce-scatter, and everything between regions works on a part of the sequence.
 
 # [Note: sequence lengths]
-Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest. Every
-region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is set
-where the layer stack is entered; microbatches of one step share it.
+Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
+Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
+set where the layer stack is entered; microbatches of one step share it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from shardwise.comm.collectives import (
 from shardwise.layers.context import SplitContext
 
 __all__ = ["enter_region", "install_region", "install_stack", "leave_region"]
+
+_Change = Callable[[Tensor], Tensor]
 
 
 def enter_region(x: Tensor, context: SplitContext) -> Tensor:
@@ -61,8 +63,11 @@ def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
-        enter_one = _enter_copied if jitters else _enter_input
-        args, kwargs = _map_inputs(args, kwargs, lambda x, hidden: enter_one(x, hidden, context))
+
+        def on_hidden(x: Tensor) -> Tensor:
+            return enter_region(x, context).clone() if jitters else enter_region(x, context)
+
+        args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
         if edge == "output":  # a mixture of experts: its router draws for all ranks alike
             context.draw_shared()
         else:
@@ -97,7 +102,7 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        inputs = _map_inputs(args, kwargs, lambda x, hidden: _split_sequence(x, context) if hidden else x)
+        inputs = _map_inputs(args, kwargs, lambda x: _split_sequence(x, context), lambda x: x)
         context.in_stack = True
         context.draw_own(module)
         return inputs
@@ -129,18 +134,10 @@ def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) ->
     return _cut(whole, 1, context.sequence_length)
 
 
-def _enter_input(x: Tensor, hidden: bool, context: SplitContext) -> Tensor:
-    return enter_region(x, context) if hidden else copy_to_region(x, context.group)
-
-
-def _enter_copied(x: Tensor, hidden: bool, context: SplitContext) -> Tensor:
-    return _enter_input(x, hidden, context).clone()
-
-
 def _map_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor, bool], Tensor]
+    args: tuple[Any, ...], kwargs: dict[str, Any], on_hidden: _Change, on_other: _Change
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Applies `change(tensor, is_hidden_states)` to the floating-point tensors among a module's inputs.
+    """Changes a module's hidden states, and the other floating-point tensors among its inputs.
 
     The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
     """
@@ -151,15 +148,15 @@ def _map_inputs(
         nonlocal seen
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        hidden, seen = not seen, True
-        return change(value, hidden)
+        change, seen = (on_other if seen else on_hidden), True
+        return change(value)
 
-    new_kwargs = {name: change(kwargs[name], True) for name in first}
+    new_kwargs = {name: on_hidden(kwargs[name]) for name in first}
     new_args = tuple(changed(value) for value in args)
     return new_args, {name: new_kwargs[name] if name in first else changed(value) for name, value in kwargs.items()}
 
 
-def _map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_first(output: Any, change: _Change) -> Any:
     """Applies `change` to a module's output, or to the first element of it where it is a tuple."""
     if isinstance(output, Tensor):
         return change(output)

@@ -1,7 +1,7 @@
 """What the parameters of a split model are: the one place that knows, kept per model.
 
-Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients, checkpoints,
-clipping) looks here for how local and canonical tensors map to each other, and who owns what.
+Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients,
+checkpoints, clipping) looks here for how local and canonical tensors map to each other, and who owns what.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout
@@ -127,7 +127,7 @@ def carry_entry(parameter: nn.Parameter, entry: ParameterEntry) -> None:
 
 
 def share_out(parameter: Tensor, entry: ParameterEntry) -> None:
-    """Makes a gradient that was summed already this rank's share of it, so that more can be added and summed with it."""
+    """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
     gradient = parameter.grad
     if gradient is None or not entry.needs_sum or entry.fqn in entry.registry.unsummed:
         return
@@ -143,12 +143,12 @@ def registry_of(model: nn.Module) -> Registry:
     """The registry of a model that Shardwise has split, also through wrappers such as PEFT's.
 
     Raises:
-        ShardwiseError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
     """
     for module in model.modules():
         if _ATTRIBUTE in module.__dict__:
             return module.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
-    raise ShardwiseError(
+    raise LayoutError(
         f"{type(model).__name__} is not a model that Shardwise has split",
         fix="pass it through shardwise.parallelize(model, mesh) first, or load it with shardwise.load",
     )

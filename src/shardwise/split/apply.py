@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.registry import Registry, attach_registry, is_split
 from shardwise.mesh import Mesh
-from shardwise.plan.resolve import SplitPlan, resolve
+from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
 from shardwise.split.door import guard_door
 from shardwise.split.facts import read_facts
-from shardwise.split.plans import choose_plan
 from shardwise.split.sequence import apply_sequence_parallelism, is_direct
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
 
-__all__ = ["apply_layout", "decide_plan"]
+__all__ = ["apply_layout", "check_axes"]
 
 
-def apply_layout(
-    model: nn.Module, mesh: Mesh, *, plan: str | Plan | Mapping[str, str] = "auto", sequence_parallel: bool = False
-) -> Registry:
-    """Splits `model` (real or meta) over `mesh` in place; parameter names stay.
+def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel: bool = False) -> Registry:
+    """Splits `model` (real or meta) over `mesh` in place by `rules`; parameter names stay.
 
     Every rank decides the same from the same shapes, before anything is communicated or changed.
 
@@ -33,12 +27,12 @@ def apply_layout(
         PlanError: the plan cannot be followed; lists every problem.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
-    _check_axes(mesh)
+    check_axes(mesh)
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
     facts = read_facts(model)
     tp_size = mesh.size("tp")
-    split_plan = decide_plan(model, facts, plan, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    split_plan = resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
 
     context = SplitContext(
         group=mesh.group("tp"),
@@ -58,20 +52,8 @@ def apply_layout(
     return registry
 
 
-def decide_plan(
-    model: nn.Module,
-    facts: ModelFacts,
-    plan: str | Plan | Mapping[str, str],
-    *,
-    tp_size: int,
-    sequence_parallel: bool = False,
-) -> SplitPlan:
-    """What happens to every parameter and module of `model`; its values are not looked at."""
-    rules = choose_plan(model, facts, plan) if tp_size > 1 or plan != "auto" else Plan(())
-    return resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-
-
-def _check_axes(mesh: Mesh) -> None:
+def check_axes(mesh: Mesh) -> None:
+    """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
     waiting = {axis: mesh.size(axis) for axis in ("pp", "ddp", "fsdp", "cp") if mesh.size(axis) > 1}
     if waiting:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.registry import Registry, registry_of
 
@@ -25,9 +25,9 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
         return
     context, name, tp_size = registry.context, type(model).__name__, registry.plan.tp_size
 
-    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    def refuse(module: nn.Module, prefix: str, keep_vars: Any) -> None:
         if not context.door_open:
-            raise ShardwiseError(
+            raise UnsupportedError(
                 f"state_dict() of a {name} that is split over tp={tp_size}",
                 why="this rank holds parts of its parameters, which would pass for whole ones",
                 fix="use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save",
@@ -66,7 +66,7 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> N
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ShardwiseError(
+    raise UnsupportedError(
         "resize_token_embeddings on a split model",
         why="the vocabulary is divided among ranks already",
         fix="resize the whole model before shardwise.parallelize, or export and load it again",

@@ -12,42 +12,39 @@ from shardwise.plan.hf import plan_from_transformers
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["choose_plan"]
+__all__ = ["AUTOMATIC", "declared_plan", "read_request", "vocabulary_plan"]
+
+AUTOMATIC = ("auto", "declared", "derived")
 
 _FAMILIES: dict[str, Plan] = {**fused.CORRECTIONS, **latent.CORRECTIONS}
 
 
-def choose_plan(model: nn.Module, facts: ModelFacts, plan: str | Plan | Mapping[str, str]) -> Plan:
-    """The rules for `model`, later ones over earlier ones.
-
-    Args:
-        plan: "auto", or rules to put on top of the automatic ones: a `Plan` or a dictionary of pattern to style.
+def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
+    """What a user asks for: which automatic plan ("auto", "declared" or "derived"), and the rules on top of it.
 
     Raises:
-        PlanError: the model declares no plan and the user gives none, or `plan` is none of the above.
+        PlanError: it is none of the names, no dictionary of rules and no `Plan`.
     """
-    if isinstance(plan, str) and plan != "auto":
-        raise PlanError(
-            f"unknown plan {plan!r}{did_you_mean(plan, ['auto'])}", fix='use "auto", a dict of rules or a Plan'
-        )
-    if not isinstance(plan, str | Plan | Mapping):
-        raise PlanError(f"a plan cannot be a {type(plan).__name__}", fix='use "auto", a dict of rules or a Plan')
-    vocabulary = _vocabulary_plan(facts)
+    if isinstance(plan, Plan):
+        return "auto", plan
+    if isinstance(plan, Mapping):
+        return "auto", Plan.of(plan)
+    if plan in AUTOMATIC:
+        return plan, Plan(())
+    what = f"unknown plan {plan!r}{did_you_mean(plan, AUTOMATIC)}" if isinstance(plan, str) else None
+    raise PlanError(
+        what or f"a plan cannot be a {type(plan).__name__}",
+        fix='use "auto", "declared", "derived", a dict of rules such as {"**.q_proj": "colwise"}, or a Plan',
+    )
+
+
+def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
+    """What transformers declares for the model, with the family's corrections; empty where it declares nothing."""
     declared = plan_from_transformers(getattr(model, "_tp_plan", None) or {})
-    declared |= _FAMILIES.get(facts.model_type, Plan(()))
-    automatic = vocabulary | declared
-    if isinstance(plan, str):
-        if not declared.rules:
-            raise PlanError(
-                f"no tensor-parallel plan is known for {type(model).__name__} (model type {facts.model_type!r})",
-                why="transformers declares none for it",
-                fix='give one, such as plan={"**.q_proj": "colwise", "**.o_proj": "rowwise"}',
-            )
-        return automatic
-    return automatic | (plan if isinstance(plan, Plan) else Plan.of(plan))
+    return declared | _FAMILIES.get(facts.model_type, Plan(()))
 
 
-def _vocabulary_plan(facts: ModelFacts) -> Plan:
+def vocabulary_plan(facts: ModelFacts) -> Plan:
     """Input and output embeddings split by vocabulary: the largest single weights, and transformers' plans often forget one."""
     reason = "embeddings split by vocabulary, of any size"
     rules = []

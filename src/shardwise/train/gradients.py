@@ -5,8 +5,8 @@ Hooks on parameters fire too early under accumulation and never under some pipel
 while backward runs (a hook only notes that a gradient comes in). Afterwards one collective sums all partial gradients
 together, and one more each group of gradients of replicated key/value heads. Whoever reads gradients
 (`full_gradients`, `clip_grad_norm_`, an optimizer from `build_optimizer`) makes sure first that the phase has run, so
-a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out among the ranks that summed it,
-so the next sum restores it: gradients may be read and accumulated in any order.
+a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out among the
+ranks that summed it, so the next sum restores it: gradients may be read and accumulated in any order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["begin_step", "reduce_gradients", "sum_gradients"]
 def reduce_gradients(model: nn.Module) -> None:
     """Sums over tp the gradients that are still partial: of whole parameters inside regions, of shared heads.
 
-    A gradient that was summed already is left alone, so calling twice does no harm. Every rank of the mesh must call it.
+    A gradient that was summed already is left alone, so calling twice does no harm. Every rank of the mesh must call.
 
     Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of ranks
     that share key/value heads.

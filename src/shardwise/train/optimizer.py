@@ -27,7 +27,7 @@ def build_optimizer(
 
     Raises:
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
-        ShardwiseError: the model is not split by Shardwise.
+        LayoutError: the model is not split by Shardwise.
 
     Communicates: nothing itself; `step` first sums gradients that are still partial (see [Note: one gradient phase]).
     """

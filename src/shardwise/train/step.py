@@ -46,7 +46,7 @@ class TrainStep:
 
     Raises:
         BatchError: `num_microbatches` is no positive integer.
-        ShardwiseError: the model is not split by Shardwise.
+        LayoutError: the model is not split by Shardwise.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, num_microbatches: int = 1) -> None:

@@ -140,6 +140,7 @@ class _Collected:
         self._by_pattern = {
             pattern: converter for converter in self._converters for pattern in converter.source_patterns
         }
+        self._plain: dict[str, LazyTensor] = {}
         self._pending: dict[str, Any] = {}
         self.tensors: dict[str, LazyTensor] = {}
         self.missing: set[str] = set(shapes)
@@ -153,10 +154,12 @@ class _Collected:
         if name not in self._shapes and key in self._shapes:
             name, pattern = self._rename(key, [], [])
         if name in self._shapes:
+            if pattern is None or name in self._plain:  # most only have a name to find; the first key that does has it
+                self._plain.setdefault(name, tensor)
+                return
             if name not in self._pending:  # every target has a converter of its own, which several keys may feed
-                fresh = deepcopy(self._by_pattern[pattern]) if pattern is not None else WeightRenaming(key, name)
-                self._pending[name] = fresh
-            self._pending[name].add_tensor(name, key, pattern or key, tensor)
+                self._pending[name] = deepcopy(self._by_pattern[pattern])
+            self._pending[name].add_tensor(name, key, pattern, tensor)
         elif pattern is not None:
             targets = self._by_pattern[pattern].target_patterns
             self.unexpected.update(name.replace(targets[0], target) for target in targets)
@@ -169,6 +172,8 @@ class _Collected:
     def convert(self) -> None:
         """Run the conversions. One that fails is recorded, and what it should have made stays missing."""
         info = SimpleNamespace(missing_keys=self.missing, conversion_errors=self.conversion_errors)
+        for name, tensor in self._plain.items():
+            self._take(name, tensor)
         for name, transform in self._pending.items():
             try:
                 made = transform.convert(name, model=self._canonical, config=self._model.config, loading_info=info)

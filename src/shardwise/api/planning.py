@@ -1,0 +1,120 @@
+"""Which plan a model gets: declared and proved, or derived from its structure and tried on simulated ranks.
+
+The user's rules lie on top of an automatic plan. For families that the test suite proves this is what transformers
+declares, corrected by us. Any other architecture is examined once: a twin of it is built, what transformers declares is tried,
+what the structure implies is derived and tried, and the plan that passes and splits most is kept, on disk too, for
+this version of transformers and of Shardwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.api.deriving import derive_plan
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.plan.families.proved import PROVED
+from shardwise.plan.spec import Plan
+from shardwise.split.facts import read_facts
+from shardwise.split.plans import declared_plan, read_request, vocabulary_plan
+
+__all__ = ["plan_for"]
+
+logger = logging.getLogger("shardwise.plan")
+
+_FORMAT = 1
+_VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
+
+
+def plan_for(
+    model: nn.Module, plan: str | Plan | Mapping[str, str], *, tp_size: int, sequence_parallel: bool = False
+) -> Plan:
+    """All rules for `model`, later ones over earlier ones.
+
+    Args:
+        plan: "auto" as above; "declared" takes what transformers declares, untried; "derived" derives anew; or rules on top
+            of the automatic ones.
+
+    Raises:
+        PlanError: nothing is declared, nothing can be derived, and the user gives no rules.
+    """
+    kind, own = read_request(plan)
+    if tp_size == 1:
+        return own
+    facts = read_facts(model)
+    vocabulary, declared = vocabulary_plan(facts), declared_plan(model, facts)
+    if kind == "declared" or (kind == "auto" and facts.model_type in PROVED and declared.rules):
+        if not declared.rules and not own.rules:
+            raise _unknown(model, "transformers declares none for it")
+        return vocabulary | declared | own
+    try:
+        automatic = _examined(model, vocabulary | declared, tp_size, sequence_parallel, anew=kind == "derived")
+    except ShardwiseError as error:
+        if not own.rules:
+            raise _unknown(model, str(error)) from error
+        automatic = vocabulary | declared
+    return automatic | own
+
+
+def _unknown(model: nn.Module, why: str) -> PlanError:
+    return PlanError(
+        f"no tensor-parallel plan is known for {type(model).__name__}",
+        why=why,
+        fix='give rules, such as plan={"**.q_proj": "colwise", "**.o_proj": "rowwise"}; see shardwise.plan.spec.STYLES',
+    )
+
+
+def _examined(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool, *, anew: bool) -> Plan:  # noqa: FBT001
+    path = _cache_path(model, declared, tp_size, sequence_parallel)
+    if path is not None and not anew and path.is_file():
+        try:
+            return Plan.from_json(json.loads(path.read_text()))
+        except (ValueError, OSError):
+            logger.warning("ignoring the damaged plan at %s", path)
+    derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    if path is not None:
+        _keep(path, derived)
+    return derived
+
+
+def _cache_path(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool) -> Path | None:  # noqa: FBT001
+    """Where the plan of this architecture at this size is kept; None for classes that have no lasting name."""
+    if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
+        return None
+    from shardwise import __version__
+
+    config: dict[str, Any] = model.config.to_dict()
+    described = {
+        "format": _FORMAT,
+        "class": type(model).__qualname__,
+        "config": {name: value for name, value in config.items() if name not in _VOLATILE},
+        "declared": str(declared),
+        "tp_size": tp_size,
+        "sequence_parallel": sequence_parallel,
+        "versions": [__version__, transformers.__version__, torch.__version__],
+    }
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
+    return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"
+
+
+def _keep(path: Path, plan: Plan) -> None:
+    """Writes the plan beside the hub's cache; where that cannot be written, it is derived again next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        partial.write_text(json.dumps(plan.to_json(), indent=1))
+        os.replace(partial, path)
+    except OSError as error:
+        logger.info("cannot keep the derived plan: %s", error)

@@ -1,0 +1,110 @@
+"""Trying a split: a twin is trained on simulated ranks and held against the whole one, in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.simulated import SimulatedGroup, run_ranks
+from shardwise.errors import ShardwiseError
+from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.registry import registry_of
+from shardwise.plan.spec import Plan
+from shardwise.proof.simulate import SimulatedMesh
+from shardwise.split.apply import apply_layout
+from shardwise.train.gradients import reduce_gradients
+
+__all__ = ["Trial", "Verdict"]
+
+_LOSS = 1e-4
+_GRADIENT = 1e-3
+_GRADIENT_FLOOR = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What trying a plan showed.
+
+    Attributes:
+        passed: whether loss and every gradient are the whole model's.
+        reason: why not.
+    """
+
+    passed: bool
+    reason: str = ""
+
+
+class Trial:
+    """A twin, its batch, and what the whole of it computes.
+
+    Args:
+        build: makes the twin; called for every rank, because modules may keep what they computed.
+        batch: its inputs with labels.
+        parts: number of simulated ranks.
+    """
+
+    def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
+        self.build, self.batch, self.parts = build, batch, parts
+        whole = build()
+        loss = whole(**self.inputs()).loss
+        loss.backward()
+        self.loss = float(loss.detach())
+        self.gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+
+    def inputs(self) -> dict[str, Any]:
+        """The batch anew: some models write into what they are given."""
+        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.batch.items()}
+
+    def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
+        """Trains the twin one step, split by `plan`, and compares."""
+
+        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor]]:
+            model = self.build()
+            apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
+            loss = model(**self.inputs()).loss
+            loss.backward()
+            reduce_gradients(model)
+            return float(loss.detach()), _whole_gradients(model)
+
+        try:
+            results = run_ranks(rank, self.parts)
+        except ShardwiseError as error:
+            return Verdict(passed=False, reason=str(error).splitlines()[0])
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
+            return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:200]}")
+        for loss, gradients in results:
+            reason = self._difference(loss, gradients)
+            if reason:
+                return Verdict(passed=False, reason=reason)
+        return Verdict(passed=True)
+
+    def _difference(self, loss: float, gradients: Mapping[str, Tensor]) -> str:
+        if not abs(loss - self.loss) <= _LOSS:
+            return f"loss {loss:.6f} instead of {self.loss:.6f}"
+        for name, expected in self.gradients.items():
+            error = float((gradients[name] - expected).abs().max()) if expected.numel() else 0.0
+            allowed = _GRADIENT * float(expected.abs().max()) + _GRADIENT_FLOOR if expected.numel() else 0.0
+            if not error <= allowed:
+                return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
+        return ""
+
+
+def _whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    registry = registry_of(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        whole = canonical_tensor(gradient, registry.entry(name).layout, registry.mesh)
+        assert whole is not None
+        found[name] = whole
+    return found
+
+
+def copied(model: nn.Module) -> Callable[[], nn.Module]:
+    """Builds copies of a model that has not run yet."""
+    return lambda: copy.deepcopy(model)
