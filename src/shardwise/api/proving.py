@@ -18,7 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.proof.parity import Measurement, measure
+from shardwise.proof.parity import Measurement, Tolerance, measure
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, shrink_config
 from shardwise.split.build import build_meta_model, read_config
@@ -27,7 +27,7 @@ from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.step import TrainStep
 
-__all__ = ["describe", "verify"]
+__all__ = ["Proof", "describe", "verify"]
 
 
 def describe(
@@ -87,37 +87,48 @@ def verify(
     else:
         config = source if isinstance(source, PreTrainedConfig) else read_config(source, options)[0]
     twin = shrink_config(config, without_dropout=True)
-    request = _Proof(twin, auto_class or AutoModelForCausalLM, str(shape), plan, sequence_parallel)
-    start = time.perf_counter()
-    measurements = spawn(_prove_on_this_rank, shape.world_size, request, timeout=timeout_seconds)
-    return Report(
-        subject=f"a twin of {config.model_type}",
-        layout=f"{shape} with sequence parallelism" if sequence_parallel else str(shape),
-        measurements=tuple(measurements),
-        seconds=time.perf_counter() - start,
-    )
+    proof = Proof(twin, auto_class or AutoModelForCausalLM, str(shape), plan, sequence_parallel)
+    return proof.run(f"a twin of {config.model_type}", timeout_seconds=timeout_seconds)
 
 
 @dataclass(frozen=True)
-class _Proof:
-    """What every rank of a proof is told."""
+class Proof:
+    """A proof to be run: what every rank of it is told."""
 
     config: PreTrainedConfig
     model_class: Any
     layout: str
-    plan: str | Plan | Mapping[str, str]
-    sequence_parallel: bool
+    plan: str | Plan | Mapping[str, str] = "auto"
+    sequence_parallel: bool = False
+    tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
+    num_steps: int = 20
+
+    def run(self, subject: str, *, timeout_seconds: float = 300.0) -> Report:
+        """Starts the ranks and reports what they find."""
+        start = time.perf_counter()
+        size = MeshShape.parse(self.layout).world_size
+        measurements = spawn(_prove_on_this_rank, size, self, timeout=timeout_seconds)
+        return Report(
+            subject=subject,
+            layout=f"{self.layout} with sequence parallelism" if self.sequence_parallel else self.layout,
+            measurements=tuple(measurements),
+            seconds=time.perf_counter() - start,
+        )
 
 
-def _prove_on_this_rank(proof: _Proof) -> Measurement:
+def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
         whole = build_twin(proof.config, proof.model_class, seed=0).eval()
+
+        def split(model: nn.Module, mesh: Mesh) -> nn.Module:
+            return parallelize(model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel)
+
         return measure(
             whole,
             make_batch(whole, seed=0),
             mesh,
-            split=lambda model, mesh: parallelize(
-                model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel
-            ),
+            split=split,
             step=lambda model, mesh, batch: TrainStep(model, mesh)(batch).loss,
+            tolerance=proof.tolerance,
+            num_steps=proof.num_steps,
         )

@@ -106,19 +106,19 @@ def measure(
         num_steps: after how many the replicas are.
     """
     reference, model = copy.deepcopy(whole), split(copy.deepcopy(whole), mesh)
-    expected_logits, logits = _logits(reference, batch), _logits(model, batch)
-    expected_loss = reference(**batch).loss
+    expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
+    expected_loss = reference(**_copied(batch)).loss
     expected_loss.backward()
-    loss = step(model, mesh, batch)
+    loss = step(model, mesh, _copied(batch))
     gradients = _gradients(model)
     expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
     optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
     parameter = Difference(error=0.0, allowed=tolerance.parameter)
     for number in range(num_steps):
         if number:
-            step(model, mesh, batch)
+            step(model, mesh, _copied(batch))
             if number < num_compared_steps:
-                reference(**batch).loss.backward()
+                reference(**_copied(batch)).loss.backward()
         for optimizer in optimizers[: 2 if number < num_compared_steps else None]:
             optimizer.step()
             optimizer.zero_grad()
@@ -126,7 +126,7 @@ def measure(
             parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, tolerance.parameter)
     return Measurement(
         loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),
-        logits=_worst({"logits": logits}, {"logits": expected_logits}, 0.0, tolerance.logits),
+        logits=_worst(outputs, expected_outputs, 0.0, tolerance.logits),
         gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
         parameter=parameter,
         unequal_replicas=_unequal_replicas(model, mesh),
@@ -147,10 +147,20 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the model puts out beside its loss: logits of any name, on the CPU in float32."""
     with torch.no_grad():
-        logits = model(**batch).logits
-    return (logits.full_tensor() if isinstance(logits, DTensor) else logits).float().cpu()
+        output = model(**_copied(batch))
+    found = {}
+    for name, value in output.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and "logits" in name:
+            found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
+    return found
+
+
+def _copied(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch anew: some models write into what they are given."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
