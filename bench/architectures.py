@@ -91,7 +91,9 @@ def summarize(rows: list[dict[str, Any]]) -> None:
     print(dict(collections.Counter(row["result"] for row in rows)))
     shares = sorted(row["share"] for row in rows if row["result"] == "ok")
     if shares:
-        print(f"share of parameters split: median {statistics.median(shares):.1%}, below 50%: {sum(s < 0.5 for s in shares)}")
+        print(
+            f"share of parameters split: median {statistics.median(shares):.1%}, below 50%: {sum(s < 0.5 for s in shares)}"
+        )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ def main() -> int:
     arguments = _parse()
     console = Console(quiet=is_rank() and os.environ["RANK"] != "0")
     devices = [arguments.device] if arguments.device != "all" else ["cpu", "cuda"]
+    sizes = [replace(size, mlp=arguments.mlp) for size in (QUICK if arguments.quick else SIZES)]
     records = []
     for device in devices:
         if device == "cuda" and torch.cuda.device_count() < world_size():
@@ -114,7 +115,7 @@ def main() -> int:
                 f"device mode skipped: {torch.cuda.device_count()} GPUs here, {world_size()} ranks need one each"
             )
             continue
-        for size in QUICK if arguments.quick else SIZES:
+        for size in sizes:
             with console.status(f"{size.name} on {device}, {arguments.rounds} rounds"):
                 seen = on_ranks(
                     measure, size, world_size(), arguments.rounds, device, arguments.optimizer, device=device
@@ -130,6 +131,9 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="how often each contender runs (default: %(default)s)")
+    parser.add_argument(
+        "--mlp", type=float, default=Size.mlp, help="intermediate / hidden size (default: LLaMA's, %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny size; its ratios mean nothing")
     parser.add_argument("--optimizer", choices=("none", "adamw"), default="none", help="what a step ends with")
     parser.add_argument(

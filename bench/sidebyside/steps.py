@@ -34,6 +34,7 @@ class Size:
     heads: int = 8
     kv_heads: int = 4
     vocabulary: int = 8192
+    mlp: float = 11008 / 4096  # LLaMA's own proportion of intermediate to hidden size
     rows: int
     length: int
     target: float | None = None
@@ -42,7 +43,7 @@ class Size:
     def config(self) -> LlamaConfig:
         return LlamaConfig(
             hidden_size=self.hidden,
-            intermediate_size=4 * self.hidden,
+            intermediate_size=round(self.mlp * self.hidden),
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,

@@ -1,7 +1,7 @@
 """Shardwise: train and run any Hugging Face model on many devices.
 
-The names below are the whole public surface; each is documented where it is defined. They are imported when first used, so
-that `import shardwise` and the torch-free rooms cost nothing.
+The names below are the whole public surface; each is documented where it is defined. They are imported when first used,
+so that `import shardwise` and the torch-free rooms cost nothing.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.api.state import export_pretrained as export_pretrained
-    from shardwise.api.state import full_gradients as full_gradients
-    from shardwise.api.state import full_state_dict as full_state_dict
     from shardwise.api.building import load as load
     from shardwise.api.building import parallelize as parallelize
     from shardwise.api.proving import verify as verify
+    from shardwise.api.state import export_pretrained as export_pretrained
+    from shardwise.api.state import full_gradients as full_gradients
+    from shardwise.api.state import full_state_dict as full_state_dict
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
     from shardwise.plan.spec import Plan as Plan

@@ -152,8 +152,8 @@ class Mesh:
     def close(self) -> None:
         """Lets go of the groups. Safe to call twice.
 
-        What `open` started stays for the next mesh of the job and ends with the process: torch cannot meet a second time
-        through one launcher's store.
+        What `open` started stays for the next mesh of the job and ends with the process: torch cannot meet a second
+        time through one launcher's store.
         """
         self._groups.clear()
         self._device_mesh = None

@@ -227,3 +227,16 @@ def embed_then_run(layout):
 
 def test_the_embedding_may_be_called_by_itself():
     assert not found_problems(spawn(embed_then_run, 2, "tp2"))
+
+
+def recompute(layout):
+    """Layers that run again in backward, as `activation_checkpointing_enable` makes them."""
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("gemma2").train()
+        oracle = Oracle(whole, tiny_batch(whole))
+        whole.activation_checkpointing_enable()
+        return {f"sp={on}": oracle.differences(mesh, sequence_parallel=on) for on in SEQUENCE_PARALLEL}
+
+
+def test_layers_may_run_again_in_backward():
+    assert not found_problems(spawn(recompute, 2, "tp2"))

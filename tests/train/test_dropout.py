@@ -12,6 +12,7 @@ import shardwise
 from shardwise.layers.registry import registry_of
 from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
+from tests.oracle import differing_gradients
 
 pytestmark = pytest.mark.spawn
 
@@ -124,6 +125,34 @@ def test_a_forward_that_raises_gives_the_stream_back():
     assert len({drawn for drawn, _ in first.values()}) == 1
     for sequence_parallel in (False, True):
         assert len({loss for (_, on), (_, loss) in first.items() if on == sequence_parallel}) == 1
+
+
+def recompute(layout, family):
+    """Gradients with and without running layers again in backward, and the stream afterwards."""
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for sequence_parallel in (False, True):
+            model = tiny_model(family, **FAMILIES[family])
+            batch = tiny_batch(model)
+            shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+            for again in (False, True):
+                model.activation_checkpointing_enable() if again else model.activation_checkpointing_disable()
+                torch.manual_seed(9)
+                model(**batch).loss.backward()
+                gradients = shardwise.full_gradients(model)
+                found[sequence_parallel, again] = gradients, digest(torch.get_rng_state())
+                model.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_run_again_in_backward_drop_the_same(family):
+    for rank in spawn(recompute, 2, "tp2", family):
+        for sequence_parallel in (False, True):
+            expected, stream = rank[sequence_parallel, False]
+            found, stream_again = rank[sequence_parallel, True]
+            assert stream == stream_again
+            assert not differing_gradients(found, expected)
 
 
 def no_dropout(layout):

@@ -46,7 +46,8 @@ def load(
         auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
-        dtype: what floating-point weights are converted to; by default they keep the config's, or else the checkpoint's.
+        dtype: what floating-point weights are converted to; by default they keep the config's, or else the
+            checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
         options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
             (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`.
@@ -96,14 +97,12 @@ def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Reg
         dtype = _as_dtype(request.dtype) or config.dtype or (_stored_dtype(index) if index is not None else None)
         model = build_meta_model(config, request.auto_class, dtype=dtype, options=options)
         check_axes(mesh)
-        rules = plan_for(
-            model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel
-        )
+        rules = plan_for(model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel)
         registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
         if index is not None:
             load_weights(model, registry, index, dtype=dtype, **reading)
-            model.config.name_or_path = model.name_or_path = os.fspath(request.source)  # type: ignore[arg-type]
-            read_generation_config(model, request.source, where)  # type: ignore[arg-type]
+            model.config.name_or_path = model.name_or_path = os.fspath(request.source)
+            read_generation_config(model, request.source, where)
         initialize_missing(model, registry, seed=request.seed)
     return model, registry
 
@@ -136,7 +135,8 @@ def parallelize(
         model: a real model, the same on every rank, or one on the meta device (whose weights are loaded afterwards).
         plan: "auto" (family corrections on the model's own plan), or rules to put on top of those: a dictionary of
             pattern to style, or a `Plan`.
-        sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less memory.
+        sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less
+            memory.
         dtype: what the parameters are converted to; by default they keep their dtype.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Deriving a plan: a twin is watched, its blocks are tried one kind after another, the best plan that passes is kept."""
+"""Deriving a plan: a twin is watched, its blocks are tried one kind after another, the best plan that passes wins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
-from shardwise.proof.twins import build_twin, make_batch, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, randomize, shrink_config
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
@@ -51,22 +51,23 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
     best: tuple[float, Plan] | None = None
-    if declared.rules:
-        verdict = trial.run(declared, sequence_parallel=sequence_parallel)
+    reasons: list[str] = []
+    for plan in _candidates(twin, facts, trial, declared, tp_size):
+        share = _share(plan, facts, layers, tp_size)
+        if best is not None and share <= best[0]:
+            continue
+        verdict = trial.run(plan, sequence_parallel=sequence_parallel)
         if verdict.passed:
-            best = (_share(declared, facts, layers, tp_size), declared)
-    if best is None or best[0] < _WELL_SPLIT:
-        for plan in _candidates(twin, facts, trial, declared if best else None, tp_size):
-            share = _share(plan, facts, layers, tp_size)
-            if best is not None and share <= best[0]:
-                continue
-            if trial.run(plan, sequence_parallel=sequence_parallel).passed:
-                best = (share, plan)
-                break
+            best = (share, plan)
+        reasons.append(verdict.reason)
+        if best is not None and best[0] >= _WELL_SPLIT:
+            break
     if best is None:
+        what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
         raise PlanError(
-            f"no split of {type(model).__name__} over tp={tp_size} computes what the whole does",
-            why="declared and derived plans all fail on simulated ranks",
+            f"{type(model).__name__} cannot {what}: no declared or derived plan computes what the whole model does",
+            why="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
+            fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
         )
     return generalize(best[1], twin, model)
 
@@ -75,8 +76,12 @@ def _build_twin(model: nn.Module) -> nn.Module:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is no transformers model", why="no twin of it can be built")
     small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    config = _without_dropout(model.config) if small else shrink_config(model.config, without_dropout=True)
-    twin = build_twin(config, type(model), seed=0).eval()
+    if small and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        twin = copy.deepcopy(model).float().eval()
+        randomize(twin, torch.Generator().manual_seed(0))
+    else:
+        config = _without_dropout(model.config) if small else shrink_config(model.config, without_dropout=True)
+        twin = build_twin(config, type(model), seed=0).eval()
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         try:
             getattr(twin, choose)("eager")
@@ -94,24 +99,25 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     return silent
 
 
-def _candidates(
-    twin: nn.Module, facts: ModelFacts, trial: Trial, declared: Plan | None, tp_size: int
-) -> Iterator[Plan]:
-    """Plans worth a try, those that split most first."""
-    vocabulary = vocabulary_plan(facts)
-    if vocabulary.rules and not trial.run(vocabulary).passed:
-        vocabulary = Plan(())
+def _candidates(twin: nn.Module, facts: ModelFacts, trial: Trial, declared: Plan, tp_size: int) -> Iterator[Plan]:
+    """Plans worth a try: what is declared, what is declared and more, what is derived alone."""
+    passes = bool(declared.rules) and trial.run(declared).passed
+    if passes:
+        yield declared
     products, layers = find_row_products(copy.deepcopy(twin), trial.inputs(), parts=tp_size)
     blocks = find_blocks(twin, facts, products, layers, parts=tp_size)
-    derived = Plan(())
-    for alike in _kinds(blocks):
-        derived |= _first_that_passes(alike, trial)
-    if declared is not None:
+    if passes:
         covered = {fqn for fqn, planned in _resolved(declared, facts, tp_size).items() if isinstance(planned, Split)}
         rest = Plan(())
         for alike in _kinds([block for block in blocks if not block.parameters & covered]):
             rest |= _first_that_passes(alike, trial)
         yield declared | rest
+    vocabulary = vocabulary_plan(facts)
+    if vocabulary.rules and not trial.run(vocabulary).passed:
+        vocabulary = Plan(())
+    derived = Plan(())
+    for alike in _kinds(blocks):
+        derived |= _first_that_passes(alike, trial)
     yield vocabulary | derived
     yield vocabulary
 
@@ -138,7 +144,9 @@ def _first_that_passes(alike: Sequence[Block], trial: Trial) -> Plan:
         reason = verdict.reason
     names = sorted(alike[0].parameters)
     logger.info("%s stays whole: %s", ", ".join(names[:3]), reason)
-    return Plan(tuple(Rule(name, "replicate", source="structure", reason=f"no split passes: {reason}") for name in names))
+    return Plan(
+        tuple(Rule(name, "replicate", source="structure", reason=f"no split passes: {reason}") for name in names)
+    )
 
 
 def _resolved(plan: Plan, facts: ModelFacts, tp_size: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Which plan a model gets: declared and proved, or derived from its structure and tried on simulated ranks.
 
 The user's rules lie on top of an automatic plan. For families that the test suite proves this is what transformers
-declares, corrected by us. Any other architecture is examined once: a twin of it is built, what transformers declares is tried,
-what the structure implies is derived and tried, and the plan that passes and splits most is kept, on disk too, for
-this version of transformers and of Shardwise.
+declares, corrected by us. Any other architecture is examined once: a twin of it is built, what transformers declares is
+tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on disk too,
+for this version of transformers and of Shardwise.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,8 +43,8 @@ def plan_for(
     """All rules for `model`, later ones over earlier ones.
 
     Args:
-        plan: "auto" as above; "declared" takes what transformers declares, untried; "derived" derives anew; or rules on top
-            of the automatic ones.
+        plan: "auto" as above; "declared" takes what transformers declares, untried; "derived" derives anew; or rules on
+            top of the automatic ones.
 
     Raises:
         PlanError: nothing is declared, nothing can be derived, and the user gives no rules.
@@ -115,6 +114,6 @@ def _keep(path: Path, plan: Plan) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         partial.write_text(json.dumps(plan.to_json(), indent=1))
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as error:
         logger.info("cannot keep the derived plan: %s", error)

@@ -39,7 +39,8 @@ def describe(
     sequence_parallel: bool = False,
     **options: Any,
 ) -> Explanation:
-    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole and why.
+    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole
+    and why.
 
     Raises:
         PlanError: the plan cannot be followed; every problem is listed.
@@ -65,9 +66,9 @@ def verify(
 ) -> Report:
     """Proves on the CPU that a split computes what the whole model does.
 
-    Builds a tiny twin (the same architecture, few and narrow layers), trains it whole and split over as many gloo ranks as
-    the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and after twenty the
-    copies that ranks hold of the same parameters. Starts its own ranks; call it from one process.
+    Builds a tiny twin (the same architecture, few and narrow layers), trains it whole and split over as many gloo ranks
+    as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and after
+    twenty the copies that ranks hold of the same parameters. Starts its own ranks; call it from one process.
 
     Args:
         source: a model, a directory, a hub id or a config; only its architecture matters.
@@ -83,7 +84,8 @@ def verify(
     """
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     if isinstance(source, nn.Module):
-        config, auto_class = source.config, auto_class or type(source)
+        config: Any = source.config
+        auto_class = auto_class or type(source)
     else:
         config = source if isinstance(source, PreTrainedConfig) else read_config(source, options)[0]
     twin = shrink_config(config, without_dropout=True)

@@ -65,8 +65,8 @@ def export_pretrained(
 ) -> None:
     """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
 
-    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from; memory is bounded by one
-    shard, on rank 0 alone. The directory appears complete or not at all.
+    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from; memory is bounded
+    by one shard, on rank 0 alone. The directory appears complete or not at all.
 
     Args:
         directory: where to; other files in it are kept, its old weights replaced.

@@ -71,7 +71,7 @@ def _stream(
         try:
             for name, tensor in group.build(state).items():
                 writer.add(name, tensor)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised on every rank afterwards
             fault = error
     return fault
 

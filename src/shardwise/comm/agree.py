@@ -27,7 +27,7 @@ def failing_together(mesh: Mesh, doing: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as fault:
+    except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         error = fault
     group = dist.group.WORLD if mesh.shape.world_size > 1 else None
     faults = all_gather_objects(_portable(error), group)
@@ -47,6 +47,6 @@ def _portable(error: Exception | None) -> Exception | str | None:
         return None
     try:
         copied = pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever an exception's own pickling does wrong, its text is what matters
+    except Exception:  # noqa: BLE001 - whatever an exception's own pickling does wrong, its text is what matters
         return f"{type(error).__name__}: {error}"
     return copied if type(copied) is type(error) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,8 @@ at the region's edge settles the whole of it:
     split_full            own slice        all-gather       full -> full
     scale_gradient        identity         multiply         partial <-> full by hand
 
-Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.
+Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198),
+section 4.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ __all__ = [
     "split_full",
 ]
 
+
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
     """Enters a split region: identity forward, one all-reduce of the gradient backward."""
     if group is None or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _Copy.apply(x, group)  # type: ignore[no-any-return]
+    return _Copy.apply(x, group)
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
@@ -80,7 +82,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity forward; multiplies the gradient by `factor` backward. Communicates nothing."""
     if factor == 1.0 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
-    return _ScaleGradient.apply(x, factor)  # type: ignore[no-any-return]
+    return _ScaleGradient.apply(x, factor)
 
 
 def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CommunicationCount"]
 
-# Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are communicated
-# by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
+# Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are
+# communicated by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
 _OPERATIONS = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
@@ -40,8 +40,8 @@ _LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its joined result i
 class CommunicationCount(TorchDispatchMode):
     """While active, counts this rank's collectives: calls and bytes by (operation, shape).
 
-    Bytes are those of the whole tensor: what is summed in an all-reduce, the joined result of an all-gather, the input of a
-    reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
+    Bytes are those of the whole tensor: what is summed in an all-reduce, the joined result of an all-gather, the input
+    of a reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
 
     Attributes:
         calls: (operation, shape of the tensor) to number of calls.
@@ -62,7 +62,8 @@ class CommunicationCount(TorchDispatchMode):
             operation, position = _OPERATIONS[name]
             ranks = args[1] if name == _LOCAL_INPUT else 1
             for tensor in _tensors(args[position]):
-                self.calls[operation, (tensor.shape[0] * ranks, *tensor.shape[1:]) if ranks > 1 else tuple(tensor.shape)] += 1
+                shape = (tensor.shape[0] * ranks, *tensor.shape[1:]) if ranks > 1 else tuple(tensor.shape)
+                self.calls[operation, shape] += 1
                 self.bytes[operation] += tensor.nbytes * ranks
         return func(*args, **(kwargs or {}))
 

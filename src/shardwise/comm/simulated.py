@@ -1,7 +1,7 @@
 """Ranks simulated by threads of one process: exact, without a process group, for deriving and checking splits.
 
-Each thread runs one rank's copy of a model; a collective is an exchange of tensors at a barrier. gloo stays the judge; this is
-what makes trying out a split cost milliseconds.
+Each thread runs one rank's copy of a model; a collective is an exchange of tensors at a barrier. gloo stays the judge;
+this is what makes trying out a split cost milliseconds.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run_ranks(fn: Callable[[SimulatedGroup], Result], size: int) -> list[Result]
     def run(group: SimulatedGroup) -> None:
         try:
             results[group.rank] = fn(group)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             failures.append((group.rank, error))
             group.abort()
 

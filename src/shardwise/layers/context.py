@@ -28,7 +28,7 @@ class SplitContext:
         sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded
             to equal lengths, and the padding is cut off inside every region.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
-        in_stack: whether the forward under way is inside a layer stack whose hidden states are split in the sequence.
+        in_stack: whether the forward under way is inside a layer whose hidden states are split along the sequence.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).

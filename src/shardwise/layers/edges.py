@@ -102,18 +102,30 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        inputs = _map_inputs(args, kwargs, lambda x: _split_sequence(x, context), lambda x: x)
-        context.in_stack = True
-        context.draw_own(module)
-        return inputs
+        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, context), lambda x: x)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        context.in_stack = False
-        context.draw_shared()
         return _map_first(output, lambda x: _join_sequence(x, context, partial_behind=partial_behind))
 
     layers[0].register_forward_pre_hook(enter, with_kwargs=True)
     layers[-1].register_forward_hook(leave)
+    for layer in layers if context.has_dropout else ():
+        _install_draws(layer, context)
+
+
+def _install_draws(layer: nn.Module, context: SplitContext) -> None:
+    """Lets a layer that works on a part of the sequence draw its own numbers; each for itself, so that it can be rerun."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        context.in_stack = True
+        context.draw_own(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        context.in_stack = False
+        context.draw_shared()
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
 
 
 def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:

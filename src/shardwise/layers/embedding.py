@@ -40,7 +40,7 @@ class VocabularyEmbedding:
             found = found.masked_fill(outside.unsqueeze(-1), 0)
         if self._split.defer_embedding and self._may_defer:
             self._split.holds_partial_rows = True
-            return found  # type: ignore[no-any-return]
+            return found
         return reduce_from_region(found, self._split.group)
 
     def _check_ids(self, ids: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -40,7 +41,12 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
         shape = (*local.shape[:-1], vocabulary_size)
         context.enter_loss_mode(SplitLossMode)
         return DTensor.from_local(
-            local, context.mesh, [Shard(local.ndim - 1)], run_check=False, shape=shape, stride=_strides(shape)
+            local,
+            context.mesh,
+            [Shard(local.ndim - 1)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_strides(shape),
         )
 
     head.register_forward_pre_hook(enter)

@@ -58,18 +58,19 @@ class RowSplit:
             bias = torch.zeros_like(kept)  # transformers' Conv1D cannot do without
         parameters["bias"] = bias
         try:
-            return super().forward(x)  # type: ignore[misc,no-any-return]
+            return super().forward(x)  # type: ignore[misc]
         finally:
             parameters["bias"] = kept
 
 
 def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Makes `module` an instance of `mixin` on top of its own class, in place; its name and parameters stay."""
-    module.__class__ = _combined(mixin, type(module))
+    own_class: Any = type(module)
+    module.__class__ = _combined(mixin, own_class)
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 @functools.cache
-def _combined(mixin: type, base: type) -> type:
+def _combined(mixin: Any, base: Any) -> type:
     return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": mixin.__doc__})

@@ -50,7 +50,7 @@ def _intercepted(
 ) -> Tensor:
     """`F.cross_entropy` with its own signature, on split logits."""
     if size_average is not None or reduce is not None:
-        reduction = F._Reduction.legacy_get_string(size_average, reduce)
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
         return F.cross_entropy(
             input.full_tensor(), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
@@ -97,7 +97,7 @@ def split_cross_entropy(
     Communicates: over tp, one all-reduce (maximum) of a value a row and one (sum) of three values a row (four with class
     weights); nothing backward.
     """
-    return _SplitCrossEntropy.apply(  # type: ignore[no-any-return]
+    return _SplitCrossEntropy.apply(
         logits, target, context, num_classes, weight, ignore_index, label_smoothing
     )
 

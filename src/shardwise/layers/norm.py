@@ -64,14 +64,14 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
     with torch.no_grad():
         for parameter in probe.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=generator))
-        x = torch.randn(3, *probe.weight.shape, generator=generator) + 0.5
+        x = torch.randn(3, probe.get_parameter("weight").shape[-1], generator=generator) + 0.5
         expected = probe(x)
     bias = getattr(probe, "bias", None)
     for centered in (False, True):
         for offset in (0.0, 1.0):
             values = x - x.mean(-1, keepdim=True) if centered else x
             values = (
-                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon_of(probe)) * (probe.weight + offset)
+                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon_of(probe)) * (probe.get_parameter("weight") + offset)
             )
             if torch.allclose(values if bias is None else values + bias, expected, atol=1e-4, rtol=1e-4):
                 return centered, offset

@@ -147,7 +147,7 @@ def registry_of(model: nn.Module) -> Registry:
     """
     for module in model.modules():
         if _ATTRIBUTE in module.__dict__:
-            return module.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
+            return module.__dict__[_ATTRIBUTE]
     raise LayoutError(
         f"{type(model).__name__} is not a model that Shardwise has split",
         fix="pass it through shardwise.parallelize(model, mesh) first, or load it with shardwise.load",

@@ -138,7 +138,8 @@ def _collectives(plan: SplitPlan) -> Iterable[str]:
     yield f"{edged} regions: enter with {enter} (backward {back_enter}), leave with {leave} (backward {back_leave})"
     embeddings = sum(style.startswith("embedding") for style in plan.modules.values())
     if embeddings:
-        yield f"{embeddings} embedding: {'reduce-scatter (backward all-gather)' if plan.sequence_parallel else 'all-reduce'}"
+        joined = "reduce-scatter (backward all-gather)" if plan.sequence_parallel else "all-reduce"
+        yield f"{embeddings} embedding: {joined}"
     if plan.head is not None:
         entry = "all-gather (backward reduce-scatter)" if plan.sequence_parallel else "backward all-reduce"
         yield f"head: {entry}; its loss: 4 values a token"

@@ -29,8 +29,8 @@ class Region:
 
     Attributes:
         fqn: the module; its floating-point inputs enter the region.
-        edge: where the region is left: "row" at the row-split modules inside it, "output" at its own output, "gather" at
-            its own output by joining the parts, "open" nowhere (what follows works on the split features).
+        edge: where the region is left: "row" at the row-split modules inside it, "output" at its own output, "gather"
+            at its own output by joining the parts, "open" nowhere (what follows works on the split features).
     """
 
     fqn: str
@@ -40,8 +40,8 @@ class Region:
 def find_regions(facts: ModelFacts, rules: Mapping[str, Rule]) -> tuple[Region, ...]:
     """The regions that the column- and row-split rules imply, outermost only, in model order.
 
-    A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP); where a layer
-    comes first, the linear is a region of its own.
+    A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP); where a
+    layer comes first, the linear is a region of its own.
 
     Args:
         rules: FQN of a module or parameter to the rule that governs it; the head's is not among them.

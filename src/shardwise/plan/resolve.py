@@ -86,11 +86,11 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     Raises:
         PlanError: listing every rule that cannot be followed, with the legal sizes.
     """
-    return _Resolver(plan, facts, tp_size, sequence_parallel).result()
+    return _Resolver(plan, facts, tp_size=tp_size, sequence_parallel=sequence_parallel).result()
 
 
 class _Resolver:
-    def __init__(self, plan: Plan, facts: ModelFacts, tp_size: int, sequence_parallel: bool) -> None:
+    def __init__(self, plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool) -> None:
         self.facts = facts
         self.tp_size = tp_size
         self.sequence_parallel = sequence_parallel and tp_size > 1
@@ -307,12 +307,12 @@ class _Resolver:
                     PlanError(
                         f"{alias} and {canonical} are one tied parameter, but the plan splits them differently",
                         why=f"{alias}: {there.placement}; {canonical}: {parameters[canonical].placement}",
-                        fix="give both the vocabulary styles (colwise_gather_output, embedding_rowwise) or replicate both",
+                        fix="give both vocabulary styles (colwise_gather_output, embedding_rowwise), or replicate both",
                     )
                 )
 
     def _find_stack(self) -> str | None:
-        stacks = []
+        stacks: list[str] = []
         for name, facts in self.facts.modules.items():
             split_inside = any(region.fqn.startswith(f"{name}.") for region in self.regions)
             nested = any(name.startswith(f"{stack}.") for stack in stacks)

@@ -1,9 +1,9 @@
 """The style `split(...)`: a parameter split along a named dim, for what no other style's name says.
 
-    split(0)                        dim 0, by the heads of the module it is in, in plain runs outside attention
-    split(1)                        dim 1 (a table of biases with one column a head)
-    split(0, sections=3)            dim 0 holds three equal sections, each split on its own
-    split(0; 0-16,64-80|16-32,80-96)  dim 0, exactly these elements on each rank (for one tp_size)
+split(0)                        dim 0, by the heads of the module it is in, in plain runs outside attention
+split(1)                        dim 1 (a table of biases with one column a head)
+split(0, sections=3)            dim 0 holds three equal sections, each split on its own
+split(0; 0-16,64-80|16-32,80-96)  dim 0, exactly these elements on each rank (for one tp_size)
 """
 
 from __future__ import annotations

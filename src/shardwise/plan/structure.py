@@ -33,8 +33,8 @@ class ModuleFacts:
     """One module: what it is, and the shapes of the parameters that it owns itself.
 
     Attributes:
-        kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList` whose
-            items run in a row), or "other".
+        kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList`
+            whose items run in a row), or "other".
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.

@@ -18,9 +18,9 @@ from shardwise.mesh import Mesh
 
 __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
 
-OPTIMIZER = {"lr": 1e-4, "eps": 1e-6}
-"""Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias: the
-softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
+OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
+"""Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
+the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
@@ -96,7 +96,8 @@ def measure(
     num_compared_steps: int = 3,
     num_steps: int = 20,
 ) -> Measurement:
-    """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal arguments.
+    """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal
+    arguments.
 
     Args:
         whole: the model in one piece; left as it was.
@@ -164,20 +165,20 @@ def _copied(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    registry = registry_of(model)
-    return {
-        name: canonical_tensor(value, registry.entry(name).layout, registry.mesh)
-        for name, value in model.named_parameters()
-    }
+    return {name: _whole(model, name, value) for name, value in model.named_parameters()}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    registry = registry_of(model)
     return {
-        name: canonical_tensor(value.grad, registry.entry(name).layout, registry.mesh)
-        for name, value in model.named_parameters()
-        if value.grad is not None
+        name: _whole(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None
     }
+
+
+def _whole(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    registry = registry_of(model)
+    whole = canonical_tensor(value, registry.entry(name).layout, registry.mesh)
+    assert whole is not None
+    return whole
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:

@@ -34,6 +34,6 @@ class SimulatedMesh(Mesh):
         return self._group.subgroup(blocks)
 
     @property
-    def tensor_mesh(self) -> None:  # type: ignore[override]
+    def tensor_mesh(self) -> None:
         """None: logits cannot be DTensors here, so they are joined."""
         return

@@ -32,6 +32,7 @@ __all__ = [
     "default_config",
     "make_batch",
     "model_class",
+    "randomize",
     "shrink_config",
     "text_architectures",
 ]
@@ -112,7 +113,7 @@ def build_twin(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedMo
                 f"no tiny twin of {config.model_type!r}", at=cls.__name__, why=f"{type(error).__name__}: {error}"
             ) from error
     model = model.float()
-    _randomize(model, torch.Generator().manual_seed(seed))
+    randomize(model, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -136,7 +137,7 @@ def _uninitialized_as_nan() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module, generator: torch.Generator) -> None:
+def randomize(model: nn.Module, generator: torch.Generator) -> None:
     """Adds noise to all parameters that train and to buffers of zeros that checkpoints hold (router corrections)."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():

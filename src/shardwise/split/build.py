@@ -87,7 +87,7 @@ def build_meta_model(
             fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options its model takes",
         ) from error
     model.eval()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.plan.structure import Heads, ModelFacts, ModuleFacts
 
-__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "names_read", "read_facts"]
+__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "argument_names", "counts_of", "names_read", "read_facts"]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -30,7 +30,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     for name, module in model.named_modules():
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
-            kind=_kind(module), parameters=parameters, heads=_heads(module), attributes=_attributes(module)
+            kind=_kind(module), parameters=parameters, heads=_heads(module), attributes=counts_of(module)
         )
         for own in parameters:
             fqn = f"{name}.{own}" if name else own
@@ -76,17 +76,26 @@ def _heads(module: nn.Module) -> Heads | None:
     return Heads(num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
 
 
-def _attributes(module: nn.Module) -> dict[str, int]:
-    """Integers on the module, and on its config as `config.NAME`, that its own methods mention."""
-    if type(module).__module__.startswith("torch."):
+def counts_of(module: nn.Module) -> dict[str, int]:
+    """The module's integer attributes, and as `config.NAME` those of its config that its own methods mention."""
+    if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
-    read = names_read(type(module))
-    found = {name: value for name, value in vars(module).items() if name in read and _is_count(value)}
+    found = {name: value for name, value in vars(module).items() if _is_count(value)}
     config = getattr(module, "config", None)
+    own_class: Any = type(module)
+    read = names_read(own_class)
     if "config" in read and config is not None:
         values = {name: getattr(config, name, None) for name in read if name not in found}
         found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
     return found
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that the module's forward takes, in order."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return ()
+    return tuple(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
 
 
 @functools.cache

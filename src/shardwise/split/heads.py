@@ -37,11 +37,12 @@ def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tupl
         _set_counts(module, KEY_VALUE_HEAD_NAMES, full.num_key_value_heads, local.num_key_value_heads)
         groups = full.num_heads // full.num_key_value_heads
         _set_counts(module, ("num_key_value_groups",), groups, local.num_heads // local.num_key_value_heads)
-        read = names_read(type(module))
+        own_class: Any = type(module)
+        read = names_read(own_class)
         values = {name: local.num_heads for name in QUERY_HEAD_NAMES if name in read}
         values |= {name: local.num_key_value_heads for name in KEY_VALUE_HEAD_NAMES if name in read}
         if values and getattr(module, "config", None) is not None:
-            module.config = LocalConfig(module.config, **values)
+            setattr(module, "config", LocalConfig(module.config, **values))  # noqa: B010 - torch types it a Module
 
 
 def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
@@ -53,7 +54,7 @@ def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int
             continue
         module = modules[owner.removesuffix(".config")]
         if not isinstance(module.config, LocalConfig):
-            module.config = LocalConfig(module.config)
+            setattr(module, "config", LocalConfig(module.config))  # noqa: B010 - torch types it a Module
         module.config.__dict__[name] = value
 
 

@@ -90,6 +90,7 @@ def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int)
         if not new:
             break
         layers = watch(model, batch, cut=frozenset(found))
+    layers = watch(model, batch, cut=frozenset(found), thorough=True)
     _mark_reentries(list(found.values()), layers)
     return list(found.values()), layers
 
@@ -98,7 +99,11 @@ def _accept(
     layer: Layer, model: nn.Module, parts: int, found: dict[str, RowProduct], columns: dict[str, set[str]]
 ) -> list[RowProduct]:
     """Adds the layer's new row products to `found`, those with the largest splits first."""
-    own = {name: value for name, value in model.named_parameters() if name.startswith(f"{layer.fqn}.")}
+    own = {
+        name: value
+        for name, value in model.named_parameters(remove_duplicate=False)
+        if name.startswith(f"{layer.fqn}.") and value.is_floating_point()
+    }
     products = [use for use in layer.uses if use.parameter not in found and use.parameter in own]
     outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
     candidates: list[tuple[int, RowProduct]] = []
@@ -154,7 +159,7 @@ def _holdings(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[str, Hold
         found = [mask[position] for mask in masks]
         if any(mask is None for mask in found):
             continue
-        holding = _best_dim(parameter, found)  # type: ignore[arg-type]
+        holding = _best_dim(parameter, found)
         if holding is not None:
             holdings[name] = holding
     # A bias whose true gradient is zero (a key's: the softmax does not see it) shows rounding noise; its weight knows.

@@ -106,25 +106,34 @@ def _initial_values(
         if tensor is not None and not tensor.is_meta:
             setattr(tensor, _DONE, True)  # transformers' init functions leave these alone
     for fqn, module, own, is_buffer in targets:
-        place = module._buffers if is_buffer else module._parameters
-        shape = registry.entries[fqn].layout.shape if fqn in registry.entries else place[own].shape
-        whole = torch.empty(shape, dtype=place[own].dtype)
+        old = _get(module, own)
+        shape = registry.entries[fqn].layout.shape if fqn in registry.entries else old.shape
+        whole = torch.empty(shape, dtype=old.dtype)
         if whole.is_floating_point():
             whole.fill_(torch.nan)
-        place[own] = whole if is_buffer else nn.Parameter(whole, requires_grad=place[own].requires_grad)
+        if is_buffer:
+            module._buffers[own] = whole
+        else:
+            module._parameters[own] = nn.Parameter(whole, requires_grad=old.requires_grad)
     digest = hashlib.sha256(f"{seed}/{unit.name}".encode()).digest()
     with torch.random.fork_rng(devices=[]), initialization.guard_torch_init_functions(), torch.no_grad():
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         for _, module, owner in unit.modules:
+            reset = getattr(module, "reset_parameters", None)
             if isinstance(owner, PreTrainedModel):
                 owner._initialize_weights(module)
-            elif hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    values = {
-        fqn: (module._buffers if is_buffer else module._parameters)[own] for fqn, module, own, is_buffer in targets
-    }
+            elif callable(reset):
+                reset()
+    values = {fqn: _get(module, own).detach() for fqn, module, own, _ in targets}
     _check_initialized(values)
-    return {fqn: value.detach() for fqn, value in values.items()}
+    return values
+
+
+def _get(module: nn.Module, own: str) -> Tensor:
+    value: Tensor | None = module._parameters.get(own)
+    value = module._buffers.get(own) if value is None else value
+    assert value is not None
+    return value
 
 
 def _check_initialized(values: dict[str, Tensor]) -> None:

@@ -37,18 +37,19 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         return model
     layers = model.get_submodule(plan.stack)
     assert isinstance(layers, nn.ModuleList)
-    if embedding is not None:
-        model.get_submodule(embedding)._may_defer = True  # type: ignore[assignment]
-        _owner(model, plan.stack).register_forward_pre_hook(lambda *_: setattr(context, "defer_embedding", True))
     context.sequence_parallel = True
     install_stack(layers, context, partial_behind=plan.head is not None)
-    _owner(model, plan.stack).register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+    owner = model.get_submodule(plan.stack.rpartition(".")[0])  # its forward embeds, then runs the layers
+    owner.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+    if embedding is not None:
+        model.get_submodule(embedding)._may_defer = True  # type: ignore[assignment]
+
+        def defer(module: nn.Module, args: Any) -> None:
+            # A layer that is run again in backward must not ask whether its input was summed already.
+            context.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
+
+        owner.register_forward_pre_hook(defer)
     return model
-
-
-def _owner(model: nn.Module, stack: str) -> nn.Module:
-    """The module whose forward embeds and then runs the layers of `stack`."""
-    return model.get_submodule(stack.rpartition(".")[0])
 
 
 def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:

@@ -97,7 +97,7 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
     rows = split.local_size_of(context.coord)
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
-        module.padding_idx = padding - start if start <= padding < start + rows else None
+        setattr(module, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
     become(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
 
 
@@ -113,7 +113,7 @@ def _fit_sizes(module: nn.Module) -> None:
     elif isinstance(module, nn.Embedding):
         module.num_embeddings, module.embedding_dim = weight.shape
     elif hasattr(module, "nf"):  # transformers' Conv1D
-        module.nf = weight.shape[1]
+        setattr(module, "nf", weight.shape[1])  # noqa: B010
 
 
 def _split_of(registry: Registry, module: str) -> Split | None:

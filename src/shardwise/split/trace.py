@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import epsilon_of, recognise_norm
+from shardwise.split.facts import argument_names
+from shardwise.split.sizes import MADE, Sizing, counted, sizings_of
 
 __all__ = ["Layer", "ModuleCall", "Use", "layers_of", "watch"]
 
@@ -57,10 +59,11 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as nodes of the graph."""
+    """One call of a module inside a layer: its inputs as nodes of the graph, and by the names of its forward's arguments."""
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
+    named: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -72,6 +75,7 @@ class Layer:
     outputs: list[Tensor] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
+    sizings: list[Sizing] = field(default_factory=list)
 
 
 def layers_of(model: nn.Module) -> list[str]:
@@ -89,33 +93,43 @@ def _has_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters())
 
 
-def watch(model: nn.Module, batch: Mapping[str, Any], *, cut: frozenset[str] = frozenset()) -> list[Layer]:
+def watch(
+    model: nn.Module, batch: Mapping[str, Any], *, cut: frozenset[str] = frozenset(), thorough: bool = False
+) -> list[Layer]:
     """Runs the model once and returns what its layers did.
 
     Args:
         cut: parameters whose products are detached: what comes behind them no longer depends on what went in.
+        thorough: whether to record sizes too, and to make nodes of inputs and new tensors that need no gradient.
     """
-    watcher = _Watcher(model, cut)
-    with watcher.hooked(), watcher:
+    watcher = _Watcher(model, cut, thorough)
+    with ExitStack() as stack:
+        stack.enter_context(watcher.hooked())
+        if thorough:
+            stack.enter_context(counted(model, tuple(watcher.layers)))
+        stack.enter_context(watcher)
         model(**batch)
     return [layer for layer in watcher.layers.values() if layer.outputs]
 
 
 class _Watcher(TorchFunctionMode):
-    def __init__(self, model: nn.Module, cut: frozenset[str]) -> None:
+    def __init__(self, model: nn.Module, cut: frozenset[str], thorough: bool) -> None:
         super().__init__()
         self.cut = cut
+        self.thorough = thorough
         self.layers = {name: Layer(name) for name in layers_of(model)}
         self.running: Layer | None = None
         self.stack: list[str] = []
         self.model = model
-        self.names: dict[int, str] = {}
-        for name, parameter in model.named_parameters():
-            self.names[id(parameter)] = name
+        self.names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.thorough and self.running is not None:
+            out = self._sized(func, args, kwargs, out)
         positions = _PRODUCTS.get(func)
         if positions is None or self.running is None or not isinstance(out, Tensor):
             return out
@@ -135,12 +149,24 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _name(self, value: Any) -> str | None:
-        """The parameter that `value` is, or is a view of."""
+        """The parameter that `value` is, or is a view of; of tied ones' names the one in the running layer."""
         if not isinstance(value, Tensor):
             return None
-        if id(value) in self.names:
-            return self.names[id(value)]
-        return self.names.get(id(value._base)) if value._base is not None else None
+        names = self.names.get(id(value))
+        if names is None and value._base is not None:
+            names = self.names.get(id(value._base))
+        if names is None:
+            return None
+        layer = f"{self.running.fqn}." if self.running is not None else ""
+        return next((name for name in names if name.startswith(layer)), names[0])
+
+    def _sized(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Records what sizes the operation was told; new tensors become nodes, so that influence reaches them."""
+        assert self.running is not None
+        if isinstance(out, Tensor) and out.is_leaf and out.is_floating_point() and func.__name__ in MADE:
+            out = out.requires_grad_() * 1.0
+        self.running.sizings += sizings_of(func, args, kwargs, out)
+        return out
 
     def _input_dim(self, weight: Tensor, *, transposed: bool) -> int:
         """Which dim of the parameter the product contracts, told by the strides where the weight is a view."""
@@ -197,7 +223,7 @@ class _Watcher(TorchFunctionMode):
             def node(value: Any) -> Any:
                 if not isinstance(value, Tensor) or not value.is_floating_point():
                     return value
-                if is_layer and value.requires_grad:
+                if (is_layer and value.requires_grad) or (self.thorough and not value.requires_grad):
                     value = value.detach().requires_grad_()
                 if not value.requires_grad:
                     return value
@@ -209,6 +235,8 @@ class _Watcher(TorchFunctionMode):
                 self.running = self.layers[name]
             self.stack.append(name)
             changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
+            named = {**dict(zip(argument_names(module), changed[0], strict=False)), **changed[1]}
+            call.named = {key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad}
             if self.running is not None:
                 self.running.calls.append(call)
             return changed

@@ -78,7 +78,7 @@ def _total_norm(held: Sequence[_Held], registry: Registry | None, norm_type: flo
     device = registry.mesh.device if registry is not None else (held[0][1].device if held else torch.device("cpu"))
     parts = [part for each in held for part in _owned(*each) if part.numel()]
     norms = torch._foreach_norm([part.float() for part in parts], norm_type) if parts else []
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    local = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.zeros((), device=device)
     group = registry.mesh.group("tp") if registry is not None else None
     if group is None:
         return local
