@@ -92,7 +92,7 @@ def summarize(rows: list[dict[str, Any]]) -> None:
     shares = sorted(row["share"] for row in rows if row["result"] == "ok")
     if shares:
         print(
-            f"share of parameters split: median {statistics.median(shares):.1%}, below 50%: {sum(s < 0.5 for s in shares)}"
+            f"split: median {statistics.median(shares):.1%}, below 50%: {sum(s < 0.5 for s in shares)}"
         )
 
 

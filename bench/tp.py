@@ -9,7 +9,8 @@ A step is forward, loss and backward of a llama in fp32 (with `--optimizer adamw
 each contender once, so ratios are taken between neighbours in time; the table shows their medians, and the quartiles.
 All contenders load the same weights and must report the same loss. One process has as many threads as a rank has: one.
 
-"On the wire" is what a rank sends in a step with ring collectives: 2 (n-1)/n of the bytes of an all-reduce, (n-1)/n of
+"Busy" is the same ratio of processor time, summed over ranks: a machine that does other work too disturbs it less.
+"MiB" is what a rank sends in a step with ring collectives: 2 (n-1)/n of the bytes of an all-reduce, (n-1)/n of
 those of an all-gather or reduce-scatter. The least a block-wise split can do is two all-reduces of the hidden states a
 layer and direction, one for the embedding and one for the head: 4 layers + 2.
 """
@@ -44,6 +45,10 @@ def judge(size: Size, per_rank: list[dict[str, Seen]]) -> dict[str, Any]:
         name: [max(times) for times in zip(*(rank[name].seconds for rank in per_rank), strict=True)]
         for name in per_rank[0]
     }
+    busy = {
+        name: [sum(times) for times in zip(*(rank[name].busy_seconds for rank in per_rank), strict=True)]
+        for name in per_rank[0]
+    }
     first = per_rank[0]
     for name, seen in first.items():
         if not math.isclose(seen.loss, first[ONE].loss, rel_tol=1e-5):
@@ -63,6 +68,7 @@ def judge(size: Size, per_rank: list[dict[str, Seen]]) -> dict[str, Any]:
         "contenders": {
             name: {
                 "to_transformers": paired_ratio(seconds[name], seconds[THEIRS]),
+                "busy_to_transformers": paired_ratio(busy[name], busy[THEIRS]),
                 "to_one_process": paired_ratio(seconds[name], seconds[ONE]),
                 "calls": seen.calls,
                 "wire_bytes": _wire_bytes(seen.comm_bytes, ranks),
@@ -84,19 +90,20 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     title = f"{record['size']['name']}, tp{record['ranks']}, {record['rounds']} rounds"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step time")
-    for heading in ("/ transformers", "/ one process", "calls", "wire MiB", "/ min"):
+    for heading in ("/ transformers", "busy", "/ one process", "calls", "MiB", "/ min"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seen in record["contenders"].items():
         wire = seen["wire_bytes"]
         table.add_row(
             name,
             shown_ratio(seen["to_transformers"]),
+            f"{seen['busy_to_transformers']['median']:.2f}",
             shown_ratio(seen["to_one_process"]),
             str(seen["calls"]),
             f"{wire / 2**20:.2f}",
             f"{wire / minimum['wire_bytes']:.2f}",
         )
-    table.add_row("minimum", "", "", str(minimum["calls"]), f"{minimum['wire_bytes'] / 2**20:.2f}", "1.00")
+    table.add_row("minimum", "", "", "", str(minimum["calls"]), f"{minimum['wire_bytes'] / 2**20:.2f}", "1.00")
     console.print(table)
     if target is not None:
         reached = record["contenders"][OURS]["to_transformers"]["median"]

@@ -61,9 +61,10 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw of one contender."""
+    """What one rank saw of one contender: of every round the time that passed, and that its processor worked."""
 
     seconds: list[float]
+    busy_seconds: list[float]
     loss: float
     calls: int
     comm_bytes: dict[str, int]
@@ -79,15 +80,16 @@ def measure(size: Size, tp_size: int, rounds: int, device: str, optimizer: str) 
         batch = {"input_ids": ids.to(mesh.device), "labels": ids.to(mesh.device)}
         losses = {name: contender.step(batch) for name, contender in contenders.items()}
         counts = {name: _count(contender, batch) for name, contender in contenders.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds + 2):
             for name, contender in contenders.items():
                 taken = _time(contender, batch, mesh.device)
                 if number >= 2:  # the first rounds allocate
-                    seconds[name].append(taken)
+                    times[name].append(taken)
     return {
         name: Seen(
-            seconds=seconds[name],
+            seconds=[seconds for seconds, _ in times[name]],
+            busy_seconds=[busy_seconds for _, busy_seconds in times[name]],
             loss=losses[name],
             calls=counts[name].num_calls(),
             comm_bytes=dict(counts[name].bytes),
@@ -181,15 +183,15 @@ def _count(contender: Contender, batch: Mapping[str, Tensor]) -> CommunicationCo
     return count
 
 
-def _time(contender: Contender, batch: Mapping[str, Tensor], device: torch.device) -> float:
+def _time(contender: Contender, batch: Mapping[str, Tensor], device: torch.device) -> tuple[float, float]:
     if dist.is_initialized():
         dist.barrier()
-    start = time.perf_counter()
+    start, busy_start = time.perf_counter(), time.process_time()
     contender.forward_backward(batch)
     if contender.optimizer is not None:
         contender.optimizer.step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    taken = time.perf_counter() - start
+    taken = time.perf_counter() - start, time.process_time() - busy_start
     contender.model.zero_grad()
     return taken

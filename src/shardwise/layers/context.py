@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm.operations import Group
 
 __all__ = ["SplitContext"]
+
+_ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
 
 
 @dataclass
@@ -28,7 +30,6 @@ class SplitContext:
         sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded
             to equal lengths, and the padding is cut off inside every region.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
-        in_stack: whether the forward under way is inside a layer whose hidden states are split along the sequence.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
@@ -37,9 +38,10 @@ class SplitContext:
 
     # [Note: random numbers]
     All tp ranks start from equal random states, and what they compute alike must be dropped alike: there they draw from
-    this *shared* stream. Where each works on its own heads, features or part of the sequence, it draws from a stream of
-    its *own*, whose seed is a number drawn from the shared one. So every rank advances the shared stream alike, and
-    seeding or restoring it, as a caller may, settles the own streams too.
+    this *shared* stream. Where each works on its own part of the sequence (a layer) or its own heads and features (a
+    region), it draws from a stream of its *own*, whose seed is a number drawn from the stream before. So every rank
+    advances the shared stream alike, and seeding or restoring it, as a caller or a layer that is run again in backward
+    does, settles the own streams too.
     """
 
     group: Group | None = None
@@ -49,13 +51,12 @@ class SplitContext:
     sequence_parallel: bool = False
     sequence_length: int = 0
     keep_logits_split: bool = False
-    in_stack: bool = False
     defer_embedding: bool = False
     holds_partial_rows: bool = False
     has_dropout: bool = False
     door_open: bool = False
     _loss_mode: TorchFunctionMode | None = None
-    _shared_state: tuple[torch.device, torch.Tensor] | None = None
+    _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
         """Lengths of the ranks' parts of `length` elements, as `torch.chunk` cuts them."""
@@ -80,46 +81,37 @@ class SplitContext:
 
     def forget_forward(self) -> None:
         """Ends what a forward that raised has left under way."""
-        self.in_stack = self.defer_embedding = self.holds_partial_rows = False
-        self.draw_shared()
+        self.defer_embedding = self.holds_partial_rows = False
+        self.end_draws("region")
+        self.end_draws("layer")
 
-    def draw_own(self, module: nn.Module) -> None:
-        """From here `module` draws numbers of this rank's own (see [Note: random numbers]), if it draws any."""
-        if not (self.has_dropout and module.training) or self._shared_state is not None:
+    def begin_draws(self, level: str, module: nn.Module, *, alike: bool = False) -> None:
+        """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
+
+        Args:
+            level: "layer" or "region", of which the layer is outside.
+            module: what draws them; nothing happens unless it trains and something in the model drops.
+            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks.
+        """
+        if not (self.has_dropout and module.training):
             return
-        device = next(module.parameters()).device
-        seed = int(torch.empty((), dtype=torch.int64).random_())
-        self._shared_state = device, _get_state(device)
-        _seed(device, seed + 1 + self.coord)
-
-    def draw_shared(self) -> None:
-        """From here draws come from the stream that all tp ranks share, where `draw_own` left it."""
-        if self._shared_state is not None:
-            device, state = self._shared_state
-            self._shared_state = None
-            _set_state(device, state)
-
-    def draw_between_regions(self, module: nn.Module) -> None:
-        """What draws apply to hidden states between regions: whole ones, or this rank's part of the sequence."""
-        if self.in_stack:
-            self.draw_own(module)
+        generator = _generator(next(module.parameters()).device)
+        if alike:
+            seed = generator.initial_seed() - self.coord + _ALIKE
         else:
-            self.draw_shared()
+            seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
+        self._kept[level] = generator, generator.get_state()
+        generator.manual_seed(seed % 2**63)
+
+    def end_draws(self, level: str) -> None:
+        """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
+        if level in self._kept:
+            generator, state = self._kept.pop(level)
+            generator.set_state(state)
 
 
-def _get_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_state(device: torch.device, state: torch.Tensor) -> None:
+def _generator(device: torch.device) -> torch.Generator:
+    """The generator that modules on `device` draw from."""
     if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
-    else:
-        torch.random.default_generator.manual_seed(seed)
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return torch.default_generator

@@ -68,14 +68,14 @@ def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
             return enter_region(x, context).clone() if jitters else enter_region(x, context)
 
         args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
-        if edge == "output":  # a mixture of experts: its router draws for all ranks alike
-            context.draw_shared()
-        else:
-            context.draw_own(module)
+        if edge != "output":
+            context.begin_draws("region", module)
+        elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
+            context.begin_draws("region", module, alike=True)
         return args, kwargs
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        context.draw_between_regions(module)
+        context.end_draws("region")
         if edge != "output" or output is None:
             return output
         return _map_first(output, lambda x: leave_region(x, context))
@@ -117,12 +117,10 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
     """Lets a layer that works on a part of the sequence draw its own numbers; each for itself, so that it can be rerun."""
 
     def enter(module: nn.Module, args: Any) -> None:
-        context.in_stack = True
-        context.draw_own(module)
+        context.begin_draws("layer", module)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        context.in_stack = False
-        context.draw_shared()
+        context.end_draws("layer")
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave, always_call=True)

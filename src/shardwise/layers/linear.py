@@ -46,7 +46,7 @@ class RowSplit:
             out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
             return out if bias is None else out + bias
         out = leave_region(self._product(x, None), context)
-        context.draw_between_regions(self)  # type: ignore[arg-type]
+        context.end_draws("region")  # what the module drops behind this is whole again
         return out if bias is None else out + bias
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.layers.context import SplitContext
@@ -30,11 +31,34 @@ class SplitLossMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not any(isinstance(value, DTensor) for value in tensors):
+            return func(*args, **kwargs)
         if func is F.cross_entropy:
             logits = args[0] if args else kwargs["input"]
             if isinstance(logits, DTensor) and logits.placements == (Shard(_class_dim(logits)),):
                 return _intercepted(self.context, *args, **kwargs)
-        return func(*args, **kwargs)
+        if all(isinstance(value, DTensor) for value in tensors):
+            return func(*args, **kwargs)
+        return self._mixed(func, args, kwargs)
+
+    def _mixed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs `func` on split logits and whole tensors: a bias that is added, a mask that picks rows.
+
+        What DTensor cannot do to split logits is done to whole ones: then they are gathered, which costs memory and one
+        all-gather, and is right.
+        """
+
+        def split(value: Any) -> Any:
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                return DTensor.from_local(value, self.context.mesh, [Replicate()], run_check=False)
+            return value
+
+        try:
+            return func(*tree_map(split, args), **tree_map(split, kwargs))
+        except (RuntimeError, NotImplementedError):
+            whole = tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, (args, kwargs))
+            return func(*whole[0], **whole[1])
 
 
 def _intercepted(
