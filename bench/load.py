@@ -10,7 +10,8 @@ The files are in the page cache, where writing them left them.
 
 Read the ratios so: what a rank asks of the checkpoint, and the most anonymous memory it takes, are measured against the
 bytes of the parameters it ends up with. transformers leaves the parameters mapped to the files and reads them at first
-use (training then copies every page it writes to); Shardwise returns parameters that own their memory.
+use (training then copies every page it writes to); Shardwise returns parameters that own their memory. "Busy" is the
+time ratio counted in processor time: a machine that does other work too disturbs it less.
 """
 
 from __future__ import annotations
@@ -61,12 +62,14 @@ def judge(rounds: Mapping[str, list[list[dict[str, float]]]]) -> dict[str, Any]:
         return statistics.median(max(value(rank) for rank in ranks) for ranks in rounds[name])
 
     seconds = {name: [max(rank["seconds"] for rank in ranks) for ranks in loads] for name, loads in rounds.items()}
+    busy = {name: [sum(rank["busy_seconds"] for rank in ranks) for ranks in loads] for name, loads in rounds.items()}
     return {
         name: {
             "requested_to_owned": median(name, lambda rank: rank["requested_bytes"] / rank["owned_bytes"]),
             "peak_to_owned": median(name, lambda rank: rank["peak_bytes"] / rank["owned_bytes"]),
             "largest_to_owned": median(name, lambda rank: rank["largest_bytes"] / rank["owned_bytes"]),
             "time_to_transformers": paired_ratio(seconds[name], seconds[THEIRS]),
+            "busy_to_transformers": paired_ratio(busy[name], busy[THEIRS]),
         }
         for name in rounds
     }
@@ -77,12 +80,13 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     title = f"{record['checkpoint_bytes'] / 1e6:.0f} MB in {record['files']} files, tp2, {record['rounds']} rounds"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("load")
-    for heading in ("requested / owned", "peak memory / owned", "time / transformers"):
+    for heading in ("requested / owned", "peak / owned", "time / transformers", "busy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seen in record["contenders"].items():
         requested = f"{seen['requested_to_owned']:.2f}" if seen["requested_to_owned"] else "the kernel's"
         time = shown_ratio(seen["time_to_transformers"])
-        table.add_row(name, requested, f"{seen['peak_to_owned']:.2f}", time)
+        busy = f"{seen['busy_to_transformers']['median']:.2f}"
+        table.add_row(name, requested, f"{seen['peak_to_owned']:.2f}", time, busy)
     console.print(table)
     ours = record["contenders"][OURS]
     largest = ours["largest_to_owned"]

@@ -89,21 +89,19 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     minimum, target = record["minimum"], record["size"]["target"]
     title = f"{record['size']['name']}, tp{record['ranks']}, {record['rounds']} rounds"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step time")
-    for heading in ("/ transformers", "busy", "/ one process", "calls", "MiB", "/ min"):
+    table.add_column("step time", no_wrap=True)
+    for heading in ("/ transformers", "busy", "/ one process", "calls", "MiB"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, seen in record["contenders"].items():
-        wire = seen["wire_bytes"]
         table.add_row(
             name,
             shown_ratio(seen["to_transformers"]),
             f"{seen['busy_to_transformers']['median']:.2f}",
             shown_ratio(seen["to_one_process"]),
             str(seen["calls"]),
-            f"{wire / 2**20:.2f}",
-            f"{wire / minimum['wire_bytes']:.2f}",
+            f"{seen['wire_bytes'] / 2**20:.2f}",
         )
-    table.add_row("minimum", "", "", "", str(minimum["calls"]), f"{minimum['wire_bytes'] / 2**20:.2f}", "1.00")
+    table.add_row("minimum", "", "", "", str(minimum["calls"]), f"{minimum['wire_bytes'] / 2**20:.2f}")
     console.print(table)
     if target is not None:
         reached = record["contenders"][OURS]["to_transformers"]["median"]

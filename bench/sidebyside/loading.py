@@ -45,8 +45,9 @@ def measure_load(name: str, directory: str) -> dict[str, float]:
     """Loads once, as the first thing a rank does after its imports and the rendezvous.
 
     Returns:
-        seconds; bytes owned (of parameters), of the largest of them, requested of the checkpoint (0 where only the
-        kernel knows), and of anonymous memory at its peak, what stood there before not counted.
+        seconds that passed, and that the processor worked; bytes owned (of parameters), of the largest of them,
+        requested of the checkpoint (0 where only the kernel knows), and of anonymous memory at its peak, what stood
+        there before not counted.
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -55,12 +56,13 @@ def measure_load(name: str, directory: str) -> dict[str, float]:
     dist.barrier()
     gc.collect()
     with _AnonymousMemory() as memory:
-        start = time.perf_counter()
+        start, busy_start = time.perf_counter(), time.process_time()
         model = _LOADERS[name](directory)
-        seconds = time.perf_counter() - start
+        seconds, busy_seconds = time.perf_counter() - start, time.process_time() - busy_start
     parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     return {
         "seconds": seconds,
+        "busy_seconds": busy_seconds,
         "owned_bytes": sum(part.nbytes for part in parts),
         "largest_bytes": max(part.nbytes for part in parts),
         "requested_bytes": sum(index.bytes_read for index in requested),

@@ -114,7 +114,7 @@ def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behin
 
 
 def _install_draws(layer: nn.Module, context: SplitContext) -> None:
-    """Lets a layer that works on a part of the sequence draw its own numbers; each for itself, so that it can be rerun."""
+    """Lets a layer that works on a part of the sequence draw its own numbers, each anew: it may be run again."""
 
     def enter(module: nn.Module, args: Any) -> None:
         context.begin_draws("layer", module)

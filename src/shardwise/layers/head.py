@@ -65,10 +65,14 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         context.forget_forward()
         context.keep_logits_split = labels is not None and context.mesh is not None
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.keep_logits_split = False
         context.leave_loss_mode()
         context.forget_forward()
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if isinstance(loss, DTensor):  # computed by other means than cross-entropy
+            output["loss"] = loss.full_tensor()
+        return output
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)

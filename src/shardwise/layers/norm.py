@@ -3,17 +3,61 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.layers.context import SplitContext
 
-__all__ = ["SplitNorm", "epsilon_of", "recognise_norm"]
+__all__ = ["NormFormula", "SplitNorm", "epsilon_of", "recognise_norm"]
 
-_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormFormula:
+    """What a norm computes.
+
+    Attributes:
+        centered: whether it subtracts the mean.
+        offset: added to the weight.
+        gate: where its second input, through a SiLU, multiplies: "before" or "after" normalising, "none" without one.
+    """
+
+    centered: bool
+    offset: float
+    gate: str = "none"
+
+    def compute(self, module: Any, x: Tensor, gate: Tensor | None, means: Callable[[Tensor], Tensor]) -> Tensor:
+        """The norm of `x` with the module's weight, bias and epsilon.
+
+        Args:
+            means: from summands `[..., features, count]` to their means over all features `[..., 1, count]`.
+        """
+        values = x.float()
+        if gate is not None and self.gate == "before":
+            values = values * F.silu(gate.float())
+        moments = [values.pow(2), values] if self.centered else [values.pow(2)]
+        found = means(torch.stack(moments, -1))
+        if self.centered:
+            center = found[..., 1]
+            values = (values - center) * torch.rsqrt(found[..., 0] - center.pow(2) + epsilon_of(module))
+        else:
+            values = values * torch.rsqrt(found[..., 0] + epsilon_of(module))
+        values = values * (module.weight.float() + self.offset)
+        bias = getattr(module, "bias", None)
+        values = values if bias is None else values + bias.float()
+        if gate is not None and self.gate == "after":
+            values = values * F.silu(gate.float())
+        return values.to(x.dtype)
 
 
 class SplitNorm:
@@ -27,36 +71,28 @@ class SplitNorm:
 
     _split: SplitContext
     _num_features: int
-    _centered: bool
-    _weight_offset: float
+    _formula: NormFormula
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Args: x `[..., features]`, per rank `[..., features / tp]`. Returns the same shape."""
-        values = x.float()
-        moments = [values.pow(2).sum(-1, keepdim=True)]
-        if self._centered:
-            moments.append(values.sum(-1, keepdim=True))
-        means = self._shared(torch.cat(moments, -1)) / self._num_features
-        if self._centered:
-            center = means[..., 1:]
-            values = (values - center) * torch.rsqrt(means[..., :1] - center.pow(2) + epsilon_of(self))
-        else:
-            values = values * torch.rsqrt(means + epsilon_of(self))
-        bias = getattr(self, "bias", None)
-        values = values * (self.weight.float() + self._weight_offset)  # type: ignore[attr-defined]
-        return (values if bias is None else values + bias.float()).to(x.dtype)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Args: x and gate `[..., features]`, per rank `[..., features / tp]`. Returns the same shape."""
+        return self._formula.compute(self, x, gate, self._means)
 
-    def _shared(self, moments: Tensor) -> Tensor:
+    def _means(self, moments: Tensor) -> Tensor:
+        """Args: moments `[..., features, count]`. Returns their means over the features of all ranks `[..., 1, count]`."""
         group = self._split.group
-        return copy_to_region(reduce_from_region(moments, group), group)
+        summed = moments.sum(-2)
+        return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)
 
 
-def recognise_norm(module: nn.Module) -> tuple[bool, float]:
-    """Which formula the norm computes, by trying it: (subtracts the mean, offset added to the weight).
+def recognise_norm(module: nn.Module) -> NormFormula:
+    """Which formula the norm computes, by trying it.
 
     Raises:
         UnsupportedError: it is no RMS norm or layer norm over its last dim.
     """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or any(True for _ in module.children()):
+        raise _not_a_norm(module)
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
     probe._forward_hooks.clear()
     probe._forward_pre_hooks.clear()
@@ -64,18 +100,27 @@ def recognise_norm(module: nn.Module) -> tuple[bool, float]:
     with torch.no_grad():
         for parameter in probe.parameters():
             parameter.copy_(torch.rand(parameter.shape, generator=generator))
-        x = torch.randn(3, probe.get_parameter("weight").shape[-1], generator=generator) + 0.5
-        expected = probe(x)
-    bias = getattr(probe, "bias", None)
-    for centered in (False, True):
-        for offset in (0.0, 1.0):
-            values = x - x.mean(-1, keepdim=True) if centered else x
-            values = (
-                values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + epsilon_of(probe)) * (probe.get_parameter("weight") + offset)
-            )
-            if torch.allclose(values if bias is None else values + bias, expected, atol=1e-4, rtol=1e-4):
-                return centered, offset
-    raise UnsupportedError(
+        x = torch.randn(3, weight.shape[0], generator=generator) + 0.5
+        gate = torch.randn(3, weight.shape[0], generator=generator)
+        takes_gate = len(inspect.signature(probe.forward).parameters) > 1
+        try:
+            expected = probe(x, gate) if takes_gate else probe(x)
+        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+            raise _not_a_norm(module) from error
+        if not isinstance(expected, Tensor) or expected.shape != x.shape:
+            raise _not_a_norm(module)
+        for centered, offset, place in itertools.product(
+            (False, True), (0.0, 1.0), ("before", "after") if takes_gate else ("none",)
+        ):
+            formula = NormFormula(centered=centered, offset=offset, gate=place)
+            found = formula.compute(probe, x, gate if takes_gate else None, lambda moments: moments.mean(-2, keepdim=True))
+            if torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
+                return formula
+    raise _not_a_norm(module)
+
+
+def _not_a_norm(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
         f"{type(module).__name__} cannot be split over its features",
         why="it computes neither an RMS norm nor a layer norm over its last dim",
         fix="keep it whole: gather its input with colwise_gather_output and split again with rowwise_split_input",

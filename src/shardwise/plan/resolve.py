@@ -20,7 +20,7 @@ from shardwise.plan.regions import (
     find_regions,
 )
 from shardwise.plan.spec import Plan, Rule
-from shardwise.plan.split_style import SplitStyle, is_split_style
+from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
 
 __all__ = ["ParameterPlan", "SplitPlan", "resolve"]
@@ -61,6 +61,8 @@ class SplitPlan:
         head: the output embedding if its logits are split over the vocabulary.
         stack: the layer list whose hidden states are split along the sequence; None without sequence parallelism.
         attributes: FQN of every attribute that counts what is split, to this rank's value.
+        inputs: FQN of every input of which a rank uses its own heads' part, to (dim, number of all heads).
+        added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
 
@@ -72,6 +74,8 @@ class SplitPlan:
     head: str | None = None
     stack: str | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
 
     @property
@@ -116,6 +120,7 @@ class _Resolver:
         }
         heads = self._checked_heads()
         self._check_ties(parameters)
+        attributes, inputs = self._divided(), self._sliced_inputs()
         if self.problems:
             raise _all_problems(self.problems)
         return SplitPlan(
@@ -130,7 +135,9 @@ class _Resolver:
             heads=heads,
             head=self.head,
             stack=self.stack,
-            attributes=self._divided(),
+            attributes=attributes,
+            inputs=inputs,
+            added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
             unmatched=self.unmatched,
         )
 
@@ -284,19 +291,40 @@ class _Resolver:
         values = self.facts.attributes()
         divided = {}
         for name, rule in self.rules.items():
-            if rule.style != "divided":
+            divisor = divisor_of(rule.style, self.tp_size)
+            if divisor is None:
                 continue
-            if name not in values or values[name] % self.tp_size:
+            if name not in values or values[name] % divisor:
                 self.problems.append(
                     PlanError(
-                        f"cannot divide {name} by tp={self.tp_size}",
-                        at=f'rule "{rule.pattern}: divided" ({rule.source})',
+                        f"cannot divide {name} by {divisor}",
+                        at=f'rule "{rule.pattern}: {rule.style}" ({rule.source})',
                         why=f"its value is {values[name]}" if name in values else "it is no integer attribute",
                     )
                 )
                 continue
-            divided[name] = values[name] // self.tp_size
+            divided[name] = values[name] // divisor
         return divided
+
+    def _sliced_inputs(self) -> dict[str, tuple[int, int]]:
+        """The inputs that rules split by heads: which dim, and how many heads there are in all."""
+        inputs = self.facts.inputs()
+        found = {}
+        for name, rule in self.rules.items():
+            if name not in inputs or rule.style == "replicate":  # whole is what an input is without a rule
+                continue
+            heads = self.facts.heads_around(inputs[name])
+            if heads is None or heads.num_heads % self.tp_size or not is_split_style(rule.style):
+                self.problems.append(
+                    PlanError(
+                        f"cannot split the input {name} over tp={self.tp_size}",
+                        at=f'rule "{rule.pattern}: {rule.style}" ({rule.source})',
+                        why="inputs are split by heads" + (f", of which there are {heads.num_heads}" if heads else ""),
+                    )
+                )
+                continue
+            found[name] = (SplitStyle.parse(rule.style).dim, heads.num_heads)
+        return found
 
     def _check_ties(self, parameters: Mapping[str, ParameterPlan]) -> None:
         for alias, canonical in self.facts.tied.items():

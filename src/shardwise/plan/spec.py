@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.split_style import SplitStyle, is_split_style
+from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 
 __all__ = ["STYLES", "Plan", "Rule"]
 
@@ -41,7 +41,9 @@ STYLES: dict[str, str] = {
     "region": "module whose inside is split: one collective at its edge per direction",
     "region_output": "a region whose output is a partial sum: reduced there and not at row-split modules inside",
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
+    "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
     "divided": "an integer attribute of a module that counts what is split: divided by the number of ranks",
+    "divided(N)": "the same, divided by N: key/value heads that several ranks share",
     "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
 }
 """Every style name, with its meaning."""
@@ -82,7 +84,7 @@ class Rule:
                 )
         if is_split_style(self.style) and self.style != "split(DIM)":
             SplitStyle.parse(self.style)
-        elif self.style not in STYLES or self.style == "split(DIM)":
+        elif divisor_of(self.style, 1) is None and (self.style not in STYLES or "(" in self.style):
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, STYLES)}",
                 at=at,

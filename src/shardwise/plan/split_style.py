@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.layout.boxes import Interval
 
-__all__ = ["SplitStyle", "is_split_style"]
+__all__ = ["SplitStyle", "divisor_of", "is_split_style"]
 
+_DIVIDED = re.compile(r"divided(?:\((\d+)\))?")
 _TEXT = re.compile(r"split\((\d+)(?:, sections=(\d+))?(?:; ([0-9,|-]+))?\)")
 
 
@@ -66,3 +67,9 @@ class SplitStyle:
 def is_split_style(text: str) -> bool:
     """Whether a style is meant to be a `split(...)`."""
     return text.startswith("split(")
+
+
+def divisor_of(text: str, tp_size: int) -> int | None:
+    """By what `divided` (the number of ranks) or `divided(N)` divides an attribute; None for any other style."""
+    found = _DIVIDED.fullmatch(text)
+    return int(found[1] or tp_size) if found else None

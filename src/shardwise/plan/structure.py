@@ -38,12 +38,14 @@ class ModuleFacts:
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.
+        inputs: names of the arguments that its forward takes, children's and parameters' names aside.
     """
 
     kind: str
     parameters: Mapping[str, Shape] = field(default_factory=dict)
     heads: Heads | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +73,9 @@ class ModelFacts:
                 yield (f"{module}.{name}" if module else name), module, name, shape
 
     def names(self) -> tuple[str, ...]:
-        """Every FQN a rule may name: modules, parameters and integer attributes."""
-        return (*(name for name in self.modules if name), *(fqn for fqn, *_ in self.parameters()), *self.attributes())
+        """Every FQN a rule may name: modules, parameters, integer attributes and inputs."""
+        modules = (name for name in self.modules if name)
+        return (*modules, *(fqn for fqn, *_ in self.parameters()), *self.attributes(), *self.inputs())
 
     def attributes(self) -> dict[str, int]:
         """FQN of every integer attribute that a module's forward reads, to its value."""
@@ -82,6 +85,18 @@ class ModelFacts:
             if module
             for name, value in facts.attributes.items()
         }
+
+    def inputs(self) -> dict[str, str]:
+        """FQN of every input of a module (`MODULE.ARGUMENT`), to the module's."""
+        return {f"{module}.{name}": module for module, facts in self.modules.items() if module for name in facts.inputs}
+
+    def heads_around(self, module: str) -> Heads | None:
+        """The heads of the nearest module at or above `module` that has any."""
+        while module:
+            if self.modules[module].heads is not None:
+                return self.modules[module].heads
+            module = parent_of(module)
+        return None
 
     def inside(self, ancestor: str) -> Iterator[str]:
         """The FQNs of the modules below `ancestor`, itself excluded."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import registry_of
+from shardwise.layers.registry import ParameterEntry, registry_of
 from shardwise.mesh import Mesh
 
 __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
@@ -21,6 +22,8 @@ __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
 the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
@@ -65,7 +68,10 @@ class Measurement:
     Attributes:
         unequal_replicas: names of parameters whose copies on different ranks are not bit-equal after the last step.
         missing: gradients that only one of both models has.
-        share_split: bytes of split parameters over bytes of all.
+        share_split: elements of split parameters over elements of all.
+        block_share: the same over the layers' parameters that the batch reaches.
+        regions_per_layer: split regions over layers, each one collective forward and one backward.
+        whole: matrices in layers that every rank keeps whole, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
     """
 
@@ -76,6 +82,9 @@ class Measurement:
     unequal_replicas: tuple[str, ...]
     missing: tuple[str, ...]
     share_split: float
+    block_share: float
+    regions_per_layer: float
+    whole: tuple[str, ...]
     num_steps: int
 
     @property
@@ -132,16 +141,40 @@ def measure(
         parameter=parameter,
         unequal_replicas=_unequal_replicas(model, mesh),
         missing=tuple(sorted(set(gradients) ^ set(expected))),
-        share_split=share_split(model),
+        share_split=_share(registry_of(model).entries.values()),
+        block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
+        regions_per_layer=_regions_per_layer(model),
+        whole=_whole_matrices(model),
         num_steps=num_steps,
     )
 
 
-def share_split(model: nn.Module) -> float:
-    """Bytes of the parameters that are split over bytes of all, in canonical shapes."""
-    entries = registry_of(model).entries.values()
-    total = sum(_numel(entry.layout.shape) for entry in entries)
-    return sum(_numel(entry.layout.shape) for entry in entries if entry.split is not None) / max(1, total)
+def _share(entries: Iterable[ParameterEntry]) -> float:
+    """Elements of the split parameters among `entries` over elements of all, in canonical shapes."""
+    held = list(entries)
+    total = sum(_numel(entry.layout.shape) for entry in held)
+    return sum(_numel(entry.layout.shape) for entry in held if entry.split is not None) / max(1, total)
+
+
+def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
+    """The parameters inside numbered layers."""
+    entries = registry_of(model).entries
+    return {name: entry for name, entry in entries.items() if _LAYER.match(name)}
+
+
+def _regions_per_layer(model: nn.Module) -> float:
+    layers = {found[1] for name in _in_layers(model) if (found := _LAYER.match(name))}
+    return len(registry_of(model).plan.regions) / max(1, len(layers))
+
+
+def _whole_matrices(model: nn.Module) -> tuple[str, ...]:
+    plan = registry_of(model).plan.parameters
+    found = {}
+    for name, entry in _in_layers(model).items():
+        if entry.split is None and len(entry.layout.shape) > 1:
+            rule = plan[name].rule
+            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = rule.reason or rule.style
+    return tuple(f"{name}: {reason}" for name, reason in found.items())
 
 
 def _numel(shape: tuple[int, ...]) -> int:

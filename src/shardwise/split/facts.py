@@ -30,7 +30,11 @@ def read_facts(model: nn.Module) -> ModelFacts:
     for name, module in model.named_modules():
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
-            kind=_kind(module), parameters=parameters, heads=_heads(module), attributes=counts_of(module)
+            kind=_kind(module),
+            parameters=parameters,
+            heads=_heads(module),
+            attributes=counts_of(module),
+            inputs=_inputs(module),
         )
         for own in parameters:
             fqn = f"{name}.{own}" if name else own
@@ -88,6 +92,13 @@ def counts_of(module: nn.Module) -> dict[str, int]:
         values = {name: getattr(config, name, None) for name in read if name not in found}
         found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
     return found
+
+
+def _inputs(module: nn.Module) -> tuple[str, ...]:
+    if type(module).__module__.startswith("torch.") or _kind(module) != "other":
+        return ()
+    taken = {*module._modules, *module._parameters, *vars(module), "kwargs"}
+    return tuple(name for name in argument_names(module) if name not in taken)
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:

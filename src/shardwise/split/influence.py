@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.split.trace import Layer, Use, watch
 
-__all__ = ["Holding", "RowProduct", "find_row_products"]
+__all__ = ["Holding", "RowProduct", "find_row_products", "run_of"]
 
 _MAX_PASSES = 4
 
@@ -86,24 +86,25 @@ def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int)
     columns: dict[str, set[str]] = {}
     layers = watch(model, batch)
     for _ in range(_MAX_PASSES):
-        new = [product for layer in layers for product in _accept(layer, model, parts, found, columns)]
+        new = [product for layer in layers for product in _accept(layer, parts, found, columns)]
         if not new:
             break
         layers = watch(model, batch, cut=frozenset(found))
-    layers = watch(model, batch, cut=frozenset(found), thorough=True)
+    cut = frozenset(found)
+    layers = watch(model, batch, cut=cut, thorough=True)
+    if any(not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear) for name in found):
+        hollow = {layer.fqn: layer for layer in watch(model, batch, cut=cut, hollow=True)}
+        for layer in layers:
+            layer.hollow = hollow.get(layer.fqn)
     _mark_reentries(list(found.values()), layers)
     return list(found.values()), layers
 
 
 def _accept(
-    layer: Layer, model: nn.Module, parts: int, found: dict[str, RowProduct], columns: dict[str, set[str]]
+    layer: Layer, parts: int, found: dict[str, RowProduct], columns: dict[str, set[str]]
 ) -> list[RowProduct]:
     """Adds the layer's new row products to `found`, those with the largest splits first."""
-    own = {
-        name: value
-        for name, value in model.named_parameters(remove_duplicate=False)
-        if name.startswith(f"{layer.fqn}.") and value.is_floating_point()
-    }
+    own = layer.parameters
     products = [use for use in layer.uses if use.parameter not in found and use.parameter in own]
     outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
     candidates: list[tuple[int, RowProduct]] = []
@@ -150,7 +151,7 @@ def _holdings(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[str, Hold
     weights *= torch.randint(0, 2, use.x.shape, generator=generator) * 2 - 1
     masks = []
     for run in range(parts):
-        start, stop = _run(use.x.shape[-1], parts, run)
+        start, stop = run_of(use.x.shape[-1], parts, run)
         total = (use.x[..., start:stop].float() * weights[..., start:stop]).sum()
         gradients = torch.autograd.grad(total, list(own.values()), retain_graph=True, allow_unused=True)
         masks.append([None if gradient is None else gradient != 0 for gradient in gradients])
@@ -190,7 +191,8 @@ def _unite(product: RowProduct, holdings: Mapping[str, Holding]) -> None:
             product.holdings[name] = Holding(dim=known.dim, size=known.size, ranks=ranks)
 
 
-def _run(size: int, parts: int, index: int) -> tuple[int, int]:
+def run_of(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The run of `size` features that belongs to rank `index`."""
     run = -(-size // parts)
     return min(size, index * run), min(size, (index + 1) * run)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from shardwise.comm.collectives import reduce_from_region
@@ -12,10 +14,12 @@ from shardwise.layers.edges import install_gathered, install_region
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
+from shardwise.layers.local import install_shares, install_sliced
 from shardwise.layers.norm import SplitNorm, recognise_norm
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
+from shardwise.plan.resolve import SplitPlan
 from shardwise.split.heads import apply_divided, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
@@ -59,11 +63,24 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             install_gathered(module, _sizes(split), context)
     apply_local_heads(modules, plan.heads)
     apply_divided(modules, plan.attributes)
+    _install_local(modules, plan, context)
     if plan.head is not None:
         install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     return model
+
+
+def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
+    for fqn, (dim, num_heads) in plan.inputs.items():
+        owner, _, argument = fqn.rpartition(".")
+        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, context=context)
+    added: dict[str, list[str]] = {}
+    for fqn in plan.added:
+        owner, _, name = fqn.rpartition(".")
+        added.setdefault(owner, []).append(name)
+    for owner, names in added.items():
+        install_shares(modules[owner], tuple(names), context)
 
 
 def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, reduces: bool) -> None:
@@ -77,9 +94,9 @@ def _apply_style(module: nn.Module, style: str, split: Split | None, context: Sp
     elif style == "embedding_colwise" and split is not None:
         become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
     elif style == "norm_split" and split is not None:
-        centered, offset = recognise_norm(module)
+        formula = recognise_norm(module)
         held = sum(split.local_size_of(coord) for coord in range(split.parts))
-        become(module, SplitNorm, _split=context, _num_features=held, _centered=centered, _weight_offset=offset)
+        become(module, SplitNorm, _split=context, _num_features=held, _formula=formula)
     elif style == "all_reduce":
         module.register_forward_hook(lambda module, args, output: reduce_from_region(output, context.group))
     elif style == "moe_identity_expert":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
-from shardwise.layers.norm import epsilon_of, recognise_norm
+from shardwise.layers.norm import recognise_norm
 from shardwise.split.facts import argument_names
 from shardwise.split.sizes import MADE, Sizing, counted, sizings_of
 
@@ -69,13 +69,25 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Layer:
-    """What was seen of one layer."""
+    """What was seen of one layer.
+
+    Attributes:
+        fqn: its name.
+        outputs: what it returned.
+        uses: its products with parameters.
+        calls: the modules that ran.
+        parameters: all below the layer, by their names there: of tied ones each layer has its own.
+        sizings: the sizes that operations were told by integer attributes, if watched thoroughly.
+        hollow: the same layer with its row products at zero, where that is needed.
+    """
 
     fqn: str
     outputs: list[Tensor] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
     sizings: list[Sizing] = field(default_factory=list)
+    hollow: Layer | None = None
 
 
 def layers_of(model: nn.Module) -> list[str]:
@@ -94,29 +106,36 @@ def _has_matrix(module: nn.Module) -> bool:
 
 
 def watch(
-    model: nn.Module, batch: Mapping[str, Any], *, cut: frozenset[str] = frozenset(), thorough: bool = False
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    cut: frozenset[str] = frozenset(),
+    thorough: bool = False,
+    hollow: bool = False,
 ) -> list[Layer]:
     """Runs the model once and returns what its layers did.
 
     Args:
         cut: parameters whose products are detached: what comes behind them no longer depends on what went in.
         thorough: whether to record sizes too, and to make nodes of inputs and new tensors that need no gradient.
+        hollow: whether the cut products are zero.
     """
-    watcher = _Watcher(model, cut, thorough)
+    watcher = _Watcher(model, cut, thorough, hollow)
     with ExitStack() as stack:
         stack.enter_context(watcher.hooked())
         if thorough:
             stack.enter_context(counted(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
-        model(**batch)
+        model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
     return [layer for layer in watcher.layers.values() if layer.outputs]
 
 
 class _Watcher(TorchFunctionMode):
-    def __init__(self, model: nn.Module, cut: frozenset[str], thorough: bool) -> None:
+    def __init__(self, model: nn.Module, cut: frozenset[str], thorough: bool, hollow: bool) -> None:
         super().__init__()
         self.cut = cut
         self.thorough = thorough
+        self.hollow = hollow
         self.layers = {name: Layer(name) for name in layers_of(model)}
         self.running: Layer | None = None
         self.stack: list[str] = []
@@ -124,6 +143,9 @@ class _Watcher(TorchFunctionMode):
         self.names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
+            layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
+            if layer is not None and parameter.is_floating_point():
+                layer.parameters[name] = parameter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,7 +163,7 @@ class _Watcher(TorchFunctionMode):
         if name is None or self._name(x) is not None:
             return out
         if name in self.cut:
-            out = out.detach().requires_grad_() * 1.0
+            out = out.detach().requires_grad_() * (0.0 if self.hollow else 1.0)
         transposed = func is not F.linear
         input_dim = self._input_dim(weight, transposed=transposed)
         module = self.stack[-1] if self.stack else ""
@@ -190,7 +212,7 @@ class _Watcher(TorchFunctionMode):
                     stack.callback(leave.remove)
                 elementwise = self._elementwise_norm(module)
                 if elementwise is not None:
-                    stack.callback(module.register_forward_hook(elementwise).remove)
+                    stack.callback(module.register_forward_hook(elementwise, with_kwargs=True).remove)
             yield
 
     def _elementwise_norm(self, module: nn.Module) -> Any:
@@ -198,20 +220,15 @@ class _Watcher(TorchFunctionMode):
 
         A norm over split features shares its statistics between ranks; only what is elementwise decides its split.
         """
-        weight = module._parameters.get("weight")
-        if weight is None or weight.ndim != 1 or any(True for _ in module.children()):
-            return None
         try:
-            centered, offset = recognise_norm(module)
-        except (UnsupportedError, TypeError, RuntimeError, ValueError):
-            return None  # it takes other inputs, or computes something else: then the graph speaks for itself
+            formula = recognise_norm(module)
+        except UnsupportedError:
+            return None  # it computes something else: then the graph speaks for itself
 
-        def hook(module: Any, args: Any, output: Tensor) -> Tensor:
-            x = args[0]
-            center = x.mean(-1, keepdim=True).detach() if centered else 0.0
-            scale = ((x - center).detach().pow(2).mean(-1, keepdim=True) + epsilon_of(module)).rsqrt()
-            out = (x - center) * scale * (module.weight + offset)
-            return out if getattr(module, "bias", None) is None else out + module.bias
+        def hook(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            values = [*args, *kwargs.values()]
+            gate = values[1] if len(values) > 1 else None
+            return formula.compute(module, values[0], gate, lambda moments: moments.detach().mean(-2, keepdim=True))
 
         return hook
 

@@ -122,12 +122,14 @@ def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
             why="a step counts the targets of every row",
             fix="pass a tensor [rows, …], such as torch.tensor(labels)",
         )
+    num_rows = labels.shape[0]
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
-    if len(set(rows.values())) > 1:
+    if any(count != 1 and (num_rows == 0 or count % num_rows) for count in rows.values()):
         raise BatchError(
-            "the tensors of the batch differ in rows", why=", ".join(f"{name}: {count}" for name, count in rows.items())
+            "the tensors of the batch differ in rows",
+            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
+            fix="give every tensor one row for each row of labels, the same multiple of them, or one row for all",
         )
-    num_rows = next(iter(rows.values()))
     if num_rows == 0 or num_rows % num_microbatches:
         raise BatchError(
             f"{num_rows} rows do not divide into {num_microbatches} microbatches",
@@ -138,12 +140,13 @@ def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
 
 
 def _microbatches(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    size = rows // count
+    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is shared."""
 
     def part(value: Any, index: int) -> Any:
-        if isinstance(value, Tensor) and value.ndim:
-            return value if count == 1 else value[index * size : (index + 1) * size]
-        return value
+        if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
+            return value
+        size = value.shape[0] // count
+        return value[index * size : (index + 1) * size]
 
     return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
 

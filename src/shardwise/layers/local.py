@@ -1,0 +1,54 @@
+"""What a module inside a region is given of things that stay whole: its heads' part of an input, its share of a bias."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.layers.context import SplitContext
+
+__all__ = ["install_shares", "install_sliced"]
+
+
+def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, context: SplitContext) -> None:
+    """Gives `module` its own heads' part of an input whose `dim` holds all heads, once or in a row for every sequence."""
+    position = list(inspect.signature(module.forward).parameters).index(argument)
+
+    def slice_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(kwargs.get(argument), Tensor):
+            return args, {**kwargs, argument: _own_heads(kwargs[argument], dim, num_heads, context)}
+        if position < len(args) and isinstance(args[position], Tensor):
+            own = _own_heads(args[position], dim, num_heads, context)
+            return (*args[:position], own, *args[position + 1 :]), kwargs
+        return args, kwargs
+
+    module.register_forward_pre_hook(slice_input, with_kwargs=True)
+
+
+def _own_heads(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+    if x.shape[dim] % num_heads:
+        return x  # one for all heads
+    own = num_heads // context.size
+    heads = x.unflatten(dim, (-1, num_heads))
+    return heads.narrow(dim + 1, context.coord * own, own).flatten(dim, dim + 1)
+
+
+def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:
+    """Lets `module` compute with this rank's share, 1 / tp, of its own parameters `names`: what is added to partial sums.
+
+    The parameters stay what they are; only the forward sees the shares, so gradients are partial.
+    """
+    kept: dict[str, Any] = {}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        for name in names:
+            kept[name] = module._parameters[name]
+            module._parameters[name] = kept[name] / context.size  # type: ignore[assignment]
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters.update(kept)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

@@ -1,0 +1,233 @@
+"""What a block's ranks reach: where the block is entered, which inputs and sizes belong to a rank, what is added behind it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.split.influence import Holding, RowProduct, run_of
+from shardwise.split.sizes import Sizing
+from shardwise.split.trace import Layer, ModuleCall
+
+__all__ = ["Reach", "find_added", "find_entries", "find_sliced_inputs"]
+
+_MAX_ADDED = 2
+
+
+class Reach:
+    """The influence of one block of one layer.
+
+    Attributes:
+        model: the twin.
+        layer: as watched thoroughly, row products cut.
+        group: the row products of the block.
+        holdings: what each rank must hold of the other parameters.
+        parts: number of ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, layer: Layer, group: Sequence[RowProduct], holdings: Mapping[str, Holding], parts: int
+    ) -> None:
+        self.model, self.layer, self.group, self.holdings, self.parts = model, layer, group, holdings, parts
+        self.parameters = layer.parameters
+        self.bare = [each for each in group if not _is_linear_weight(model, each.parameter)]
+
+    def sizings(self) -> Iterator[tuple[Sizing, Fraction | None]]:
+        """Every size that a count told, with the part of it that belongs to a rank (None where no rank depends on it)."""
+        told = self.layer.sizings
+        tensors = [each.out for each in told] + [each.source[0] for each in told if each.source is not None]
+        masks = self._masks(tensors)
+        for sizing in told:
+            part = self._part(masks, sizing.out, sizing.dim)
+            if sizing.source is not None and part is not None:
+                source = self._part(masks, *sizing.source)
+                part = part / source if source else None
+            yield sizing, part
+
+    def needs(self, tensor: Tensor, masks: Mapping[int, list[Tensor | None]], dim: int) -> tuple[frozenset[int], ...] | None:
+        """For each rank the indices of `tensor` along `dim` that it depends on; None where a rank depends on none."""
+        found = []
+        for mask in masks.get(id(tensor), ()):
+            if mask is None:
+                return None
+            others = [other for other in range(mask.ndim) if other != dim % mask.ndim]
+            found.append(frozenset(torch.nonzero(mask.sum(others) if others else mask).flatten().tolist()))
+        return tuple(found) if found and all(found) else None
+
+    def input_needs(self, call: ModuleCall, name: str) -> tuple[int, tuple[frozenset[int], ...]] | None:
+        """The dim of an input along which the ranks depend on different indices, with those; None where there is none."""
+        value = call.named[name]
+        masks = self._masks([value])
+        for dim in range(value.ndim):
+            ranks = self.needs(value, masks, dim)
+            if ranks is not None and Holding(dim=dim, size=value.shape[dim], ranks=ranks).is_split:
+                return dim, ranks
+        return None
+
+    def depends_on_split(self, value: Tensor) -> bool:
+        """Whether `value` is computed from parameters that the block splits."""
+        split = [self.parameters[name] for name in self.holdings if self.parameters[name].requires_grad]
+        if not value.requires_grad or not split:
+            return False
+        return any(_nonzero(gradient) for gradient in _gradients(value.sum(), split))
+
+    def leads_only_to_rows(self, module: str) -> bool:
+        """Whether nothing that `module` is given reaches the layer's outputs past the (cut) row products."""
+        calls = [call for call in self.layer.calls if call.fqn == module]
+        inputs = [value for call in calls for value in call.inputs if value.requires_grad]
+        outputs = [value for value in self.layer.outputs if value.requires_grad and value.grad_fn is not None]
+        if not inputs or not outputs:
+            return bool(calls) and not outputs
+        total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+        return not any(_nonzero(gradient) for gradient in _gradients(total, inputs))
+
+    def _part(self, masks: Mapping[int, list[Tensor | None]], tensor: Tensor, dim: int) -> Fraction | None:
+        ranks = self.needs(tensor, masks, dim)
+        if ranks is None:
+            return None
+        holding = Holding(dim=dim, size=tensor.shape[dim], ranks=ranks)
+        if not holding.is_split or len({len(each) for each in ranks}) > 1:
+            return Fraction(1)
+        return Fraction(len(ranks[0]), len(frozenset().union(*ranks)))
+
+    def _masks(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
+        """For every tensor, by identity, where each rank's gradient is not zero."""
+        nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
+        masks: dict[int, list[Tensor | None]] = {id(node): [] for node in nodes}
+        rows = {product.parameter for product in self.group}
+        uses = [use for use in self.layer.uses if use.parameter in rows and use.x.requires_grad]
+        if not nodes or not uses:
+            return {}
+        for rank in range(self.parts):
+            total = torch.zeros(())
+            for use in uses:
+                start, stop = run_of(use.x.shape[-1], self.parts, rank)
+                total = total + (use.x[..., start:stop].float() * _signs(use.x)[..., start:stop]).sum()
+            for node, gradient in zip(nodes, _gradients(total, nodes), strict=True):
+                masks[id(node)].append(None if gradient is None else gradient != 0)
+        return masks
+
+
+def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
+    """Choices of the modules at which the region is entered, to their style.
+
+    A module can be entered that leads nowhere but to the block's row products: the highest one costs least, the lowest
+    has least in between that might not work on partial sums.
+    """
+    ladders = []
+    for owner in sorted(_entry_owners(reach) | {product.module for product in reach.bare}):
+        ladder, module = [owner], parent_of(owner)
+        while module and module != reach.layer.fqn:
+            if facts.modules[module].kind != "list" and reach.leads_only_to_rows(module):
+                ladder.append(module)
+            module = parent_of(module)
+        ladders.append(ladder)
+    seen: list[dict[str, str]] = []
+    for step in (-1, 0, -2):
+        chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
+        entries = {name: _edge(reach, name) for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
+        if entries not in seen:
+            seen.append(entries)
+            yield entries
+
+
+def _edge(reach: Reach, entry: str) -> str:
+    holds_bare = any(f"{product.module}.".startswith(f"{entry}.") for product in reach.bare)
+    return "region_output" if holds_bare else "region"
+
+
+def _entry_owners(reach: Reach) -> set[str]:
+    """Modules whose split weights multiply something whole."""
+    owners = set()
+    for use in reach.layer.uses:
+        holding = reach.holdings.get(use.parameter)
+        if holding is None or (holding.dim == use.input_dim and reach.parameters[use.parameter].ndim == 2):
+            continue
+        if not reach.depends_on_split(use.x):
+            owners.add(use.module)
+    return owners
+
+
+def find_sliced_inputs(facts: ModelFacts, reach: Reach, entry: str) -> dict[str, int]:
+    """Inputs of modules in a region of which every rank needs its own heads' part (`module.argument` to the dim).
+
+    A bias that the model computes for all heads once, such as ALiBi's, is one.
+    """
+    found: dict[str, int] = {}
+    for call in reach.layer.calls:
+        if not f"{call.fqn}.".startswith(f"{entry}."):
+            continue
+        for name, value in call.named.items():
+            full = f"{call.fqn}.{name}"
+            above = any(other.rpartition(".")[2] == name and call.fqn.startswith(parent_of(other)) for other in found)
+            if above or full not in facts.inputs() or reach.depends_on_split(value):
+                continue
+            needs = reach.input_needs(call, name)
+            if needs is not None and _by_heads(facts, call.fqn, value.shape[needs[0]], needs[1]):
+                found[full] = needs[0]
+    return found
+
+
+def _by_heads(facts: ModelFacts, module: str, size: int, ranks: Sequence[frozenset[int]]) -> bool:
+    """Whether each rank needs its run of heads, in each of the blocks of all heads that make up the dim."""
+    heads = facts.heads_around(module)
+    if heads is None or size % heads.num_heads:
+        return False
+    for rank, indices in enumerate(ranks):
+        start, stop = run_of(heads.num_heads, len(ranks), rank)
+        if indices != {index for index in range(size) if start <= index % heads.num_heads < stop}:
+            return False
+    return True
+
+
+def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
+    """Parameters that are added to the partial sum behind the row products, so that each rank would add them.
+
+    With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the gradients times
+    the values add up to the output.
+    """
+    hollow = reach.layer.hollow
+    if hollow is None:
+        return ()
+    outputs = [call.outputs[0] for call in hollow.calls if call.fqn == entry and call.outputs]
+    if not outputs or not any(value.grad_fn is not None for value in outputs):
+        return ()
+    total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+    names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
+    gradients = _gradients(total, [reach.parameters[name] for name in names])
+    shares = {
+        name: float((gradient * reach.parameters[name]).sum())
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and _nonzero(gradient)
+    }
+    for size in range(1, _MAX_ADDED + 1):
+        for chosen in itertools.combinations(shares, size):
+            if abs(sum(shares[name] for name in chosen) - float(total)) <= 1e-4 * abs(float(total)) + 1e-6:
+                return chosen
+    return ()
+
+
+def _is_linear_weight(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(parent_of(name))
+    weight = module._parameters.get("weight")
+    return name.endswith(".weight") and (isinstance(module, nn.Linear) or (weight is not None and hasattr(module, "nf")))
+
+
+def _gradients(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not total.requires_grad:
+        return [None] * len(inputs)
+    return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
+
+
+def _nonzero(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool((gradient != 0).any())
+
+
+def _signs(value: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(value.shape, generator=generator) + 0.5
