@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch.distributed as dist
 
 from shardwise.testing.spawn import spawn
 
-__all__ = ["is_rank", "main_that_stops", "on_ranks", "world_size"]
+__all__ = ["SCRATCH", "is_rank", "main_that_stops", "on_ranks", "world_size"]
+
+SCRATCH = "SHARDWISE_BENCH_SCRATCH"
+"""Environment variable: where ranks put temporary files; unset under torchrun, where the system's place will do."""
 
 
 def is_rank() -> bool:
@@ -28,7 +32,9 @@ def on_ranks(fn: Callable[..., Any], *args: object, device: str = "cpu", timeout
     """Runs `fn(*args)` on every rank, and returns their results in rank order, on every rank of a torchrun too."""
     if not is_rank():
         hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        return spawn(fn, world_size(), *args, timeout=timeout, env=hidden)
+        # Ranks that are interrupted are killed: what they write is for this process to remove.
+        with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as scratch:
+            return spawn(fn, world_size(), *args, timeout=timeout, env={**hidden, SCRATCH: scratch})
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     results: list[Any] = [None] * dist.get_world_size()

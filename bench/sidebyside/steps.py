@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
+from sidebyside.ranks import SCRATCH
 
 __all__ = ["ONE", "OURS", "OURS_SP", "THEIRS", "Seen", "Size", "measure"]
 
@@ -135,7 +137,9 @@ def _contenders(size: Size, mesh: shardwise.Mesh, optimizer: str) -> Iterator[tu
 @contextlib.contextmanager
 def _checkpoint(size: Size, mesh: shardwise.Mesh) -> Iterator[str]:
     """A directory with the weights that every contender loads; made by rank 0, and gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") if mesh.rank == 0 else contextlib.nullcontext() as made:
+    scratch = os.environ.get(SCRATCH)
+    making = tempfile.TemporaryDirectory(dir=scratch) if mesh.rank == 0 else contextlib.nullcontext()
+    with making as made:
         if made is not None:
             torch.manual_seed(0)
             LlamaForCausalLM(size.config).save_pretrained(made)

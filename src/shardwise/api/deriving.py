@@ -18,7 +18,7 @@ from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
-from shardwise.proof.twins import build_twin, make_batch, randomize, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
@@ -47,7 +47,9 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         UnsupportedError: no twin of the model can be built.
     """
     twin = _build_twin(model)
-    trial = Trial(copied(twin), make_batch(twin, seed=0), parts=tp_size)
+    batch = make_batch(twin, seed=0)
+    settle(twin, batch)
+    trial = Trial(copied(twin), batch, parts=tp_size)
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
     best: tuple[float, Plan] | None = None

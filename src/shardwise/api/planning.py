@@ -3,7 +3,7 @@
 The user's rules lie on top of an automatic plan. For families that the test suite proves this is what transformers
 declares, corrected by us. Any other architecture is examined once: a twin of it is built, what transformers declares is
 tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on disk too,
-for this version of transformers and of Shardwise.
+for this version of transformers.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ __all__ = ["plan_for"]
 logger = logging.getLogger("shardwise.plan")
 
 _FORMAT = 1
+"""Raised when derivation finds other plans than before: what is kept is then derived anew."""
+
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
@@ -75,7 +77,7 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
     )
 
 
-def _examined(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool, *, anew: bool) -> Plan:  # noqa: FBT001
+def _examined(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool, *, anew: bool) -> Plan:
     path = _cache_path(model, declared, tp_size, sequence_parallel)
     if path is not None and not anew and path.is_file():
         try:
@@ -92,8 +94,6 @@ def _cache_path(model: nn.Module, declared: Plan, tp_size: int, sequence_paralle
     """Where the plan of this architecture at this size is kept; None for classes that have no lasting name."""
     if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
         return None
-    from shardwise import __version__
-
     config: dict[str, Any] = model.config.to_dict()
     described = {
         "format": _FORMAT,
@@ -102,7 +102,7 @@ def _cache_path(model: nn.Module, declared: Plan, tp_size: int, sequence_paralle
         "declared": str(declared),
         "tp_size": tp_size,
         "sequence_parallel": sequence_parallel,
-        "versions": [__version__, transformers.__version__, torch.__version__],
+        "versions": [transformers.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"

@@ -20,7 +20,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import Measurement, Tolerance, measure
 from shardwise.proof.report import Report
-from shardwise.proof.twins import build_twin, make_batch, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.split.build import build_meta_model, read_config
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
@@ -120,14 +120,16 @@ class Proof:
 
 def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
-        whole = build_twin(proof.config, proof.model_class, seed=0).eval()
+        whole = build_twin(proof.config, proof.model_class, seed=0)
+        batch = make_batch(whole, seed=0)
+        settle(whole, batch)
 
         def split(model: nn.Module, mesh: Mesh) -> nn.Module:
             return parallelize(model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel)
 
         return measure(
             whole,
-            make_batch(whole, seed=0),
+            batch,
             mesh,
             split=split,
             step=lambda model, mesh, batch: TrainStep(model, mesh)(batch).loss,

@@ -7,20 +7,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import copy_to_region
 from shardwise.layers.context import SplitContext
 
 __all__ = ["install_shares", "install_sliced"]
 
 
-def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, context: SplitContext) -> None:
-    """Gives `module` its own heads' part of an input whose `dim` holds all heads, once or in a row for every sequence."""
+def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, context: SplitContext) -> None:
+    """Gives `module` its own heads' part of an input whose `dim` holds all heads, once or in a row for every sequence.
+
+    Args:
+        enters: whether the input comes from outside of any region, so that its gradients must be summed here.
+    """
     position = list(inspect.signature(module.forward).parameters).index(argument)
+
+    def own_heads(x: Tensor) -> Tensor:
+        return _own_heads(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
 
     def slice_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(kwargs.get(argument), Tensor):
-            return args, {**kwargs, argument: _own_heads(kwargs[argument], dim, num_heads, context)}
+            return args, {**kwargs, argument: own_heads(kwargs[argument])}
         if position < len(args) and isinstance(args[position], Tensor):
-            own = _own_heads(args[position], dim, num_heads, context)
+            own = own_heads(args[position])
             return (*args[:position], own, *args[position + 1 :]), kwargs
         return args, kwargs
 

@@ -9,7 +9,8 @@ loss = model(**make_batch(model, seed=0)).loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +34,7 @@ __all__ = [
     "make_batch",
     "model_class",
     "randomize",
+    "settle",
     "shrink_config",
     "text_architectures",
 ]
@@ -134,6 +136,19 @@ def _uninitialized_as_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def settle(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
+    """Puts a twin without dropout into eval mode, or into training mode where only that can run backward."""
+    for mode in (model.eval, model.train):
+        mode()
+        trial = copy.deepcopy(model)
+        try:
+            trial(**{name: value.clone() for name, value in batch.items()}).loss.backward()
+        except (AssertionError, RuntimeError, ValueError, TypeError):
+            continue
+        return model
+    return model.eval()
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from shardwise.split.trace import Layer
 
 __all__ = ["Block", "find_blocks"]
 
-_MAX_GUESSES = 4
+_MAX_GUESSES = 6
 """How many guesses of attributes are tried for each choice of entries."""
 
 
@@ -95,6 +95,7 @@ class _Builder:
         held = _united(group)
         self.holdings = {name: holding for name, holding in held.items() if holding.is_split and name not in rows}
         self.reach = Reach(model, layer, group, self.holdings, parts)
+        self._sliced = find_sliced_inputs(facts, self.reach)
         self.styler = Styler(facts, layer.fqn, parts)
 
     def block(self) -> Block:
@@ -131,8 +132,8 @@ class _Builder:
         for entry, edge in entries.items():
             for name in find_added(self.reach, entry) if edge == "region_output" else ():
                 rules[name] = _rule(name, "added_once", "it is added to partial sums")
-            for name, dim in find_sliced_inputs(self.facts, self.reach, entry).items():
-                rules[name] = _rule(name, f"split({dim})", "each rank's heads use their own part of it")
+        for name, dim in self._sliced.items():
+            rules[name] = _rule(name, f"split({dim})", "each rank's heads use their own part of it")
         return list(rules.values())
 
     def _gathered(self) -> Iterator[Rule]:

@@ -89,7 +89,7 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     own_class: Any = type(module)
     read = names_read(own_class)
     if "config" in read and config is not None:
-        values = {name: getattr(config, name, None) for name in read if name not in found}
+        values = {name: _read(config, name) for name in read if name not in found}
         found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
     return found
 
@@ -127,9 +127,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
+def _read(owner: object, name: str) -> object:
+    try:
+        return getattr(owner, name, None)
+    except RuntimeError:  # a config whose value differs from layer to layer refuses to name one
+        return None
+
+
 def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
     for name in names:
-        value = getattr(owner, name, None)
+        value = _read(owner, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
     return None

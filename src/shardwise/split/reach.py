@@ -153,19 +153,18 @@ def _entry_owners(reach: Reach) -> set[str]:
     return owners
 
 
-def find_sliced_inputs(facts: ModelFacts, reach: Reach, entry: str) -> dict[str, int]:
-    """Inputs of modules in a region of which every rank needs its own heads' part (`module.argument` to the dim).
+def find_sliced_inputs(facts: ModelFacts, reach: Reach) -> dict[str, int]:
+    """Inputs of modules of which every rank needs its own heads' part (`module.argument` to the dim).
 
     A bias that the model computes for all heads once, such as ALiBi's, is one.
     """
     found: dict[str, int] = {}
+    known = facts.inputs()
     for call in reach.layer.calls:
-        if not f"{call.fqn}.".startswith(f"{entry}."):
-            continue
         for name, value in call.named.items():
             full = f"{call.fqn}.{name}"
-            above = any(other.rpartition(".")[2] == name and call.fqn.startswith(parent_of(other)) for other in found)
-            if above or full not in facts.inputs() or reach.depends_on_split(value):
+            above = any(other.endswith(f".{name}") and call.fqn.startswith(parent_of(other)) for other in found)
+            if call.fqn == reach.layer.fqn or above or full not in known or reach.depends_on_split(value):
                 continue
             needs = reach.input_needs(call, name)
             if needs is not None and _by_heads(facts, call.fqn, value.shape[needs[0]], needs[1]):

@@ -82,6 +82,9 @@ class Count(int):
     def __rsub__(self, other: Any) -> Any:
         return self._joined(other, lambda a, b: a - b, reflected=True)
 
+    def __neg__(self) -> Any:
+        return self._joined(-1, lambda a, b: a * b)
+
     def __floordiv__(self, other: Any) -> Any:
         return self._joined(other, lambda a, b: a // b if b else 0)
 
@@ -194,10 +197,17 @@ def _slices(index: Any, out: Tensor) -> Iterator[Sizing]:
         placed = list(_dims(items, 0))
     for item, dim in placed:
         if isinstance(item, slice) and item.step is None:
-            for bound in (item.stop, item.start):
-                size = -bound if isinstance(bound, Count) and bound < 0 else bound
-                if isinstance(size, Count) and out.shape[dim] == size:
-                    yield Sizing(size, out, dim)
+            size = _length(item)
+            if isinstance(size, Count) and out.shape[dim] == size:
+                yield Sizing(size, out, dim)
+
+
+def _length(item: slice) -> Any:
+    """How long a slice is as far as its bounds say, a `Count` where they are."""
+    start, stop = item.start, item.stop
+    if stop is None:
+        return -start if isinstance(start, int) and start < 0 else None
+    return stop - start if isinstance(start, int) and start * stop >= 0 else stop
 
 
 def _dims(items: Sequence[Any], first: int) -> Iterator[tuple[Any, int]]:

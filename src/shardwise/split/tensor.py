@@ -74,7 +74,8 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
     for fqn, (dim, num_heads) in plan.inputs.items():
         owner, _, argument = fqn.rpartition(".")
-        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, context=context)
+        enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
+        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
     added: dict[str, list[str]] = {}
     for fqn in plan.added:
         owner, _, name = fqn.rpartition(".")
