@@ -209,3 +209,18 @@ def test_every_byte_cut_off_is_noticed(single: Path) -> None:
         path.write_bytes(data[:length])
         with pytest.raises(LoadError):
             CheckpointIndex.open(single)
+
+
+def test_adopted_rows_are_private_pages_with_a_storage_of_their_own(tmp_path: Path) -> None:
+    rows = torch.arange(4 * 2**15, dtype=torch.float32).view(4, -1)
+    save_file({"rows": rows}, tmp_path / "model.safetensors")
+    with CheckpointIndex.open(tmp_path) as index:
+        adopted = index.adopt("rows", ((1, 3), (0, 2**15)))
+        assert adopted is not None
+        assert index.bytes_read == adopted.nbytes == adopted.untyped_storage().nbytes()
+        assert index.adopt("rows", ((0, 4), (0, 2**14))) is None, "columns do not lie together"
+        assert index.adopt("rows", ((0, 0), (0, 2**15))) is None
+    assert torch.equal(adopted, rows[1:3])
+    adopted.add_(1)
+    with CheckpointIndex.open(tmp_path) as index:
+        assert torch.equal(index.read("rows"), rows), "writing does not reach the file"

@@ -153,8 +153,10 @@ class _SplitCrossEntropy(torch.autograd.Function):
             all_reduce_(largest, context.group, largest=True)
         shifted = values - largest.unsqueeze(-1)
         picked = shifted.gather(-1, position.unsqueeze(-1)).squeeze(-1) if local_classes else torch.zeros_like(largest)
-        smooth = shifted if own_weight is None else shifted * own_weight
-        sums = torch.stack([shifted.exp().sum(-1), picked * mine, smooth.sum(-1) if label_smoothing else largest * 0])
+        spread = torch.zeros_like(largest)
+        if label_smoothing:
+            spread = (shifted if own_weight is None else shifted * own_weight).sum(-1)
+        sums = torch.stack([shifted.exp_().sum(-1), picked * mine, spread])
         if context.group is not None:
             all_reduce_(sums, context.group)
         log_total = sums[0].log()
@@ -177,7 +179,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         smoothing = ctx.label_smoothing
         hard = gradient * row_weight * (1 - smoothing)
         soft = gradient * kept * (smoothing / ctx.num_classes)
-        result = (logits.float() - log_total.unsqueeze(-1)).exp()
+        result = (logits.float() - log_total.unsqueeze(-1)).exp_()
         result *= (hard + soft * ctx.total_weight).unsqueeze(-1)
         if logits.shape[-1]:
             result.scatter_add_(-1, position.unsqueeze(-1), (-hard * mine).unsqueeze(-1))

@@ -28,6 +28,7 @@ __all__ = [
     "carry_entry",
     "entry_of",
     "is_split",
+    "own_memory",
     "registry_of",
     "share_out",
 ]
@@ -84,6 +85,7 @@ class Registry:
         entries: canonical FQN of every parameter to its entry.
         tied: alias FQN to canonical FQN.
         unsummed: FQNs whose gradient a backward has touched since it was last summed over tp.
+        mapped: FQNs of parameters that still lie in private pages of the files they came from.
     """
 
     mesh: Mesh
@@ -92,10 +94,11 @@ class Registry:
     entries: dict[str, ParameterEntry] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     unsummed: set[str] = field(default_factory=set)
+    mapped: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Registry:
         # A copied model runs on the same ranks; its parameters start without gradients.
-        copied = replace(self, entries={}, unsummed=set())
+        copied = replace(self, entries={}, unsummed=set(), mapped=set())
         copied.entries.update({fqn: replace(entry, registry=copied) for fqn, entry in self.entries.items()})
         return copied
 
@@ -109,6 +112,15 @@ def attach_registry(model: nn.Module, registry: Registry) -> None:
     model.__dict__[_ATTRIBUTE] = registry
     for fqn, parameter in model.named_parameters():
         carry_entry(parameter, registry.entry(fqn))
+
+
+def own_memory(model: nn.Module) -> None:
+    """Moves parameters that lie in mapped files into memory of their own, before something writes to all of them."""
+    registry = registry_of(model)
+    for fqn, parameter in model.named_parameters():
+        if fqn in registry.mapped:
+            parameter.data = parameter.data.clone()
+    registry.mapped.clear()
 
 
 def carry_entry(parameter: nn.Parameter, entry: ParameterEntry) -> None:

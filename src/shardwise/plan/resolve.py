@@ -303,7 +303,7 @@ class _Resolver:
                     )
                 )
                 continue
-            divided[name] = values[name] // divisor
+            divided[name] = int(values[name] / divisor)
         return divided
 
     def _sliced_inputs(self) -> dict[str, tuple[int, int]]:

@@ -43,7 +43,7 @@ STYLES: dict[str, str] = {
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
     "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
     "divided": "an integer attribute of a module that counts what is split: divided by the number of ranks",
-    "divided(N)": "the same, divided by N: key/value heads that several ranks share",
+    "divided(N)": "the same, divided by N, such as 2 or 3/2: it counts what several ranks share, too",
     "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
 }
 """Every style name, with its meaning."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from shardwise.errors import PlanError
 from shardwise.layout.boxes import Interval
 
 __all__ = ["SplitStyle", "divisor_of", "is_split_style"]
 
-_DIVIDED = re.compile(r"divided(?:\((\d+)\))?")
+_DIVIDED = re.compile(r"divided(?:\(([1-9]\d*(?:/[1-9]\d*)?)\))?")
 _TEXT = re.compile(r"split\((\d+)(?:, sections=(\d+))?(?:; ([0-9,|-]+))?\)")
 
 
@@ -69,7 +70,7 @@ def is_split_style(text: str) -> bool:
     return text.startswith("split(")
 
 
-def divisor_of(text: str, tp_size: int) -> int | None:
-    """By what `divided` (the number of ranks) or `divided(N)` divides an attribute; None for any other style."""
+def divisor_of(text: str, tp_size: int) -> Fraction | None:
+    """By what `divided` (the number of ranks) or `divided(3/2)` divides an attribute; None for any other style."""
     found = _DIVIDED.fullmatch(text)
-    return int(found[1] or tp_size) if found else None
+    return Fraction(found[1] or tp_size) if found else None

@@ -31,7 +31,7 @@ def guess_attributes(facts: ModelFacts, reach: Reach, *, limit: int) -> list[dic
 
 
 def _style(part: Fraction, parts: int) -> str:
-    return "divided" if part == Fraction(1, parts) else f"divided({part.denominator})"
+    return "divided" if part == Fraction(1, parts) else f"divided({1 / part})"
 
 
 def _by_name(facts: ModelFacts, reach: Reach) -> list[tuple[str, ...]]:

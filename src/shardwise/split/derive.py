@@ -94,7 +94,8 @@ class _Builder:
         rows = {product.parameter for product in all_products}
         held = _united(group)
         self.holdings = {name: holding for name, holding in held.items() if holding.is_split and name not in rows}
-        self.reach = Reach(model, layer, group, self.holdings, parts)
+        others = [product for product in all_products if product not in group]
+        self.reach = Reach(model, layer, group, self.holdings, parts, others=others)
         self._sliced = find_sliced_inputs(facts, self.reach)
         self.styler = Styler(facts, layer.fqn, parts)
 
@@ -113,34 +114,42 @@ class _Builder:
         for entries in find_entries(self.facts, self.reach):
             rules = self._rules(entries)
             for guess in attributes:
-                yield Plan((*rules, *(_rule(name, style, "counts what is split") for name, style in guess.items())))
-        gathered = tuple(self._gathered())
+                divided = tuple(_rule(name, style, "counts what is split") for name, style in guess.items())
+                if self._sliced:
+                    yield Plan((*rules, *divided, *self._slices()))
+                yield Plan((*rules, *divided))
+        gathered = tuple(self._gathered(next(find_entries(self.facts, self.reach))))
         if gathered:
             yield Plan(gathered)
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
         rules: dict[str, Rule] = {}
+        for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
+            rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
         for product in self.group:
             rules |= self._row_rules(product)
         weights = [name for name in self.holdings if self._is_weight(name)]
         covered = {parent_of(name) for name in weights}
-        for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
-            rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
         for name, holding in self.holdings.items():
             if name in weights or parent_of(name) not in covered or not name.endswith(".bias"):
                 rules |= self._column_rule(name, holding, entries)
         for entry, edge in entries.items():
             for name in find_added(self.reach, entry) if edge == "region_output" else ():
                 rules[name] = _rule(name, "added_once", "it is added to partial sums")
-        for name, dim in self._sliced.items():
-            rules[name] = _rule(name, f"split({dim})", "each rank's heads use their own part of it")
         return list(rules.values())
 
-    def _gathered(self) -> Iterator[Rule]:
+    def _slices(self) -> Iterator[Rule]:
+        """Inputs of which a rank gets its heads' part, unless the layer that made them has cut them already."""
+        for name, dim in self._sliced.items():
+            yield _rule(name, f"split({dim})", "each rank's heads use their own part of it")
+
+    def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: what always works, at the price of communication for each."""
-        names = [*self.holdings, *(product.parameter for product in self.group)]
+        names = {*self.holdings, *(product.parameter for product in self.group)}
+        names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
-            yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
+            if min(self.shapes[f"{owner}.weight"]) >= self.parts:
+                yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:
         return name.endswith(".weight") and self.facts.modules[parent_of(name)].kind in ("linear", "transposed")
@@ -151,7 +160,8 @@ class _Builder:
             style = "rowwise_reenter" if product.reenters else "rowwise"
             owner = parent_of(product.parameter)
             return {owner: _rule(owner, style, reason)}
-        return {product.parameter: _rule(product.parameter, str(SplitStyle(product.input_dim)), reason)}
+        sections = self.shapes[product.parameter][product.input_dim] // product.features
+        return {product.parameter: _rule(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
 
     def _column_rule(self, name: str, holding: Holding, entries: Mapping[str, str]) -> dict[str, Rule]:
         owner = parent_of(name)

@@ -94,6 +94,14 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
+def _read(config: Any, name: str) -> object:
+    """The config's value; None where it has none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except ValueError:
+        return None
+
+
 def _inputs(module: nn.Module) -> tuple[str, ...]:
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return ()

@@ -14,7 +14,7 @@ Products inside a scan feed back into it; once found, their outputs are cut and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ from shardwise.split.trace import Layer, Use, watch
 
 __all__ = ["Holding", "RowProduct", "find_row_products", "run_of"]
 
-_MAX_PASSES = 4
+_MAX_PASSES = 5
+_MAX_SHARED = 0.5
+"""Up to which part of a weight all ranks may need, besides their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +84,14 @@ def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int)
         model: a tiny twin in eval mode, eager attention and experts.
         parts: for how many ranks.
     """
-    found: dict[str, RowProduct] = {}
-    columns: dict[str, set[str]] = {}
-    layers = watch(model, batch)
+    banned: set[str] = set()
     for _ in range(_MAX_PASSES):
-        new = [product for layer in layers for product in _accept(layer, parts, found, columns)]
-        if not new:
+        found, layers = _search(model, batch, parts, frozenset(banned))
+        # Where the last one is none, others before it may seem to be none for its sake.
+        open_ended = {name for layer in layers for name in list(_open_ended(layer, found))[-1:]}
+        if not open_ended:
             break
-        layers = watch(model, batch, cut=frozenset(found))
+        banned |= open_ended
     cut = frozenset(found)
     layers = watch(model, batch, cut=cut, thorough=True)
     if any(not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear) for name in found):
@@ -100,12 +102,55 @@ def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int)
     return list(found.values()), layers
 
 
+def _search(
+    model: nn.Module, batch: Mapping[str, Any], parts: int, banned: frozenset[str]
+) -> tuple[dict[str, RowProduct], list[Layer]]:
+    """Row products by their weights, and the layers with all of them cut."""
+    found: dict[str, RowProduct] = {}
+    columns: dict[str, set[str]] = {}
+    layers = watch(model, batch)
+    max_shared = 0.0
+    for _ in range(_MAX_PASSES):
+        new = [each for layer in layers for each in _accept(layer, parts, found, columns, max_shared, banned)]
+        if new:
+            layers = watch(model, batch, cut=frozenset(found))
+        elif max_shared:
+            break
+        else:  # what is clean is found; what is left may share some (the one key of a multi-query attention)
+            max_shared = _MAX_SHARED
+    return found, layers
+
+
+def _open_ended(layer: Layer, found: Mapping[str, RowProduct]) -> Iterator[str]:
+    """Row products whose split weights reach the layer's output past all row products: no region can be left there."""
+    own = [product for product in found.values() if product.layer == layer.fqn]
+    if not own or not layer.outputs or layer.outputs[0].grad_fn is None:
+        return
+    names = [name for name, value in layer.parameters.items() if value.requires_grad and value.ndim > 1]
+    total = (layer.outputs[0] * torch.rand(layer.outputs[0].shape, generator=torch.Generator().manual_seed(1))).sum()
+    gradients = torch.autograd.grad(total, [layer.parameters[n] for n in names], retain_graph=True, allow_unused=True)
+    reaching = {
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and bool((gradient != 0).any()) and name not in found
+    }
+    order = {use.parameter: position for position, use in enumerate(layer.uses)}
+    for product in sorted(own, key=lambda product: order.get(product.parameter, -1)):
+        if any(name in reaching and not holding.shared for name, holding in product.holdings.items()):
+            yield product.parameter
+
+
 def _accept(
-    layer: Layer, parts: int, found: dict[str, RowProduct], columns: dict[str, set[str]]
+    layer: Layer,
+    parts: int,
+    found: dict[str, RowProduct],
+    columns: dict[str, set[str]],
+    max_shared: float,
+    banned: frozenset[str],
 ) -> list[RowProduct]:
     """Adds the layer's new row products to `found`, those with the largest splits first."""
     own = layer.parameters
-    products = [use for use in layer.uses if use.parameter not in found and use.parameter in own]
+    products = [use for use in layer.uses if use.parameter not in found and use.parameter in own and use.parameter not in banned]
     outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
     candidates: list[tuple[int, RowProduct]] = []
     merged: dict[str, RowProduct] = {}
@@ -116,7 +161,7 @@ def _accept(
             for name, holding in holdings.items()
             if name != use.parameter
             and own[name].ndim > 1
-            and not holding.shared
+            and holding.shared <= max_shared * holding.size
             and (name not in outputs or outputs[name] in (None, holding.dim))
             and name in {each.parameter for each in layer.uses}
         ]
@@ -130,7 +175,11 @@ def _accept(
         candidates.append((sum(own[name].numel() for name in clean), product))
     accepted = []
     for _, product in sorted(candidates, key=lambda each: -each[0]):
-        splits = {name for name, holding in product.holdings.items() if not holding.shared and own[name].ndim > 1}
+        splits = {
+            name
+            for name, holding in product.holdings.items()
+            if holding.shared <= max_shared * holding.size and own[name].ndim > 1
+        }
         taken = columns.setdefault(layer.fqn, set())
         rows = {name for name, other in found.items() if other.layer == layer.fqn}
         if product.parameter in taken or splits & rows:

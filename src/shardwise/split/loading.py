@@ -19,7 +19,7 @@ from shardwise.split.materialize import put_tensor
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.read import read_local
+from shardwise.weights.read import adopt_local, read_local
 
 __all__ = ["canonical_shapes", "load_weights"]
 
@@ -74,6 +74,12 @@ def canonical_shapes(model: nn.Module, registry: Registry) -> dict[str, tuple[in
 def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
     device = registry.mesh.device
     entry = registry.entries.get(fqn)
+    if entry is not None and device.type == "cpu" and dtype == lazy.dtype:
+        coords = registry.mesh.coords
+        adopted = adopt_local(lazy, entry.layout.pieces(coords), entry.layout.local_shape(coords))
+        if adopted is not None:
+            registry.mapped.add(fqn)
+            return adopted
     if entry is None:
         box = full_box(tuple(lazy.shape))
         return read_local(lazy, (Piece(box, box),), tuple(lazy.shape), dtype=dtype, device=device)

@@ -28,13 +28,22 @@ class Reach:
         group: the row products of the block.
         holdings: what each rank must hold of the other parameters.
         parts: number of ranks.
+        others: the row products of the layer's other blocks.
     """
 
     def __init__(
-        self, model: nn.Module, layer: Layer, group: Sequence[RowProduct], holdings: Mapping[str, Holding], parts: int
+        self,
+        model: nn.Module,
+        layer: Layer,
+        group: Sequence[RowProduct],
+        holdings: Mapping[str, Holding],
+        parts: int,
+        *,
+        others: Sequence[RowProduct],
     ) -> None:
         self.model, self.layer, self.group, self.holdings, self.parts = model, layer, group, holdings, parts
         self.parameters = layer.parameters
+        self.others = others
         self.bare = [each for each in group if not _is_linear_weight(model, each.parameter)]
 
     def sizings(self) -> Iterator[tuple[Sizing, Fraction | None]]:
@@ -77,10 +86,17 @@ class Reach:
         return any(_nonzero(gradient) for gradient in _gradients(value.sum(), split))
 
     def leads_only_to_rows(self, module: str) -> bool:
-        """Whether nothing that `module` is given reaches the layer's outputs past the (cut) row products."""
-        calls = [call for call in self.layer.calls if call.fqn == module]
+        """Whether nothing that `module` is given reaches the layer's outputs past the (cut) row products.
+
+        A module that holds other blocks' row products does not: they need regions of their own.
+        """
+        if any(f"{other.module}.".startswith(f"{module}.") for other in self.others):
+            return False
+        # Where the whole output is left at once, products may be weighted on the way: at zero they weigh nothing.
+        layer = self.layer.hollow if self.bare and self.layer.hollow is not None else self.layer
+        calls = [call for call in layer.calls if call.fqn == module]
         inputs = [value for call in calls for value in call.inputs if value.requires_grad]
-        outputs = [value for value in self.layer.outputs if value.requires_grad and value.grad_fn is not None]
+        outputs = [value for value in layer.outputs if value.requires_grad and value.grad_fn is not None]
         if not inputs or not outputs:
             return bool(calls) and not outputs
         total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
@@ -114,13 +130,14 @@ class Reach:
 
 
 def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
-    """Choices of the modules at which the region is entered, to their style.
+    """Choices of the modules at which the region is entered, or its output summed, to their style.
 
     A module can be entered that leads nowhere but to the block's row products: the highest one costs least, the lowest
     has least in between that might not work on partial sums.
     """
     ladders = []
-    for owner in sorted(_entry_owners(reach) | {product.module for product in reach.bare}):
+    owners = _entry_owners(reach)
+    for owner in sorted(owners | {product.module for product in reach.bare}):
         ladder, module = [owner], parent_of(owner)
         while module and module != reach.layer.fqn:
             if facts.modules[module].kind != "list" and reach.leads_only_to_rows(module):
@@ -130,13 +147,15 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
     seen: list[dict[str, str]] = []
     for step in (-1, 0, -2):
         chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
-        entries = {name: _edge(reach, name) for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
+        entries = {name: _edge(reach, name, owners) for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
         if entries not in seen:
             seen.append(entries)
             yield entries
 
 
-def _edge(reach: Reach, entry: str) -> str:
+def _edge(reach: Reach, entry: str, owners: set[str]) -> str:
+    if not any(f"{owner}.".startswith(f"{entry}.") for owner in owners):
+        return "all_reduce"  # what it is given is split already
     holds_bare = any(f"{product.module}.".startswith(f"{entry}.") for product in reach.bare)
     return "region_output" if holds_bare else "region"
 

@@ -120,10 +120,12 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
 
 
 def _fit_sizes(module: nn.Module) -> None:
-    """Lets a linear, embedding or depthwise convolution say the sizes that it has now."""
+    """Lets a linear, embedding, norm or depthwise convolution say the sizes that it has now."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
         module.groups = module.in_channels = module.out_channels = weight.shape[0]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and weight is not None:
+        module.normalized_shape = tuple(weight.shape)
     if weight is None or weight.ndim != 2:
         return
     if isinstance(module, nn.Linear):

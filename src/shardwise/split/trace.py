@@ -96,8 +96,8 @@ def layers_of(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{layer}.") for layer in found) or not isinstance(module, nn.ModuleList):
             continue
-        items = [f"{name}.{index}" for index, item in enumerate(module) if _has_matrix(item)]
-        found += items
+        if not any(isinstance(item, nn.ModuleList | nn.Embedding) for item in module):
+            found += [f"{name}.{index}" for index, item in enumerate(module) if _has_matrix(item)]
     return found
 
 
@@ -196,7 +196,7 @@ class _Watcher(TorchFunctionMode):
         dim = weight.ndim - 2 if transposed else weight.ndim - 1
         stride, size = weight.stride(dim), weight.shape[dim]
         for candidate in reversed(range(base.ndim)):
-            if base.stride(candidate) == stride and base.shape[candidate] == size:
+            if base.stride(candidate) == stride and base.shape[candidate] % size == 0:
                 return candidate
         return base.ndim - 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.layers.registry import registry_of
+from shardwise.layers.registry import own_memory
 from shardwise.train.gradients import reduce_gradients
 
 __all__ = ["build_optimizer"]
@@ -18,6 +18,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
+    Weights that still lie in the pages of the checkpoint they were loaded from move into memory of their own.
     Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the whole. State lies with its
     parameter.
 
@@ -33,7 +34,7 @@ def build_optimizer(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-    registry_of(model)
+    own_memory(model)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = optimizer_class(parameters, **options)
 

@@ -4,6 +4,7 @@ Opening reads headers only. Files are memory-mapped when first read: a box is co
 the tensor that will hold it, so no anonymous memory is used beyond that tensor, whatever the box's strides.
 """
 
+import math
 import mmap
 import os
 import threading
@@ -20,6 +21,9 @@ from shardwise.weights.header import TensorEntry, read_header
 from shardwise.weights.locate import CheckpointFiles, locate_files
 
 __all__ = ["CheckpointIndex"]
+
+# Smaller tensors are copied: a map of their own saves them nothing.
+_ADOPTED_BYTES = 2**16
 
 
 class CheckpointIndex(Mapping[str, TensorEntry]):
@@ -104,6 +108,25 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         count = entry.nbytes // entry.dtype.itemsize
         mapped = self._map_file(entry.path)
         return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
+
+    def adopt(self, key: str, box: Box) -> torch.Tensor | None:
+        """The elements `box` of `key` as a tensor of its own over the private map; None where they do not lie together.
+
+        Its pages are read when they are touched and become this process's own when they are written: nobody else sees
+        that, the file least of all. Its storage holds these elements and no others. Replacing or deleting the file does
+        it no harm; a file that is cut short in place would.
+        """
+        entry = self._entries.get(key)
+        shape = shape_of(box)
+        if entry is None or shape[1:] != entry.shape[1:] or math.prod(shape) * entry.dtype.itemsize < _ADOPTED_BYTES:
+            return None
+        row_bytes = entry.nbytes // entry.shape[0]
+        start = entry.start + box[0][0] * row_bytes
+        if start % entry.dtype.itemsize:
+            return None
+        mapped = self._map_file(entry.path)
+        self.count(shape[0] * row_bytes)
+        return torch.frombuffer(mapped, dtype=entry.dtype, count=math.prod(shape), offset=start).view(shape)
 
     def count(self, nbytes: int) -> None:
         """Add to `bytes_read` what was copied out of a mapped tensor."""

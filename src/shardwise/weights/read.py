@@ -5,12 +5,24 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.layout.boxes import volume
+from shardwise.layout.boxes import shape_of, volume
 from shardwise.layout.tensor import Piece
+from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import Results
+from shardwise.weights.nodes import Results, Source
 
-__all__ = ["read_local"]
+__all__ = ["adopt_local", "read_local"]
+
+
+def adopt_local(lazy: LazyTensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
+    """The local tensor as private pages of the checkpoint's map, where it lies there in one run; else None.
+
+    Nothing is read until it is touched, and writing to it copies its pages: see `CheckpointIndex.adopt`.
+    """
+    node, shape = lazy.node, tuple(local_shape)
+    if len(pieces) != 1 or not shape or shape_of(pieces[0].full) != shape or not isinstance(node, Source):
+        return None
+    return node.store.adopt(node.key, pieces[0].full) if isinstance(node.store, CheckpointIndex) else None
 
 
 def read_local(
