@@ -16,7 +16,7 @@ else
 READY :=
 endif
 
-.PHONY: help setup fix check lint types contract pure test demo bench coverage clean
+.PHONY: help setup fix check lint types contract pure test demo bench coverage lines clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -25,7 +25,8 @@ help:
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make coverage  every test with branch coverage, ranks included; report in htmlcov/'
+	@echo 'make coverage  prove every architecture of transformers at tp2; writes docs/architectures.md, resumes'
+	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
 	@echo
 	@echo 'One test:      .venv/bin/python -m pytest tests/testing -k hang'
@@ -66,10 +67,12 @@ demo: $(READY)
 	$(PY) examples/demo.py
 
 bench: $(READY)
-	@test -d bench || { echo 'make bench: there are no measurements in bench/ yet' >&2; exit 1; }
-	for file in bench/*.py; do echo "== $$file"; $(PY) "$$file"; done
+	for file in bench/tp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
 
 coverage: $(READY)
+	$(PY) bench/architectures.py --table docs/architectures.md
+
+lines: $(READY)
 	$(PY) -m coverage erase
 	COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(PY) -m coverage run -m pytest -q
 	$(PY) -m coverage combine --quiet

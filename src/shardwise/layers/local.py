@@ -14,28 +14,33 @@ __all__ = ["install_shares", "install_sliced"]
 
 
 def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, context: SplitContext) -> None:
-    """Gives `module` its own heads' part of an input whose `dim` holds all heads, once or in a row for every sequence.
+    """Gives `module` its own part of an input: of features, its last dim, a run; along another `dim`, its heads.
+
+    Heads stand in the dim once, or in a row for every sequence.
 
     Args:
         enters: whether the input comes from outside of any region, so that its gradients must be summed here.
     """
     position = list(inspect.signature(module.forward).parameters).index(argument)
 
-    def own_heads(x: Tensor) -> Tensor:
-        return _own_heads(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
+    def own_part(x: Tensor) -> Tensor:
+        return _own_part(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
 
     def slice_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(kwargs.get(argument), Tensor):
-            return args, {**kwargs, argument: own_heads(kwargs[argument])}
+            return args, {**kwargs, argument: own_part(kwargs[argument])}
         if position < len(args) and isinstance(args[position], Tensor):
-            own = own_heads(args[position])
+            own = own_part(args[position])
             return (*args[:position], own, *args[position + 1 :]), kwargs
         return args, kwargs
 
     module.register_forward_pre_hook(slice_input, with_kwargs=True)
 
 
-def _own_heads(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+    if dim == x.ndim - 1:
+        sizes = context.even_sizes(x.shape[dim])
+        return x.narrow(dim, sum(sizes[: context.coord]), sizes[context.coord])
     if x.shape[dim] % num_heads:
         return x  # one for all heads
     own = num_heads // context.size

@@ -61,7 +61,7 @@ class SplitPlan:
         head: the output embedding if its logits are split over the vocabulary.
         stack: the layer list whose hidden states are split along the sequence; None without sequence parallelism.
         attributes: FQN of every attribute that counts what is split, to this rank's value.
-        inputs: FQN of every input of which a rank uses its own heads' part, to (dim, number of all heads).
+        inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
@@ -307,23 +307,23 @@ class _Resolver:
         return divided
 
     def _sliced_inputs(self) -> dict[str, tuple[int, int]]:
-        """The inputs that rules split by heads: which dim, and how many heads there are in all."""
+        """The inputs that rules split: which dim, and how many heads there are in all if it is not the last."""
         inputs = self.facts.inputs()
         found = {}
         for name, rule in self.rules.items():
             if name not in inputs or rule.style == "replicate":  # whole is what an input is without a rule
                 continue
             heads = self.facts.heads_around(inputs[name])
-            if heads is None or heads.num_heads % self.tp_size or not is_split_style(rule.style):
+            if not is_split_style(rule.style) or (heads is not None and heads.num_heads % self.tp_size):
                 self.problems.append(
                     PlanError(
                         f"cannot split the input {name} over tp={self.tp_size}",
                         at=f'rule "{rule.pattern}: {rule.style}" ({rule.source})',
-                        why="inputs are split by heads" + (f", of which there are {heads.num_heads}" if heads else ""),
+                        why=f"there are {heads.num_heads} heads" if heads else "an input is split by split(DIM)",
                     )
                 )
                 continue
-            found[name] = (SplitStyle.parse(rule.style).dim, heads.num_heads)
+            found[name] = (SplitStyle.parse(rule.style).dim, heads.num_heads if heads is not None else 1)
         return found
 
     def _check_ties(self, parameters: Mapping[str, ParameterPlan]) -> None:

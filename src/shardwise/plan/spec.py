@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 
-__all__ = ["STYLES", "Plan", "Rule"]
+__all__ = ["PARAMETRIC_STYLES", "STYLES", "Plan", "Rule"]
 
 STYLES: dict[str, str] = {
     # transformers' styles, in the order in which it registers them
@@ -43,10 +43,14 @@ STYLES: dict[str, str] = {
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
     "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
     "divided": "an integer attribute of a module that counts what is split: divided by the number of ranks",
-    "divided(N)": "the same, divided by N, such as 2 or 3/2: it counts what several ranks share, too",
-    "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
 }
 """Every style name, with its meaning."""
+
+PARAMETRIC_STYLES: dict[str, str] = {
+    "divided(N)": "as divided, by N, such as 2 or 3/2: it counts what several ranks share, too",
+    "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
+}
+"""How styles with arguments are written, with their meaning."""
 
 # A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
 _COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
@@ -59,7 +63,7 @@ class Rule:
 
     Args:
         pattern: FQNs of modules or parameters; `*` stands for one whole component, `**` for any number, none included.
-        style: A key of `STYLES`.
+        style: A key of `STYLES`, or one of `PARAMETRIC_STYLES` with its arguments.
         source: Where the rule comes from, one word: `user`, `hf`, `family`, `derived`, ...
         reason: Why, in one line (white space is folded).
 
@@ -82,13 +86,13 @@ class Rule:
                     at=at,
                     why=f"{component!r} is not a name, '*' (one whole component) or '**' (any number of components)",
                 )
-        if is_split_style(self.style) and self.style != "split(DIM)":
+        if is_split_style(self.style):
             SplitStyle.parse(self.style)
-        elif divisor_of(self.style, 1) is None and (self.style not in STYLES or "(" in self.style):
+        elif divisor_of(self.style, 1) is None and self.style not in STYLES:
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, STYLES)}",
                 at=at,
-                fix=f"use one of {', '.join(STYLES)}",
+                fix=f"use one of {', '.join((*STYLES, *PARAMETRIC_STYLES))}",
             )
         if not _SOURCE.fullmatch(self.source):
             raise PlanError(f"the source {self.source!r} of a rule is not one word", at=at)

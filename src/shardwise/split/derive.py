@@ -21,7 +21,7 @@ from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, parent_of
 from shardwise.split.attributes import guess_attributes
 from shardwise.split.influence import Holding, RowProduct
-from shardwise.split.reach import Reach, find_added, find_entries, find_sliced_inputs
+from shardwise.split.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs
 from shardwise.split.styles import Styler
 from shardwise.split.trace import Layer
 
@@ -96,7 +96,6 @@ class _Builder:
         self.holdings = {name: holding for name, holding in held.items() if holding.is_split and name not in rows}
         others = [product for product in all_products if product not in group]
         self.reach = Reach(model, layer, group, self.holdings, parts, others=others)
-        self._sliced = find_sliced_inputs(facts, self.reach)
         self.styler = Styler(facts, layer.fqn, parts)
 
     def block(self) -> Block:
@@ -112,11 +111,11 @@ class _Builder:
     def _candidates(self) -> Iterator[Plan]:
         attributes = guess_attributes(self.facts, self.reach, limit=_MAX_GUESSES)
         for entries in find_entries(self.facts, self.reach):
-            rules = self._rules(entries)
+            rules, slices = self._rules(entries), tuple(self._slices(entries))
             for guess in attributes:
                 divided = tuple(_rule(name, style, "counts what is split") for name, style in guess.items())
-                if self._sliced:
-                    yield Plan((*rules, *divided, *self._slices()))
+                if slices:
+                    yield Plan((*rules, *divided, *slices))
                 yield Plan((*rules, *divided))
         gathered = tuple(self._gathered(next(find_entries(self.facts, self.reach))))
         if gathered:
@@ -136,19 +135,22 @@ class _Builder:
         for entry, edge in entries.items():
             for name in find_added(self.reach, entry) if edge == "region_output" else ():
                 rules[name] = _rule(name, "added_once", "it is added to partial sums")
+            for name in find_passed(self.model, self.reach, entry) if edge == "region_output" else ():
+                rules[name] = _rule(name, "moe_identity_expert", "what it passes on is added to partial sums")
         return list(rules.values())
 
-    def _slices(self) -> Iterator[Rule]:
-        """Inputs of which a rank gets its heads' part, unless the layer that made them has cut them already."""
-        for name, dim in self._sliced.items():
-            yield _rule(name, f"split({dim})", "each rank's heads use their own part of it")
+    def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
+        """Inputs of which a rank gets its own part; tried without, too: the layer that made them may have cut them."""
+        for name, dim in find_sliced_inputs(self.facts, self.reach, entries).items():
+            yield _rule(name, f"split({dim})", "each rank uses its own part of it")
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: what always works, at the price of communication for each."""
         names = {*self.holdings, *(product.parameter for product in self.group)}
         names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
-            if min(self.shapes[f"{owner}.weight"]) >= self.parts:
+            plain = type(self.model.get_submodule(owner)).forward is nn.Linear.forward
+            if (plain or self.facts.modules[owner].kind == "transposed") and min(self.shapes[f"{owner}.weight"]) >= self.parts:
                 yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:
@@ -193,6 +195,5 @@ def _united(group: Sequence[RowProduct]) -> dict[str, Holding]:
             if known is None:
                 united[name] = holding
             elif known.dim == holding.dim:
-                ranks = tuple(a | b for a, b in zip(known.ranks, holding.ranks, strict=True))
-                united[name] = Holding(dim=known.dim, size=known.size, ranks=ranks)
+                united[name] = known.united(holding)
     return united

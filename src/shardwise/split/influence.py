@@ -56,6 +56,12 @@ class Holding:
         return all(len(indices) < len(everything) for indices in self.ranks)
 
 
+    def united(self, other: Holding) -> Holding:
+        """What a rank must hold for both, which are along the same dim."""
+        ranks = tuple(mine | theirs for mine, theirs in zip(self.ranks, other.ranks, strict=True))
+        return Holding(dim=self.dim, size=self.size, ranks=ranks)
+
+
 @dataclass(eq=False)
 class RowProduct:
     """A product where a region is left, and what each rank needs for its run of input features.
@@ -182,12 +188,24 @@ def _accept(
         }
         taken = columns.setdefault(layer.fqn, set())
         rows = {name for name, other in found.items() if other.layer == layer.fqn}
-        if product.parameter in taken or splits & rows:
+        if product.parameter in taken or splits & rows or _conflicts(product, found):
             continue
         found[product.parameter] = product
         taken |= splits
         accepted.append(product)
     return accepted
+
+
+def _conflicts(product: RowProduct, found: Mapping[str, RowProduct]) -> bool:
+    """Whether a product of the same layer splits one of its weights in another way: by heads, not inside of them."""
+    for other in found.values():
+        for name in product.holdings.keys() & other.holdings.keys() if other.layer == product.layer else ():
+            ours, theirs = product.holdings[name], other.holdings[name]
+            if ours.shared or theirs.shared:
+                continue
+            if ours.dim != theirs.dim or ours.united(theirs).shared:
+                return True
+    return False
 
 
 def _holdings(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[str, Holding]:
@@ -236,8 +254,7 @@ def _unite(product: RowProduct, holdings: Mapping[str, Holding]) -> None:
     for name, holding in holdings.items():
         known = product.holdings.get(name)
         if known is not None and known.dim == holding.dim:
-            ranks = tuple(a | b for a, b in zip(known.ranks, holding.ranks, strict=True))
-            product.holdings[name] = Holding(dim=known.dim, size=known.size, ranks=ranks)
+            product.holdings[name] = known.united(holding)
 
 
 def run_of(size: int, parts: int, index: int) -> tuple[int, int]:

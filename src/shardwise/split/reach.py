@@ -14,7 +14,7 @@ from shardwise.split.influence import Holding, RowProduct, run_of
 from shardwise.split.sizes import Sizing
 from shardwise.split.trace import Layer, ModuleCall
 
-__all__ = ["Reach", "find_added", "find_entries", "find_sliced_inputs"]
+__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs"]
 
 _MAX_ADDED = 2
 
@@ -172,23 +172,39 @@ def _entry_owners(reach: Reach) -> set[str]:
     return owners
 
 
-def find_sliced_inputs(facts: ModelFacts, reach: Reach) -> dict[str, int]:
-    """Inputs of modules of which every rank needs its own heads' part (`module.argument` to the dim).
+def find_sliced_inputs(facts: ModelFacts, reach: Reach, entries: Mapping[str, str]) -> dict[str, int]:
+    """Inputs of modules of which every rank needs its own part (`module.argument` to the dim): heads, or features.
 
-    A bias that the model computes for all heads once, such as ALiBi's, is one.
+    A bias that the model computes for all heads once, such as ALiBi's, is one. It is cut at or below the entries if it
+    passes one, else where it comes first.
     """
     found: dict[str, int] = {}
     known = facts.inputs()
-    for call in reach.layer.calls:
+    calls = reach.layer.calls
+    inside = [call for call in calls if any(f"{call.fqn}.".startswith(f"{entry}.") for entry in entries)]
+    for call in (*inside, *(call for call in calls if call not in inside)):
         for name, value in call.named.items():
             full = f"{call.fqn}.{name}"
-            above = any(other.endswith(f".{name}") and call.fqn.startswith(parent_of(other)) for other in found)
-            if call.fqn == reach.layer.fqn or above or full not in known or reach.depends_on_split(value):
+            seen = any(other.endswith(f".{name}") and _related(call.fqn, parent_of(other)) for other in found)
+            if seen or full not in known or reach.depends_on_split(value):
                 continue
             needs = reach.input_needs(call, name)
-            if needs is not None and _by_heads(facts, call.fqn, value.shape[needs[0]], needs[1]):
+            if needs is not None and _is_regular(facts, call.fqn, value.ndim, *needs):
                 found[full] = needs[0]
     return found
+
+
+def _related(module: str, other: str) -> bool:
+    return f"{module}.".startswith(f"{other}.") or f"{other}.".startswith(f"{module}.")
+
+
+def _is_regular(facts: ModelFacts, module: str, ndim: int, dim: int, ranks: Sequence[frozenset[int]]) -> bool:
+    size = len(frozenset().union(*ranks))
+    return _in_runs(size, ranks) if dim == ndim - 1 else _by_heads(facts, module, size, ranks)
+
+
+def _in_runs(size: int, ranks: Sequence[frozenset[int]]) -> bool:
+    return all(indices == frozenset(range(*run_of(size, len(ranks), rank))) for rank, indices in enumerate(ranks))
 
 
 def _by_heads(facts: ModelFacts, module: str, size: int, ranks: Sequence[frozenset[int]]) -> bool:
@@ -228,6 +244,21 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
             if abs(sum(shares[name] for name in chosen) - float(total)) <= 1e-4 * abs(float(total)) + 1e-6:
                 return chosen
     return ()
+
+
+def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
+    """Identities inside that hand what is whole on to the partial sum (experts without weights)."""
+    hollow = reach.layer.hollow
+    outputs = [value for call in hollow.calls if call.fqn == entry for value in call.outputs[:1]] if hollow else []
+    if hollow is None or not any(value.grad_fn is not None for value in outputs):
+        return ()
+    total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+    found = []
+    for call in hollow.calls:
+        inside = call.fqn.startswith(f"{entry}.") and isinstance(model.get_submodule(call.fqn), nn.Identity)
+        if inside and call.inputs and any(_nonzero(gradient) for gradient in _gradients(total, call.inputs)):
+            found.append(call.fqn)
+    return tuple(dict.fromkeys(found))
 
 
 def _is_linear_weight(model: nn.Module, name: str) -> bool:

@@ -141,6 +141,7 @@ class _Watcher(TorchFunctionMode):
         self.stack: list[str] = []
         self.model = model
         self.names: dict[int, list[str]] = {}
+        self.selected: dict[int, tuple[Tensor, Tensor]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
             layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
@@ -152,6 +153,8 @@ class _Watcher(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self.thorough and self.running is not None:
             out = self._sized(func, args, kwargs, out)
+        if func is Tensor.__getitem__ and isinstance(out, Tensor) and id(self._origin(args[0])) in self.names:
+            self.selected[id(out)] = out, args[0]  # an expert's weight, picked by a tensor
         positions = _PRODUCTS.get(func)
         if positions is None or self.running is None or not isinstance(out, Tensor):
             return out
@@ -174,13 +177,22 @@ class _Watcher(TorchFunctionMode):
         """The parameter that `value` is, or is a view of; of tied ones' names the one in the running layer."""
         if not isinstance(value, Tensor):
             return None
-        names = self.names.get(id(value))
-        if names is None and value._base is not None:
-            names = self.names.get(id(value._base))
+        names = self.names.get(id(self._origin(value)))
         if names is None:
             return None
         layer = f"{self.running.fqn}." if self.running is not None else ""
         return next((name for name in names if name.startswith(layer)), names[0])
+
+    def _origin(self, value: Tensor) -> Tensor:
+        """The tensor that `value` is a view or a selection of, `value` itself if of none."""
+        while id(value) not in self.names:
+            if value._base is not None:
+                value = value._base
+            elif id(value) in self.selected:
+                value = self.selected[id(value)][1]
+            else:
+                break
+        return value
 
     def _sized(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Records what sizes the operation was told; new tensors become nodes, so that influence reaches them."""
@@ -192,7 +204,7 @@ class _Watcher(TorchFunctionMode):
 
     def _input_dim(self, weight: Tensor, *, transposed: bool) -> int:
         """Which dim of the parameter the product contracts, told by the strides where the weight is a view."""
-        base = weight._base if id(weight) not in self.names and weight._base is not None else weight
+        base = self._origin(weight)
         dim = weight.ndim - 2 if transposed else weight.ndim - 1
         stride, size = weight.stride(dim), weight.shape[dim]
         for candidate in reversed(range(base.ndim)):

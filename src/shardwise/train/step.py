@@ -19,6 +19,9 @@ __all__ = ["StepResult", "TrainStep"]
 IGNORED = -100
 """The label that transformers' losses leave out."""
 
+_SHARED = ("position_ids", "cache_position")
+"""Inputs that may have one row for all rows of the batch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -79,7 +82,7 @@ class TrainStep:
 
         Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient phase]).
         """
-        rows = _check_batch(batch, self.num_microbatches)
+        rows = _check_batch(batch, self.num_microbatches, inputs_per_row=_inputs_per_row(self.model))
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
         counts = [_count_targets(self.model, part) for part in _microbatches(placed, rows, self.num_microbatches)]
         num_tokens = sum(counts)
@@ -102,7 +105,7 @@ class TrainStep:
         return scaled.detach().float()
 
 
-def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
+def _check_batch(batch: Mapping[str, Any], num_microbatches: int, *, inputs_per_row: int) -> int:
     """The number of rows; raises where the batch cannot be trained on."""
     if not isinstance(batch, Mapping):
         raise BatchError(
@@ -123,20 +126,27 @@ def _check_batch(batch: Mapping[str, Any], num_microbatches: int) -> int:
             fix="pass a tensor [rows, …], such as torch.tensor(labels)",
         )
     num_rows = labels.shape[0]
-    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
-    if any(count != 1 and (num_rows == 0 or count % num_rows) for count in rows.values()):
-        raise BatchError(
-            "the tensors of the batch differ in rows",
-            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
-            fix="give every tensor one row for each row of labels, the same multiple of them, or one row for all",
-        )
     if num_rows == 0 or num_rows % num_microbatches:
         raise BatchError(
             f"{num_rows} rows do not divide into {num_microbatches} microbatches",
             why="every microbatch has the same number of rows, at least one",
             fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
         )
+    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    legal = {num_rows, num_rows * inputs_per_row}
+    if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
+        raise BatchError(
+            "the tensors of the batch differ in rows",
+            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
+            fix="give every tensor as many rows as the labels have",
+        )
     return num_rows
+
+
+def _inputs_per_row(model: nn.Module) -> int:
+    """Rows of inputs for each row of labels: models of audio codes take one for each of their codebooks."""
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
 
 
 def _microbatches(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
