@@ -1,4 +1,5 @@
-"""Proves a layout for every architecture of the installed transformers on tiny twins; writes docs/architectures.md on request.
+"""Proves a layout for every architecture of the installed transformers on tiny twins; writes docs/architectures.md on
+request.
 
     python bench/architectures.py                          every text architecture at tp2; resumes where it was stopped
     python bench/architectures.py --only bert t5 mamba     a few of them
@@ -116,8 +117,8 @@ def write_table(rows: list[dict[str, Any]], layout: str, path: Path) -> None:
     lines = [
         "# Architectures",
         "",
-        f"Tiny twins of every text architecture of transformers {transformers.__version__}, trained whole and split over",
-        f"`{layout}` (gloo, CPU, float32): loss within 1e-4, logits 1e-3, every gradient 1e-2 of its largest entry.",
+        f"Tiny twins of every text architecture of transformers {transformers.__version__}, trained whole and split",
+        f"over `{layout}` (gloo, CPU, float32): loss within 1e-4, logits 1e-3, gradients within 1e-2 of their largest.",
         "Made by `make coverage`. Share is of the layers' parameters that the twin's batch reaches. A region costs one",
         "collective forward and one backward.",
         "",
@@ -128,7 +129,11 @@ def write_table(rows: list[dict[str, Any]], layout: str, path: Path) -> None:
     ]
     for row in sorted(rows, key=lambda row: (row["task"], row["model_type"])):
         ok = row["result"] in ("ok", "wrong")
-        whole = "; ".join(row["whole"][:3]) + (" …" if len(row["whole"]) > 3 else "") if ok else row["cause"].splitlines()[0]
+        whole = (
+            "; ".join(row["whole"][:3]) + (" …" if len(row["whole"]) > 3 else "")
+            if ok
+            else row["cause"].splitlines()[0]
+        )
         share = f"{row['block_share']:.0%}" if ok else ""
         regions = f"{row['regions_per_layer']:g}" if ok else ""
         cells = (row["model_type"], f"`{row['class']}`", row["result"], share, regions, whole.replace("|", "/"))

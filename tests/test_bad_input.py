@@ -75,7 +75,7 @@ EXPECTED = {
     "no rows": (BatchError, "0 rows do not divide into 1 microbatches", "at least one"),
     "microbatches": (BatchError, "num_microbatches is 0", "integer of at least 1"),
     "no dict": (BatchError, "a batch cannot be a Tensor", "pass a dict"),
-    "token id": (IndexError, "reach from", "the vocabulary has 96 entries"),
+    "token id": (IndexError, "ids from", "the vocabulary has 96 entries"),
     "target": (IndexError, "Target 96 is out of bounds: there are 96 classes"),
     "state_dict": (UnsupportedError, "state_dict() of a LlamaForCausalLM that is split over tp=2", "full_state_dict"),
     "save_pretrained": (UnsupportedError, "state_dict() of a LlamaForCausalLM", "export_pretrained"),

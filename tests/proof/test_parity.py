@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 import shardwise
@@ -26,7 +28,7 @@ def measure_family(family, layout, *, num_steps=20):
                     whole,
                     batch,
                     mesh,
-                    split=lambda model, mesh: shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel),
+                    split=functools.partial(shardwise.parallelize, sequence_parallel=sequence_parallel),
                     step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
                     num_steps=num_steps,
                 )

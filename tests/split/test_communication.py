@@ -48,7 +48,7 @@ def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(famil
         assert nbytes["reduce_scatter"] == (4 * LAYERS + 2) * hidden_bytes
         reduced = by_size(calls, hidden=False)
         norms = sum(shape[0] for (name, shape), number in reduced.items() if name == "all_reduce" and len(shape) == 1)
-        assert set(name for name, _ in reduced) == {"all_reduce"}
+        assert {name for name, _ in reduced} == {"all_reduce"}
         assert sum(reduced.values()) == 3, "the loss's two and one for all partial gradients together"
         assert norms >= (2 * LAYERS + 1) * HIDDEN
 

@@ -61,7 +61,13 @@ def plan_for(
             raise _unknown(model, "transformers declares none for it")
         return vocabulary | declared | own
     try:
-        automatic = _examined(model, vocabulary | declared, tp_size, sequence_parallel, anew=kind == "derived")
+        automatic = _examined(
+            model,
+            vocabulary | declared,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            anew=kind == "derived",
+        )
     except ShardwiseError as error:
         if not own.rules:
             raise _unknown(model, str(error)) from error
@@ -77,8 +83,8 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
     )
 
 
-def _examined(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool, *, anew: bool) -> Plan:
-    path = _cache_path(model, declared, tp_size, sequence_parallel)
+def _examined(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, anew: bool) -> Plan:
+    path = _cache_path(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
     if path is not None and not anew and path.is_file():
         try:
             return Plan.from_json(json.loads(path.read_text()))
@@ -90,7 +96,7 @@ def _examined(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel:
     return derived
 
 
-def _cache_path(model: nn.Module, declared: Plan, tp_size: int, sequence_parallel: bool) -> Path | None:  # noqa: FBT001
+def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Path | None:
     """Where the plan of this architecture at this size is kept; None for classes that have no lasting name."""
     if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
         return None

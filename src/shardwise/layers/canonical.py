@@ -16,7 +16,8 @@ __all__ = ["canonical_tensor", "local_tensor", "owned_parts"]
 
 
 def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: bool = False) -> Tensor | None:
-    """The whole tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another rank.
+    """The whole tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another
+    rank.
 
     Communicates: over tp, one all-gather of the padded parts (a gather with `rank0_only`).
     """

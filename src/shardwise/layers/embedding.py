@@ -14,8 +14,8 @@ __all__ = ["FeatureEmbedding", "VocabularyEmbedding"]
 class VocabularyEmbedding:
     """Mixin of an embedding that holds rows `[start, start + rows)` of a vocabulary of any size.
 
-    Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward. Nothing at all where the entry
-    of the layer stack sums them (`SplitContext.defer_embedding`).
+    Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward. Nothing at all where the
+    entry of the layer stack sums them (`SplitContext.defer_embedding`).
     """
 
     _split: SplitContext
@@ -50,7 +50,7 @@ class VocabularyEmbedding:
             torch._assert_async(valid, "an id is outside the vocabulary")
         elif not valid:
             raise IndexError(
-                f"ids reach from {int(ids.min())} to {int(ids.max())}, the vocabulary has {self._vocabulary_size} entries"
+                f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {self._vocabulary_size} entries"
             )
 
 

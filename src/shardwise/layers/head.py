@@ -22,8 +22,8 @@ _SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logit
 def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -> None:
     """Makes `head` compute this rank's part of the logits.
 
-    Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary; else
-    they are joined, so that `generate()` and a loss of the user's own see whole logits.
+    Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary;
+    else they are joined, so that `generate()` and a loss of the user's own see whole logits.
 
     Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
     layer stack does that); without a loss inside one all-gather of the logits forward.

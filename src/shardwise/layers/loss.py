@@ -1,6 +1,7 @@
 """Cross-entropy over logits that are split along the vocabulary.
 
-85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them are
+85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them
+are
 served: from the head to the end of the model's forward a torch-function mode is active, which computes cross-entropy on
 split logits from the local parts and leaves every other call alone.
 """
@@ -61,14 +62,14 @@ class SplitLossMode(TorchFunctionMode):
             return func(*whole[0], **whole[1])
 
 
-def _intercepted(
+def _intercepted(  # noqa: PLR0913 - torch's own signature
     context: SplitContext,
-    input: DTensor,
+    input: DTensor,  # noqa: A002
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: bool | None = None,
+    size_average: bool | None = None,  # noqa: FBT001
     ignore_index: int = -100,
-    reduce: bool | None = None,
+    reduce: bool | None = None,  # noqa: FBT001
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
@@ -118,12 +119,10 @@ def split_cross_entropy(
     Returns:
         Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
 
-    Communicates: over tp, one all-reduce (maximum) of a value a row and one (sum) of three values a row (four with class
-    weights); nothing backward.
+    Communicates: over tp, one all-reduce (maximum) of a value a row and one (sum) of three values a row (four with
+    class weights); nothing backward.
     """
-    return _SplitCrossEntropy.apply(
-        logits, target, context, num_classes, weight, ignore_index, label_smoothing
-    )
+    return _SplitCrossEntropy.apply(logits, target, context, num_classes, weight, ignore_index, label_smoothing)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

@@ -84,24 +84,29 @@ class SplitNorm:
         return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)
 
 
-def recognise_norm(module: nn.Module) -> NormFormula:
+def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> NormFormula:
     """Which formula the norm computes, by trying it.
+
+    Args:
+        num_features: of the whole norm, where its weight is cut already.
 
     Raises:
         UnsupportedError: it is no RMS norm or layer norm over its last dim.
     """
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or any(True for _ in module.children()):
+    shapes = {value.shape for value in module._parameters.values() if value is not None}
+    if weight is None or weight.ndim != 1 or len(shapes) > 1 or any(True for _ in module.children()):
         raise _not_a_norm(module)
     probe = copy.deepcopy(module).to_empty(device="cpu").float()
     probe._forward_hooks.clear()
     probe._forward_pre_hooks.clear()
     generator = torch.Generator().manual_seed(0)
+    size = num_features or weight.shape[0]
     with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=generator))
-        x = torch.randn(3, weight.shape[0], generator=generator) + 0.5
-        gate = torch.randn(3, weight.shape[0], generator=generator)
+        for name in [name for name, value in probe._parameters.items() if value is not None]:
+            probe._parameters[name] = nn.Parameter(torch.rand(size, generator=generator), requires_grad=False)
+        x = torch.randn(3, size, generator=generator) + 0.5
+        gate = torch.randn(3, size, generator=generator)
         takes_gate = len(inspect.signature(probe.forward).parameters) > 1
         try:
             expected = probe(x, gate) if takes_gate else probe(x)

@@ -202,9 +202,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: _whole(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None
-    }
+    return {name: _whole(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None}
 
 
 def _whole(model: nn.Module, name: str, value: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def build_meta_model(
         raise UnsupportedError(
             f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
             why=str(error).strip().splitlines()[0],
-            fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options its model takes",
+            fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options it takes",
         ) from error
     model.eval()
     return model

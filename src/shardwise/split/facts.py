@@ -94,11 +94,11 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     return found
 
 
-def _read(config: Any, name: str) -> object:
-    """The config's value; None where it has none, or one for each layer."""
+def _read(owner: object, name: str) -> object:
+    """The owner's value; None where it has none, or where a config refuses to name one because layers differ."""
     try:
-        return getattr(config, name, None)
-    except ValueError:
+        return getattr(owner, name, None)
+    except (RuntimeError, ValueError):
         return None
 
 
@@ -133,13 +133,6 @@ def names_read(module_class: Any) -> frozenset[str]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def _read(owner: object, name: str) -> object:
-    try:
-        return getattr(owner, name, None)
-    except RuntimeError:  # a config whose value differs from layer to layer refuses to name one
-        return None
 
 
 def _first_int(owner: object, names: tuple[str, ...]) -> int | None:

@@ -16,8 +16,8 @@ __all__ = ["LocalConfig", "apply_divided", "apply_local_heads"]
 class LocalConfig:
     """A module's view of the model's config with some values of its own; everything else is the config's.
 
-    Some attention forwards read head counts from `self.config`. The config itself is shared by the whole model, is saved
-    with it, and never changes.
+    Some attention forwards read head counts from `self.config`. The config itself is shared by the whole model, is
+    saved with it, and never changes.
     """
 
     def __init__(self, config: Any, **values: int) -> None:

@@ -46,7 +46,7 @@ def load_weights(
     Communicates: nothing.
     """
     resolution = resolve_keys(model, index, canonical_shapes(model, registry), key_mapping=key_mapping)
-    _check_report(model, resolution, index, ignore_mismatched_sizes)
+    _check_report(model, resolution, index, ignore_mismatched_sizes=ignore_mismatched_sizes)
     dtypes = _DtypePlan(model, dtype)
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
@@ -102,7 +102,7 @@ class _DtypePlan:
 
 
 def _check_report(
-    model: PreTrainedModel, resolution: Resolution, index: CheckpointIndex, ignore_mismatched_sizes: bool
+    model: PreTrainedModel, resolution: Resolution, index: CheckpointIndex, *, ignore_mismatched_sizes: bool
 ) -> None:
     """Raises what makes the result wrong, and logs, once, what transformers reports too."""
     if resolution.conversion_errors:

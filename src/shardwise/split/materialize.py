@@ -1,9 +1,9 @@
 """From the meta device to real values: random initialisation that is the same for every layout.
 
-transformers initialises module by module in one stream of random numbers, on whole weights. Here every unit (a layer, or a
-module outside the layers) has a stream of its own, seeded by its name, and is initialised whole, by the model's own
-`_init_weights`, before each rank keeps its part. So the values depend on the seed alone, and no more than one layer is ever
-whole in memory.
+transformers initialises module by module in one stream of random numbers, on whole weights. Here every unit (a layer,
+or a module outside the layers) has a stream of its own, seeded by its name, and is initialised whole, by the model's
+own `_init_weights`, before each rank keeps its part. So the values depend on the seed alone, and no more than one layer
+is ever whole in memory.
 """
 
 from __future__ import annotations

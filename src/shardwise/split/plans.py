@@ -45,7 +45,7 @@ def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:
-    """Input and output embeddings split by vocabulary: the largest single weights, and transformers' plans often forget one."""
+    """Input and output embeddings split by vocabulary: large weights that declared plans often forget."""
     reason = "embeddings split by vocabulary, of any size"
     rules = []
     if facts.embedding and facts.modules[facts.embedding].kind == "embedding":

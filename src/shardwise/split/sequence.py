@@ -17,7 +17,7 @@ from shardwise.plan.resolve import SplitPlan
 __all__ = ["apply_sequence_parallelism", "is_direct"]
 
 
-class _Reached(Exception):
+class _ReachedError(Exception):
     """The first layer was reached; carries its input."""
 
     def __init__(self, hidden_states: Tensor) -> None:
@@ -78,7 +78,7 @@ def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, row
     """The first layer's input when the embedding gives `rows`; None where the model cannot run on its own like this."""
 
     def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Reached(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        raise _ReachedError(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
 
     hooks = [
         embedding.register_forward_hook(lambda module, args, output: rows, prepend=True),
@@ -88,10 +88,11 @@ def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, row
     try:
         with torch.no_grad():
             model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
-    except _Reached as stop:
+    except _ReachedError as stop:
         return stop.hidden_states
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # The model wants other inputs, or cannot run on the meta device: then nothing is known, and nothing is deferred.
+        # The model wants other inputs, or cannot run on the meta device: then nothing is known, and nothing is
+        #     deferred.
         return None
     finally:
         model.train(training)

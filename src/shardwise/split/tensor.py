@@ -95,7 +95,7 @@ def _apply_style(module: nn.Module, style: str, split: Split | None, context: Sp
     elif style == "embedding_colwise" and split is not None:
         become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
     elif style == "norm_split" and split is not None:
-        formula = recognise_norm(module)
+        formula = recognise_norm(module, num_features=split.size)
         held = sum(split.local_size_of(coord) for coord in range(split.parts))
         become(module, SplitNorm, _split=context, _num_features=held, _formula=formula)
     elif style == "all_reduce":
@@ -120,12 +120,10 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
 
 
 def _fit_sizes(module: nn.Module) -> None:
-    """Lets a linear, embedding, norm or depthwise convolution say the sizes that it has now."""
+    """Lets a linear, embedding or depthwise convolution say the sizes that it has now."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
         module.groups = module.in_channels = module.out_channels = weight.shape[0]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm) and weight is not None:
-        module.normalized_shape = tuple(weight.shape)
     if weight is None or weight.ndim != 2:
         return
     if isinstance(module, nn.Linear):

@@ -28,8 +28,8 @@ class StepResult:
     """What a step computed.
 
     Attributes:
-        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the whole batch, the same on
-            every rank. `float(result.loss)` waits for the device.
+        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the whole batch, the
+            same on every rank. `float(result.loss)` waits for the device.
         num_tokens: target tokens of the whole batch.
     """
 
@@ -68,8 +68,8 @@ class TrainStep:
         """Computes loss and gradients of `batch`.
 
         Args:
-            batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device; this
-                data rank's rows, the same on every tp rank. Values without rows are handed on as they are.
+            batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device;
+                this data rank's rows, the same on every tp rank. Values without rows are handed on as they are.
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
@@ -80,7 +80,8 @@ class TrainStep:
                 `num_microbatches`.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient phase]).
+        Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient
+            phase]).
         """
         rows = _check_batch(batch, self.num_microbatches, inputs_per_row=_inputs_per_row(self.model))
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
@@ -150,7 +151,9 @@ def _inputs_per_row(model: nn.Module) -> int:
 
 
 def _microbatches(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is shared."""
+    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is
+    shared.
+    """
 
     def part(value: Any, index: int) -> Any:
         if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
@@ -166,7 +169,7 @@ def _place(value: Any, device: torch.device) -> Any:
 
 
 def _count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Labels that the model's loss counts: all that are not ignored, the first of each row aside where it shifts them."""
+    """Labels that the model's loss counts: those not ignored, the first of each row aside where it shifts them."""
     labels: Tensor = batch["labels"]
     if labels.ndim > 1 and getattr(model, "loss_type", None) == "ForCausalLM":
         labels = labels[..., 1:]
