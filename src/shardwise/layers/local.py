@@ -13,7 +13,9 @@ from shardwise.layers.context import SplitContext
 __all__ = ["install_shares", "install_sliced"]
 
 
-def install_sliced(module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, context: SplitContext) -> None:
+def install_sliced(
+    module: nn.Module, argument: str, *, dim: int, num_heads: int, enters: bool, context: SplitContext
+) -> None:
     """Gives `module` its own part of an input: of features, its last dim, a run; along another `dim`, its heads.
 
     Heads stand in the dim once, or in a row for every sequence.
@@ -58,7 +60,7 @@ def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitCont
     def enter(module: nn.Module, args: Any) -> None:
         for name in names:
             kept[name] = module._parameters[name]
-            module._parameters[name] = kept[name] / context.size  # type: ignore[assignment]
+            module._parameters[name] = kept[name] / context.size
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         module._parameters.update(kept)

@@ -118,7 +118,9 @@ def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> Nor
             (False, True), (0.0, 1.0), ("before", "after") if takes_gate else ("none",)
         ):
             formula = NormFormula(centered=centered, offset=offset, gate=place)
-            found = formula.compute(probe, x, gate if takes_gate else None, lambda moments: moments.mean(-2, keepdim=True))
+            found = formula.compute(
+                probe, x, gate if takes_gate else None, lambda moments: moments.mean(-2, keepdim=True)
+            )
             if torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
                 return formula
     raise _not_a_norm(module)

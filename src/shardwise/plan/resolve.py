@@ -104,6 +104,7 @@ class _Resolver:
         governed = matcher.resolve(plan)
         self.rules = dict(governed) if tp_size > 1 else {}
         self._complete_tied_vocabulary()
+        self._complete_tied_parameters()
         self.head = self._vocabulary_head()
         self.head_parameters = {
             canonical for alias, canonical in facts.tied.items() if self.head and parent_of(alias) == self.head
@@ -282,6 +283,15 @@ class _Resolver:
                     is_embedding = self.facts.modules[name].kind == "embedding"
                     style = "embedding_rowwise" if is_embedding else "colwise_gather_output"
                     self.rules[name] = Rule(name, style, source="structure", reason=f"tied to {given}")
+
+    def _complete_tied_parameters(self) -> None:
+        """A parameter that one of its modules splits is split for those that never use it, and so have no rule."""
+        for alias, canonical in self.facts.tied.items() if self.tp_size > 1 else ():
+            ours, theirs = self.rules.get(alias), self.rules.get(canonical)
+            if ours is None and theirs is not None and is_split_style(theirs.style):
+                self.rules[alias] = Rule(alias, theirs.style, source="structure", reason=f"tied to {canonical}")
+            if theirs is None and ours is not None and is_split_style(ours.style):
+                self.rules[canonical] = Rule(canonical, ours.style, source="structure", reason=f"tied to {alias}")
 
     def _splits_vocabulary(self, module: str) -> bool:
         return module in self.rules and self.rules[module].style in _VOCABULARY

@@ -16,6 +16,7 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import ParameterEntry, registry_of
 from shardwise.mesh import Mesh
+from shardwise.proof.objective import objective_of
 
 __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
 
@@ -24,6 +25,8 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
+
+_OUTPUTS = ("last_hidden_state", "pooler_output")
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
@@ -117,7 +120,7 @@ def measure(
     """
     reference, model = copy.deepcopy(whole), split(copy.deepcopy(whole), mesh)
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
-    expected_loss = reference(**_copied(batch)).loss
+    expected_loss = objective_of(reference(**_copied(batch)))
     expected_loss.backward()
     loss = step(model, mesh, _copied(batch))
     gradients = _gradients(model)
@@ -128,7 +131,7 @@ def measure(
         if number:
             step(model, mesh, _copied(batch))
             if number < num_compared_steps:
-                reference(**_copied(batch)).loss.backward()
+                objective_of(reference(**_copied(batch))).backward()
         for optimizer in optimizers[: 2 if number < num_compared_steps else None]:
             optimizer.step()
             optimizer.zero_grad()
@@ -187,7 +190,7 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         output = model(**_copied(batch))
     found = {}
     for name, value in output.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and "logits" in name:
+        if name in _OUTPUTS or (isinstance(value, Tensor) and "logits" in name):
             found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
     return found
 

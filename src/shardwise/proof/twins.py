@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from shardwise.errors import ConfigError, UnsupportedError, did_you_mean
+from shardwise.proof.objective import objective_of
 from shardwise.proof.twin_batch import Padding, make_batch
 from shardwise.proof.twin_config import default_config, shrink_config
 from shardwise.proof.twin_fields import sub_configs
@@ -144,7 +145,7 @@ def settle(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
         mode()
         trial = copy.deepcopy(model)
         try:
-            trial(**{name: value.clone() for name, value in batch.items()}).loss.backward()
+            objective_of(trial(**{name: value.clone() for name, value in batch.items()})).backward()
         except (AssertionError, RuntimeError, ValueError, TypeError):
             continue
         return model

@@ -1,8 +1,8 @@
 """A plan from structure: what a tiny twin's graph says can be split, as rules.
 
-Takes the row products and holdings of `shardwise.split.influence` and names them: which module a region is entered at, which
-style splits each parameter, which integer attributes of modules count what is split. The graph does not tell everything, so
-a block has several plans, best guess first, for whoever can run a split to try.
+Takes the row products and holdings of `shardwise.split.influence` and names them: which module a region is entered at,
+which style splits each parameter, which integer attributes of modules count what is split. The graph does not tell
+everything, so a block has several plans, best guess first, for whoever can run a split to try.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from shardwise.split.trace import Layer
 __all__ = ["Block", "find_blocks"]
 
 _MAX_GUESSES = 6
-"""How many guesses of attributes are tried for each choice of entries."""
+"""How many guesses of attributes are tried at the first choice of entries."""
+_MAX_GUESSES_BELOW = 2
+"""And at the others."""
 
 
 @dataclass(eq=False)
@@ -101,7 +103,7 @@ class _Builder:
         parameters = frozenset(self.holdings) | {product.parameter for product in self.group}
         return Block(
             layer=self.layer.fqn,
-            candidates=tuple(dict.fromkeys(self._candidates())),
+            candidates=tuple(self._candidates()),
             num_elements=sum(math.prod(self.shapes[name]) for name in parameters),
             parameters=parameters,
             key=tuple(sorted(product.parameter.removeprefix(f"{self.layer.fqn}.") for product in self.group)),
@@ -109,12 +111,12 @@ class _Builder:
 
     def _candidates(self) -> Iterator[Plan]:
         attributes = guess_attributes(self.facts, self.reach, limit=_MAX_GUESSES)
-        for entries in find_entries(self.facts, self.reach):
+        for position, entries in enumerate(find_entries(self.facts, self.reach)):
             rules, slices = self._rules(entries), tuple(self._slices(entries))
-            for guess in attributes:
+            for guess in attributes if position == 0 else attributes[:_MAX_GUESSES_BELOW]:
                 divided = tuple(_rule(name, style, "counts what is split") for name, style in guess.items())
-                if slices:
-                    yield Plan((*rules, *divided, *slices))
+                # Blocks of one kind are tried in step, so each has both.
+                yield Plan((*rules, *divided, *slices))
                 yield Plan((*rules, *divided))
         gathered = tuple(self._gathered(next(find_entries(self.facts, self.reach))))
         if gathered:
@@ -149,7 +151,9 @@ class _Builder:
         names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
             plain = type(self.model.get_submodule(owner)).forward is nn.Linear.forward
-            if (plain or self.facts.modules[owner].kind == "transposed") and min(self.shapes[f"{owner}.weight"]) >= self.parts:
+            if (plain or self.facts.modules[owner].kind == "transposed") and min(
+                self.shapes[f"{owner}.weight"]
+            ) >= self.parts:
                 yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:

@@ -1,15 +1,17 @@
-"""Which elements of a layer's parameters reach which input features of its row products: the structure behind every split.
+"""Which elements of a layer's parameters reach which input features of its row products.
 
 # [Note: structure by influence]
-Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run for each rank
-and ask autograd which parameter elements each run depends on. The exact zeros of the gradients are the answer. Where the runs
-depend on different elements of a weight, that weight can be split: every rank keeps what its run depends on. Elements
-that several runs depend on are held by several ranks (key/value heads shared by query heads), and a parameter all of
-which reaches everything stays whole (a q/k norm, a latent projection). Nothing here knows attention from a state-space
-scan, or in which order a fused weight holds its sections: the graph knows.
+Cut the input features of a product (an attention's output projection, an MLP's down projection) into one run for each
+rank and ask autograd which parameter elements each run depends on. The exact zeros of the gradients are the answer.
+Where the runs depend on different elements of a weight, that weight can be split: every rank keeps what its run depends
+on. Elements that several runs depend on are held by several ranks (key/value heads shared by query heads), and a
+parameter all of which reaches everything stays whole (a q/k norm, a latent projection). Nothing here knows attention
+from a state-space scan, or in which order a fused weight holds its sections: the graph knows.
 
-A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is left.
-Products inside a scan feed back into it; once found, their outputs are cut and the rest is asked again.
+A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is
+left. Products inside a scan feed back into it; once found, their outputs are cut and the rest is asked again. With all
+of them cut, what is split must reach the layer's output no more; a product where that fails is none (a router reads the
+features of an attention's output, which go on to the residual stream whole).
 """
 
 from __future__ import annotations
@@ -55,7 +57,6 @@ class Holding:
         everything = frozenset().union(*self.ranks)
         return all(len(indices) < len(everything) for indices in self.ranks)
 
-
     def united(self, other: Holding) -> Holding:
         """What a rank must hold for both, which are along the same dim."""
         ranks = tuple(mine | theirs for mine, theirs in zip(self.ranks, other.ranks, strict=True))
@@ -83,7 +84,9 @@ class RowProduct:
     uses: list[Use] = field(default_factory=list)
 
 
-def find_row_products(model: nn.Module, batch: Mapping[str, Any], *, parts: int) -> tuple[list[RowProduct], list[Layer]]:
+def find_row_products(
+    model: nn.Module, batch: Mapping[str, Any], *, parts: int
+) -> tuple[list[RowProduct], list[Layer]]:
     """The row products of every layer, and the layers as they were watched with all of them cut.
 
     Args:
@@ -156,7 +159,9 @@ def _accept(
 ) -> list[RowProduct]:
     """Adds the layer's new row products to `found`, those with the largest splits first."""
     own = layer.parameters
-    products = [use for use in layer.uses if use.parameter not in found and use.parameter in own and use.parameter not in banned]
+    products = [
+        use for use in layer.uses if use.parameter not in found and use.parameter in own and use.parameter not in banned
+    ]
     outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
     candidates: list[tuple[int, RowProduct]] = []
     merged: dict[str, RowProduct] = {}

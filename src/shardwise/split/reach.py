@@ -1,7 +1,8 @@
-"""What a block's ranks reach: where the block is entered, which inputs and sizes belong to a rank, what is added behind it."""
+"""What a block's ranks reach: where it is entered, which inputs and sizes belong to a rank, what is added behind it."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -48,20 +49,17 @@ class Reach:
 
     def sizings(self) -> Iterator[tuple[Sizing, Fraction | None]]:
         """Every size that a count told, with the part of it that belongs to a rank (None where no rank depends on it)."""
-        told = self.layer.sizings
-        tensors = [each.out for each in told] + [each.source[0] for each in told if each.source is not None]
-        masks = self._masks(tensors)
-        for sizing in told:
-            part = self._part(masks, sizing.out, sizing.dim)
+        for sizing in self.layer.sizings:
+            part = self._part(sizing.out, sizing.dim)
             if sizing.source is not None and part is not None:
-                source = self._part(masks, *sizing.source)
+                source = self._part(*sizing.source)
                 part = part / source if source else None
             yield sizing, part
 
-    def needs(self, tensor: Tensor, masks: Mapping[int, list[Tensor | None]], dim: int) -> tuple[frozenset[int], ...] | None:
+    def needs(self, tensor: Tensor, dim: int) -> tuple[frozenset[int], ...] | None:
         """For each rank the indices of `tensor` along `dim` that it depends on; None where a rank depends on none."""
         found = []
-        for mask in masks.get(id(tensor), ()):
+        for mask in self._masks.get(id(tensor), ()):
             if mask is None:
                 return None
             others = [other for other in range(mask.ndim) if other != dim % mask.ndim]
@@ -71,9 +69,8 @@ class Reach:
     def input_needs(self, call: ModuleCall, name: str) -> tuple[int, tuple[frozenset[int], ...]] | None:
         """The dim of an input along which the ranks depend on different indices, with those; None where there is none."""
         value = call.named[name]
-        masks = self._masks([value])
         for dim in range(value.ndim):
-            ranks = self.needs(value, masks, dim)
+            ranks = self.needs(value, dim)
             if ranks is not None and Holding(dim=dim, size=value.shape[dim], ranks=ranks).is_split:
                 return dim, ranks
         return None
@@ -102,8 +99,8 @@ class Reach:
         total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
         return not any(_nonzero(gradient) for gradient in _gradients(total, inputs))
 
-    def _part(self, masks: Mapping[int, list[Tensor | None]], tensor: Tensor, dim: int) -> Fraction | None:
-        ranks = self.needs(tensor, masks, dim)
+    def _part(self, tensor: Tensor, dim: int) -> Fraction | None:
+        ranks = self.needs(tensor, dim)
         if ranks is None:
             return None
         holding = Holding(dim=dim, size=tensor.shape[dim], ranks=ranks)
@@ -111,8 +108,12 @@ class Reach:
             return Fraction(1)
         return Fraction(len(ranks[0]), len(frozenset().union(*ranks)))
 
-    def _masks(self, tensors: Sequence[Tensor]) -> dict[int, list[Tensor | None]]:
-        """For every tensor, by identity, where each rank's gradient is not zero."""
+    @functools.cached_property
+    def _masks(self) -> dict[int, list[Tensor | None]]:
+        """For every tensor of a told size, or passed to a module, by identity, where each rank's gradient is not zero."""
+        told = self.layer.sizings
+        tensors = [each.out for each in told] + [each.source[0] for each in told if each.source is not None]
+        tensors += [value for call in self.layer.calls for value in call.named.values()]
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
         masks: dict[int, list[Tensor | None]] = {id(node): [] for node in nodes}
         rows = {product.parameter for product in self.group}
@@ -147,7 +148,11 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
     seen: list[dict[str, str]] = []
     for step in (-1, 0, -2):
         chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
-        entries = {name: _edge(reach, name, owners) for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)}
+        entries = {
+            name: _edge(reach, name, owners)
+            for name in chosen
+            if not any(name.startswith(f"{other}.") for other in chosen)
+        }
         if entries not in seen:
             seen.append(entries)
             yield entries
@@ -264,7 +269,9 @@ def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
 def _is_linear_weight(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(parent_of(name))
     weight = module._parameters.get("weight")
-    return name.endswith(".weight") and (isinstance(module, nn.Linear) or (weight is not None and hasattr(module, "nf")))
+    return name.endswith(".weight") and (
+        isinstance(module, nn.Linear) or (weight is not None and hasattr(module, "nf"))
+    )
 
 
 def _gradients(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -129,7 +129,9 @@ def counted(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
             for own in [own for own in values if not own.startswith("config.")]:
                 before.append((module, own, getattr(module, own)))
                 setattr(module, own, Count.of(f"{name}.{own}", values[own]))
-            configured = {own[7:]: Count.of(f"{name}.{own}", values[own]) for own in values if own.startswith("config.")}
+            configured = {
+                own[7:]: Count.of(f"{name}.{own}", values[own]) for own in values if own.startswith("config.")
+            }
             if configured:
                 before.append((module, "config", module.config))
                 module.config = LocalConfig(module.config, **configured)

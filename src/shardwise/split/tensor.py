@@ -89,7 +89,9 @@ def _apply_style(module: nn.Module, style: str, split: Split | None, context: Sp
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
         sizes = _sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None
-        become(module, RowSplit, _split=context, _reduces=reduces, _reenters=style == "rowwise_reenter", _input_sizes=sizes)
+        become(
+            module, RowSplit, _split=context, _reduces=reduces, _reenters=style == "rowwise_reenter", _input_sizes=sizes
+        )
     elif style == "embedding_rowwise" and split is not None:
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise" and split is not None:

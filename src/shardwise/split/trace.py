@@ -59,7 +59,7 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as nodes of the graph, and by the names of its forward's arguments."""
+    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names."""
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
@@ -120,7 +120,7 @@ def watch(
         thorough: whether to record sizes too, and to make nodes of inputs and new tensors that need no gradient.
         hollow: whether the cut products are zero.
     """
-    watcher = _Watcher(model, cut, thorough, hollow)
+    watcher = _Watcher(model, cut, thorough=thorough, hollow=hollow)
     with ExitStack() as stack:
         stack.enter_context(watcher.hooked())
         if thorough:
@@ -131,7 +131,7 @@ def watch(
 
 
 class _Watcher(TorchFunctionMode):
-    def __init__(self, model: nn.Module, cut: frozenset[str], thorough: bool, hollow: bool) -> None:
+    def __init__(self, model: nn.Module, cut: frozenset[str], *, thorough: bool, hollow: bool) -> None:
         super().__init__()
         self.cut = cut
         self.thorough = thorough
@@ -153,7 +153,8 @@ class _Watcher(TorchFunctionMode):
         out = func(*args, **kwargs)
         if self.thorough and self.running is not None:
             out = self._sized(func, args, kwargs, out)
-        if func is Tensor.__getitem__ and isinstance(out, Tensor) and id(self._origin(args[0])) in self.names:
+        picks = getattr(func, "__name__", "") == "__getitem__" and isinstance(out, Tensor)
+        if picks and id(self._origin(args[0])) in self.names:
             self.selected[id(out)] = out, args[0]  # an expert's weight, picked by a tensor
         positions = _PRODUCTS.get(func)
         if positions is None or self.running is None or not isinstance(out, Tensor):
@@ -250,7 +251,7 @@ class _Watcher(TorchFunctionMode):
             is_layer = name in self.layers
 
             def node(value: Any) -> Any:
-                if not isinstance(value, Tensor) or not value.is_floating_point():
+                if not isinstance(value, Tensor) or not value.is_floating_point() or self._name(value) is not None:
                     return value
                 if (is_layer and value.requires_grad) or (self.thorough and not value.requires_grad):
                     value = value.detach().requires_grad_()
@@ -265,7 +266,9 @@ class _Watcher(TorchFunctionMode):
             self.stack.append(name)
             changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
             named = {**dict(zip(argument_names(module), changed[0], strict=False)), **changed[1]}
-            call.named = {key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad}
+            call.named = {
+                key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad
+            }
             if self.running is not None:
                 self.running.calls.append(call)
             return changed

@@ -1,0 +1,25 @@
+"""What a twin is trained on: its own loss, or a stand-in for models that compute none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["objective_of"]
+
+
+def objective_of(output: Any) -> Tensor:
+    """The model's loss; without one, a fixed random weighting of everything it puts out (hidden states, pooled ones)."""
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is not None:
+        return loss  # type: ignore[no-any-return]
+    values = [value for value in output.values() if isinstance(value, Tensor) and value.requires_grad]
+    return torch.stack([(value.float() * _weights(value)).mean() for value in values]).sum()
+
+
+def _weights(value: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(value.numel())
+    return torch.randn(value.shape, generator=generator).to(value.device)
