@@ -84,12 +84,18 @@ def _build_twin(model: nn.Module) -> nn.Module:
     else:
         config = _without_dropout(model.config) if small else shrink_config(model.config, without_dropout=True)
         twin = build_twin(config, type(model), seed=0).eval()
+    return twin
+
+
+def _eager(twin: nn.Module) -> nn.Module:
+    """A copy that computes attention and experts step by step, where the graph shows every dependence."""
+    copied_twin = copy.deepcopy(twin)
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         try:
-            getattr(twin, choose)("eager")
+            getattr(copied_twin, choose)("eager")
         except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
             continue
-    return twin
+    return copied_twin
 
 
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -106,7 +112,7 @@ def _candidates(twin: nn.Module, facts: ModelFacts, trial: Trial, declared: Plan
     passes = bool(declared.rules) and trial.run(declared).passed
     if passes:
         yield declared
-    products, layers = find_row_products(copy.deepcopy(twin), trial.inputs(), parts=tp_size)
+    products, layers = find_row_products(_eager(twin), trial.inputs(), parts=tp_size)
     blocks = find_blocks(twin, facts, products, layers, parts=tp_size)
     if passes:
         covered = {fqn for fqn, planned in _resolved(declared, facts, tp_size).items() if isinstance(planned, Split)}

@@ -1,4 +1,4 @@
-"""What a module inside a region is given of things that stay whole: its heads' part of an input, its share of a bias."""
+"""What a module in a region is given of things that stay whole: its part of an input, its share of a bias."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Ten
 
 
 def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:
-    """Lets `module` compute with this rank's share, 1 / tp, of its own parameters `names`: what is added to partial sums.
+    """Lets `module` compute with this rank's share, 1 / tp, of the parameters that it adds to partial sums.
 
     The parameters stay what they are; only the forward sees the shares, so gradients are partial.
     """

@@ -63,8 +63,8 @@ class NormFormula:
 class SplitNorm:
     """Mixin of an RMS or layer norm whose features are split over tp ranks.
 
-    Features that several ranks hold (replicated key/value heads) count once for each holder, in the sums and in the number
-    of features alike, so the statistics stay exact.
+    Features that several ranks hold (replicated key/value heads) count once for each holder, in the sums and in the
+    number of features alike, so the statistics stay exact.
 
     Communicates: over tp, one all-reduce of one value a token (two for a layer norm) forward, the same backward.
     """
@@ -78,7 +78,7 @@ class SplitNorm:
         return self._formula.compute(self, x, gate, self._means)
 
     def _means(self, moments: Tensor) -> Tensor:
-        """Args: moments `[..., features, count]`. Returns their means over the features of all ranks `[..., 1, count]`."""
+        """Args: moments `[..., features, count]`. Returns their means over all ranks' features `[..., 1, count]`."""
         group = self._split.group
         summed = moments.sum(-2)
         return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)

@@ -22,7 +22,7 @@ from shardwise.split.attributes import guess_attributes
 from shardwise.split.influence import Holding, RowProduct
 from shardwise.split.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs
 from shardwise.split.styles import Styler
-from shardwise.split.trace import Layer
+from shardwise.split.trace import Layer, layers_of
 
 __all__ = ["Block", "find_blocks"]
 
@@ -64,7 +64,32 @@ def find_blocks(
         own = [product for product in products if product.layer == layer.fqn]
         for group in _groups(own):
             blocks.append(_Builder(model, facts, layer, group, own, parts).block())
-    return blocks
+    with_blocks = {block.layer for block in blocks}
+    hidden = (_hidden_block(model, facts, layer, parts) for layer in layers_of(model) if layer not in with_blocks)
+    return [*blocks, *(block for block in hidden if block is not None)]
+
+
+def _hidden_block(model: nn.Module, facts: ModelFacts, layer: str, parts: int) -> Block | None:
+    """The linears of a layer whose graph shows nothing (it runs inside a function of its own), with gathered outputs."""
+    names = [name for name in facts.inside(layer) if _can_gather(model, facts, name, parts)]
+    if not names:
+        return None
+    return Block(
+        layer=layer,
+        candidates=(
+            Plan(tuple(_rule(name, "colwise_gather_output", "its layer shows no structure") for name in names)),
+        ),
+        num_elements=sum(math.prod(facts.modules[name].parameters["weight"]) for name in names),
+        parameters=frozenset(f"{name}.weight" for name in names),
+        key=tuple(sorted(name.removeprefix(f"{layer}.") for name in names)),
+    )
+
+
+def _can_gather(model: nn.Module, facts: ModelFacts, module: str, parts: int) -> bool:
+    """Whether a module is a linear that computes as such, large enough to give every rank a part."""
+    kind = facts.modules[module].kind
+    plain = kind == "transposed" or type(model.get_submodule(module)).forward is nn.Linear.forward
+    return plain and min(facts.modules[module].parameters["weight"]) >= parts
 
 
 def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
@@ -150,10 +175,7 @@ class _Builder:
         names = {*self.holdings, *(product.parameter for product in self.group)}
         names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
-            plain = type(self.model.get_submodule(owner)).forward is nn.Linear.forward
-            if (plain or self.facts.modules[owner].kind == "transposed") and min(
-                self.shapes[f"{owner}.weight"]
-            ) >= self.parts:
+            if _can_gather(self.model, self.facts, owner, self.parts):
                 yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:

@@ -16,6 +16,8 @@ features of an attention's output, which go on to the residual stream whole).
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,7 +51,7 @@ class Holding:
     @property
     def shared(self) -> int:
         """How many indices more than one rank needs."""
-        return sum(len(indices) for indices in self.ranks) - len(frozenset().union(*self.ranks))
+        return sum(count > 1 for count in Counter(itertools.chain.from_iterable(self.ranks)).values())
 
     @property
     def is_split(self) -> bool:

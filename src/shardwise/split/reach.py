@@ -48,7 +48,7 @@ class Reach:
         self.bare = [each for each in group if not _is_linear_weight(model, each.parameter)]
 
     def sizings(self) -> Iterator[tuple[Sizing, Fraction | None]]:
-        """Every size that a count told, with the part of it that belongs to a rank (None where no rank depends on it)."""
+        """Every size that a count told, with the part of it that a rank has; None where no rank depends on it."""
         for sizing in self.layer.sizings:
             part = self._part(sizing.out, sizing.dim)
             if sizing.source is not None and part is not None:
@@ -67,7 +67,7 @@ class Reach:
         return tuple(found) if found and all(found) else None
 
     def input_needs(self, call: ModuleCall, name: str) -> tuple[int, tuple[frozenset[int], ...]] | None:
-        """The dim of an input along which the ranks depend on different indices, with those; None where there is none."""
+        """The dim of an input along which the ranks need different indices, with those; None where there is none."""
         value = call.named[name]
         for dim in range(value.ndim):
             ranks = self.needs(value, dim)
@@ -110,7 +110,7 @@ class Reach:
 
     @functools.cached_property
     def _masks(self) -> dict[int, list[Tensor | None]]:
-        """For every tensor of a told size, or passed to a module, by identity, where each rank's gradient is not zero."""
+        """For every tensor of a told size, or passed to a module, by identity: where each rank's gradient is not 0."""
         told = self.layer.sizings
         tensors = [each.out for each in told] + [each.source[0] for each in told if each.source is not None]
         tensors += [value for call in self.layer.calls for value in call.named.values()]
@@ -227,8 +227,8 @@ def _by_heads(facts: ModelFacts, module: str, size: int, ranks: Sequence[frozens
 def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
     """Parameters that are added to the partial sum behind the row products, so that each rank would add them.
 
-    With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the gradients times
-    the values add up to the output.
+    With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the gradients
+    times the values add up to the output.
     """
     hollow = reach.layer.hollow
     if hollow is None:

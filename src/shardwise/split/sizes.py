@@ -1,8 +1,8 @@
 """Which integer attributes of modules count what is split: integers that remember where they come from.
 
 # [Note: counted sizes]
-An attention reshapes by `self.num_heads`; on a rank that holds half of the heads it must say half. The graph knows nothing
-of integers, so while a twin is watched every integer attribute is a `Count`, which carries its formula through
+An attention reshapes by `self.num_heads`; on a rank that holds half of the heads it must say half. The graph knows
+nothing of integers, so while a twin is watched every integer attribute is a `Count`, which carries its formula through
 arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim then says what the
 formula must come to on a rank, and the attributes to divide are those that solve all these equations.
 """

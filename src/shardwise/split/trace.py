@@ -1,6 +1,6 @@
 """Watches a tiny twin compute: which parameters multiply what, in which module, layer by layer.
 
-Every layer starts from detached inputs, so its autograd graph is its own, and the graph then tells what depends on what.
+Every layer starts from detached inputs, so its autograd graph is its own; the graph then tells what depends on what.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def layers_of(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if any(name.startswith(f"{layer}.") for layer in found) or not isinstance(module, nn.ModuleList):
             continue
-        if not any(isinstance(item, nn.ModuleList | nn.Embedding) for item in module):
+        if not any(isinstance(item, nn.ModuleList | nn.Embedding | nn.Linear) for item in module):
             found += [f"{name}.{index}" for index, item in enumerate(module) if _has_matrix(item)]
     return found
 
