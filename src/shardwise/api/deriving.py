@@ -123,11 +123,24 @@ def _candidates(twin: nn.Module, facts: ModelFacts, trial: Trial, declared: Plan
     vocabulary = vocabulary_plan(facts)
     if vocabulary.rules and not trial.run(vocabulary).passed:
         vocabulary = Plan(())
-    derived = Plan(())
+    derived = _unreached(facts, blocks, tuple(layers_of(twin)))
     for alike in _kinds(blocks):
         derived |= _first_that_passes(alike, trial)
     yield vocabulary | derived
     yield vocabulary
+
+
+def _unreached(facts: ModelFacts, blocks: Sequence[Block], layers: Sequence[str]) -> Plan:
+    """What to say of matrices in layers that no block was found for."""
+    reached = frozenset[str]().union(*(block.parameters for block in blocks))
+    reason = "no product in its layer needs just a part of it"
+    return Plan(
+        tuple(
+            Rule(fqn, "replicate", source="structure", reason=reason)
+            for fqn, _, _, shape in facts.parameters()
+            if len(shape) > 1 and fqn not in reached and any(fqn.startswith(f"{layer}.") for layer in layers)
+        )
+    )
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:

@@ -30,6 +30,8 @@ _MAX_GUESSES = 6
 """How many guesses of attributes are tried at the first choice of entries."""
 _MAX_GUESSES_BELOW = 2
 """And at the others."""
+_LARGE = 0.02
+"""From which part of its layer's elements a linear outside of all blocks is worth a collective."""
 
 
 @dataclass(eq=False)
@@ -64,22 +66,34 @@ def find_blocks(
         own = [product for product in products if product.layer == layer.fqn]
         for group in _groups(own):
             blocks.append(_Builder(model, facts, layer, group, own, parts).block())
-    with_blocks = {block.layer for block in blocks}
-    hidden = (_hidden_block(model, facts, layer, parts) for layer in layers_of(model) if layer not in with_blocks)
-    return [*blocks, *(block for block in hidden if block is not None)]
+    rest = (_rest(model, facts, layer, blocks, parts) for layer in layers_of(model))
+    return [*blocks, *(block for block in rest if block is not None)]
 
 
-def _hidden_block(model: nn.Module, facts: ModelFacts, layer: str, parts: int) -> Block | None:
-    """The linears of a layer whose graph shows nothing (it runs inside a function of its own), with gathered outputs."""
-    names = [name for name in facts.inside(layer) if _can_gather(model, facts, name, parts)]
+def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], parts: int) -> Block | None:
+    """The large linears of a layer that are in no block, with gathered outputs.
+
+    Where a layer runs inside a function of its own its graph shows nothing, and these are all.
+    """
+    own = [block for block in blocks if block.layer == layer]
+    entries = [rule.pattern for block in own for rule in block.candidates[0].rules if rule.style.startswith("region")]
+    split = frozenset().union(*(block.parameters for block in own))
+    sizes = {name: math.prod(facts.modules[name].parameters.get("weight", (0,))) for name in facts.inside(layer)}
+    names = [
+        name
+        for name, size in sizes.items()
+        if size >= _LARGE * sum(sizes.values())
+        and f"{name}.weight" not in split
+        and not any(f"{name}.".startswith(f"{entry}.") for entry in entries)
+        and _can_gather(model, facts, name, parts)
+    ]
     if not names:
         return None
+    rules = (_rule(name, "colwise_gather_output", "its layer shows no structure around it") for name in names)
     return Block(
         layer=layer,
-        candidates=(
-            Plan(tuple(_rule(name, "colwise_gather_output", "its layer shows no structure") for name in names)),
-        ),
-        num_elements=sum(math.prod(facts.modules[name].parameters["weight"]) for name in names),
+        candidates=(Plan(tuple(rules)),),
+        num_elements=sum(sizes[name] for name in names),
         parameters=frozenset(f"{name}.weight" for name in names),
         key=tuple(sorted(name.removeprefix(f"{layer}.") for name in names)),
     )
