@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.api.trial import Trial, copied
 from shardwise.plan.spec import Plan
+from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.influence import find_row_products
@@ -155,6 +157,53 @@ def test_a_wrong_guess_does_not_pass(odd: OddModel, batch: dict[str, Tensor]) ->
 def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]) -> None:
     keys = [block.key for block in blocks_of(odd, batch, 2)]
     assert sorted(keys) == [("looking.away.weight",)] * 2 + [("thinking.narrow.weight",)] * 2
+
+
+# What real architectures need beside splits
+
+
+def first_that_passes(model: nn.Module, batch: dict[str, Tensor], parts: int) -> Plan:
+    """The blocks' plans, each kind at its first guess that passes alone; fails the test where none does."""
+    trial = Trial(copied(model), batch, parts=parts)
+    kinds: dict[tuple[str, ...], list[list[Plan]]] = {}
+    for block in blocks_of(model, batch, parts):
+        kinds.setdefault(block.key, []).append(list(block.plans()))
+    total = Plan(())
+    for alike in kinds.values():
+        for guesses in zip(*alike, strict=True):
+            together = functools.reduce(Plan.__or__, guesses)
+            if trial.run(together).passed:
+                total |= together
+                break
+        else:
+            pytest.fail(f"nothing passes for {alike[0][0]}")
+    verdict = trial.run(total)
+    assert verdict.passed, verdict.reason
+    return total
+
+
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "pattern", "style"),
+    [
+        pytest.param("bloom", "BloomForCausalLM", ".alibi", "split(0)", id="a bias of the model's"),
+        pytest.param("gpt_oss", "GptOssForCausalLM", "mlp.experts.down_proj_bias", "added_once", id="an expert's bias"),
+        pytest.param("jetmoe", "JetMoeForCausalLM", "mlp.bias", "added_once", id="a bias behind experts"),
+        pytest.param("bamba", "BambaForCausalLM", "mamba.norm", "norm_split", id="a gated norm"),
+        pytest.param("falcon", "FalconForCausalLM", "self_attention.num_heads", "divided", id="a shared key"),
+        pytest.param("t5", "T5ForConditionalGeneration", "relative_attention_bias", "split(1)", id="a table for all"),
+        pytest.param(
+            "longcat_flash", "LongcatFlashForCausalLM", "identity_expert", "moe_identity_expert", id="identity"
+        ),
+    ],
+)
+def test_what_a_structure_needs_is_found(model_type: str, class_name: str, pattern: str, style: str) -> None:
+    config = shrink_config(default_config(model_type, task=None), without_dropout=True)
+    model = build_twin(config, model_class(class_name), seed=0).eval()
+    for choose in ("set_attn_implementation", "set_experts_implementation"):
+        getattr(model, choose)("eager")
+    plan = first_that_passes(model, make_batch(model, seed=0), 2)
+    styles = {rule.style for rule in plan.rules if pattern in rule.pattern}
+    assert style in styles
 
 
 # Counts

@@ -68,6 +68,10 @@ def plan_for(
             sequence_parallel=sequence_parallel,
             anew=kind == "derived",
         )
+    except PlanError:
+        if not own.rules:
+            raise  # it says itself what does not fit
+        automatic = vocabulary | declared
     except ShardwiseError as error:
         if not own.rules:
             raise _unknown(model, str(error)) from error

@@ -240,13 +240,14 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
     names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
     gradients = _gradients(total, [reach.parameters[name] for name in names])
     shares = {
-        name: float((gradient * reach.parameters[name]).sum())
+        name: float((gradient * reach.parameters[name].detach()).sum())
         for name, gradient in zip(names, gradients, strict=True)
         if gradient is not None and _nonzero(gradient)
     }
+    whole = float(total.detach())
     for size in range(1, _MAX_ADDED + 1):
         for chosen in itertools.combinations(shares, size):
-            if abs(sum(shares[name] for name in chosen) - float(total)) <= 1e-4 * abs(float(total)) + 1e-6:
+            if abs(sum(shares[name] for name in chosen) - whole) <= 1e-4 * abs(whole) + 1e-6:
                 return chosen
     return ()
 

@@ -54,7 +54,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         _fit_sizes(module)
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
-            _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces)
+            _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces=reduces)
     for region in plan.regions:
         module = modules[region.fqn]
         install_region(module, region.edge, context)
@@ -84,7 +84,7 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         install_shares(modules[owner], tuple(names), context)
 
 
-def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, reduces: bool) -> None:
+def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, *, reduces: bool) -> None:
     if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
