@@ -28,7 +28,9 @@ class ZebraConfig(PreTrainedConfig):
 
 
 class Gallop(nn.Module):
-    """Attention with a fused [value | query | key], explicit head counts, a gate, and a bias table with a column a head."""
+    """Attention with a fused [value | query | key], explicit head counts, a gate, and a bias table with a column a
+    head.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -104,7 +106,7 @@ def train_zebra(layout):
             whole,
             {"input_ids": ids, "labels": ids},
             mesh,
-            split=lambda model, mesh: shardwise.parallelize(model, mesh),
+            split=shardwise.parallelize,
             step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
         )
 

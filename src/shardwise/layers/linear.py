@@ -22,8 +22,8 @@ class RowSplit:
     The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
 
     Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
-    nothing backward (an all-gather); nothing at all inside a region that reduces at its output. Where the region goes on
-    with the sum, one all-reduce in each direction.
+    nothing backward (an all-gather); nothing at all inside a region that reduces at its output. Where the region goes
+    on with the sum, one all-reduce in each direction.
     """
 
     _split: SplitContext

@@ -12,10 +12,10 @@ __all__ = ["objective_of"]
 
 
 def objective_of(output: Any) -> Tensor:
-    """The model's loss; without one, a fixed random weighting of everything it puts out (hidden states, pooled ones)."""
+    """The model's loss; without one, a fixed random weighting of everything it puts out."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is not None:
-        return loss  # type: ignore[no-any-return]
+        return loss
     values = [value for value in output.values() if isinstance(value, Tensor) and value.requires_grad]
     return torch.stack([(value.float() * _weights(value)).mean() for value in values]).sum()
 
