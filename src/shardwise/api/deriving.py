@@ -46,7 +46,8 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         PlanError: no plan at all passes.
         UnsupportedError: no twin of the model can be built.
     """
-    twin = _build_twin(model)
+    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
+    twin = _build_twin(model, own_size=own_size)
     batch = make_batch(twin, seed=0)
     settle(twin, batch)
     trial = Trial(copied(twin), batch, parts=tp_size)
@@ -54,8 +55,12 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     layers = tuple(layers_of(twin))
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []
-    for plan in _candidates(twin, facts, trial, declared, tp_size):
-        share = _share(plan, facts, layers, tp_size)
+    for plan in _Candidates(twin, facts, trial, portable=not own_size).plans(declared):
+        try:
+            share = _share(plan, facts, layers, tp_size)
+        except PlanError as error:
+            reasons.append(error.summary)
+            continue
         if best is not None and share <= best[0]:
             continue
         verdict = trial.run(plan, sequence_parallel=sequence_parallel)
@@ -74,15 +79,15 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     return generalize(best[1], twin, model)
 
 
-def _build_twin(model: nn.Module) -> nn.Module:
+def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
+    """The model with other weights, or a tiny one of its architecture where the model is large."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{type(model).__name__} is no transformers model", why="no twin of it can be built")
-    small = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    if small and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         twin = copy.deepcopy(model).float().eval()
         randomize(twin, torch.Generator().manual_seed(0))
     else:
-        config = _without_dropout(model.config) if small else shrink_config(model.config, without_dropout=True)
+        config = _without_dropout(model.config) if own_size else shrink_config(model.config, without_dropout=True)
         twin = build_twin(config, type(model), seed=0).eval()
     return twin
 
@@ -107,27 +112,70 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     return silent
 
 
-def _candidates(twin: nn.Module, facts: ModelFacts, trial: Trial, declared: Plan, tp_size: int) -> Iterator[Plan]:
-    """Plans worth a try: what is declared, what is declared and more, what is derived alone."""
-    passes = bool(declared.rules) and trial.run(declared).passed
-    if passes:
-        yield declared
-    products, layers = find_row_products(_eager(twin), trial.inputs(), parts=tp_size)
-    blocks = find_blocks(twin, facts, products, layers, parts=tp_size)
-    if passes:
-        covered = {fqn for fqn, planned in _resolved(declared, facts, tp_size).items() if isinstance(planned, Split)}
-        rest = Plan(())
-        for alike in _kinds([block for block in blocks if not block.parameters & covered]):
-            rest |= _first_that_passes(alike, trial)
-        yield declared | rest
-    vocabulary = vocabulary_plan(facts)
-    if vocabulary.rules and not trial.run(vocabulary).passed:
-        vocabulary = Plan(())
-    derived = _unreached(facts, blocks, tuple(layers_of(twin)))
-    for alike in _kinds(blocks):
-        derived |= _first_that_passes(alike, trial)
-    yield vocabulary | derived
-    yield vocabulary
+class _Candidates:
+    """Plans worth a try on a twin: what is declared, what is declared and more, what is derived alone.
+
+    Args:
+        portable: whether plans must fit models of other sizes than the twin's.
+    """
+
+    def __init__(self, twin: nn.Module, facts: ModelFacts, trial: Trial, *, portable: bool) -> None:
+        self.twin, self.facts, self.trial, self.portable = twin, facts, trial, portable
+
+    def plans(self, declared: Plan) -> Iterator[Plan]:
+        """The plans, `declared` first where it passes."""
+        passes = bool(declared.rules) and self.trial.run(declared).passed
+        if passes:
+            yield declared
+        parts = self.trial.parts
+        products, layers = find_row_products(_eager(self.twin), self.trial.inputs(), parts=parts)
+        blocks = find_blocks(self.twin, self.facts, products, layers, parts=parts)
+        if passes:
+            placements = _resolved(declared, self.facts, parts)
+            covered = {fqn for fqn, placement in placements.items() if isinstance(placement, Split)}
+            yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
+        vocabulary = self._vocabulary()
+        layer_names = tuple(layers_of(self.twin))
+        yield vocabulary | _unreached(self.facts, blocks, layer_names) | self._all_that_pass(blocks)
+        yield vocabulary
+
+    def _vocabulary(self) -> Plan:
+        """Embedding and head split by vocabulary, or the one of them that can be."""
+        whole = vocabulary_plan(self.facts)
+        for rules in (whole.rules, *((rule,) for rule in whole.rules)):
+            if rules and self.trial.run(Plan(tuple(rules))).passed:
+                return Plan(tuple(rules))
+        return Plan(())
+
+    def _all_that_pass(self, blocks: Sequence[Block]) -> Plan:
+        found = Plan(())
+        for alike in _kinds(blocks):
+            found |= self._first_that_passes(alike)
+        return found
+
+    def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
+        """The rules of blocks of one kind with the first guess that passes; none where no guess does."""
+        plans = [[plan for plan in block.plans() if self._fits(plan)] for block in alike]
+        reason = "its sections are of unequal size, which a rule cannot say for other sizes yet"
+        tried: set[Plan] = set()
+        for index in range(max(map(len, plans)) if all(plans) else 0):
+            together = Plan(())
+            for guesses in plans:
+                together |= guesses[min(index, len(guesses) - 1)]
+            if together in tried:
+                continue
+            tried.add(together)
+            verdict = self.trial.run(together)
+            if verdict.passed:
+                return together
+            reason = f"no split passes: {verdict.reason}"
+        names = sorted(frozenset[str]().union(*(block.parameters for block in alike)))
+        logger.info("%s and so on stay whole: %s", ", ".join(names[:3]), reason)
+        return Plan(tuple(Rule(name, "replicate", source="structure", reason=reason) for name in names))
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether the plan may be used: pieces spelled out element by element are for one size."""
+        return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
 
 
 def _unreached(facts: ModelFacts, blocks: Sequence[Block], layers: Sequence[str]) -> Plan:
@@ -149,25 +197,6 @@ def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
     for block in blocks:
         kinds.setdefault((block.layer.rpartition(".")[0], block.key), []).append(block)
     return list(kinds.values())
-
-
-def _first_that_passes(alike: Sequence[Block], trial: Trial) -> Plan:
-    """The rules of blocks of one kind with the first guess of attributes that passes; none where no guess does."""
-    plans = [list(block.plans()) for block in alike]
-    reason = ""
-    for index in range(max(map(len, plans))):
-        together = Plan(())
-        for guesses in plans:
-            together |= guesses[min(index, len(guesses) - 1)]
-        verdict = trial.run(together)
-        if verdict.passed:
-            return together
-        reason = verdict.reason
-    names = sorted(alike[0].parameters)
-    logger.info("%s stays whole: %s", ", ".join(names[:3]), reason)
-    return Plan(
-        tuple(Rule(name, "replicate", source="structure", reason=f"no split passes: {reason}") for name in names)
-    )
 
 
 def _resolved(plan: Plan, facts: ModelFacts, tp_size: int) -> dict[str, Any]:
