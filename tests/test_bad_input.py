@@ -66,7 +66,7 @@ EXPECTED = {
     "dtype": (ConfigError, "unknown dtype 'bfloat61'", "bfloat16"),
     "class": (UnsupportedError, "AutoModelForImageClassification cannot build a model of type 'llama'", "auto_class"),
     "no class": (UnsupportedError, "'AutoModel' is no transformers class", "pass an auto class"),
-    "option": (UnsupportedError, "attn_implementatoin", "options its model takes"),
+    "option": (UnsupportedError, "attn_implementatoin", "and options it takes"),
     "quantized": (UnsupportedError, "quantized model (LlamaConfig", "load the checkpoint it was quantized from"),
     "no labels": (BatchError, "the batch has no labels (it has input_ids)", 'add "labels"'),
     "labels no tensor": (BatchError, "labels cannot be a list", "torch.tensor"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -84,9 +85,33 @@ def losses_of(tree):
     return [json.loads(line)["loss"] for line in lines]
 
 
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    """A test that fails must not leave its run behind, to slow down all that follow."""
+    yield
+    while STARTED:
+        run = STARTED.pop()
+        if run.poll() is None:
+            run.kill()
+        run.communicate()
+
+
 def start(path, *overrides):
     command = [sys.executable, "-m", "shardwise", "train", str(path), *overrides]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background jobs ignore Ctrl-C and so would this run, if the suite is one of them.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=listen,  # noqa: PLW1509 - one thread
+    )
+    STARTED.append(run)
+    return run
 
 
 def test_two_ranks_train_as_one_and_export_a_model_that_transformers_loads(tree, tmp_path):

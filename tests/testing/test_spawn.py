@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -257,6 +258,8 @@ def test_ranks_end_with_their_caller(tmp_path, end):
         env={**os.environ, "TMPDIR": str(exchange)},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background jobs ignore Ctrl-C and so would this one, if the suite is one of them.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - one thread
     )
     deadline = time.monotonic() + 60
     while len([f for f in pids.iterdir() if f.read_text()]) < 2:
