@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -235,18 +236,18 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
 
 def _unequal_replicas(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
     """Names of parameters, or parts of them, that tp ranks share and do not hold bit-equal."""
-    group = mesh.group("tp")
+    registry = registry_of(model)
+    held = {
+        (name, part): hashlib.sha256(value).digest()
+        for name, parameter in model.named_parameters()
+        for part, value in _shared_values(registry.entry(name).split, parameter, mesh.coord("tp")).items()
+    }
     unequal = set()
-    for name, parameter in model.named_parameters():
-        entry = registry_of(model).entry(name)
-        held = _shared_values(entry.split, parameter, mesh.coord("tp"))
-        everyone = all_gather_objects(held, group)
-        for part in held:
-            copies = [other[part] for other in everyone if part in other]
-            if any(copied != copies[0] for copied in copies):
-                unequal.add(name)
-    all_names = all_gather_objects(unequal, group)
-    return tuple(sorted(set().union(*all_names)))
+    everyone = all_gather_objects(held, mesh.group("tp"))
+    for key in {key for each in everyone for key in each}:
+        if len({each[key] for each in everyone if key in each}) > 1:
+            unequal.add(key[0])
+    return tuple(sorted(unequal))
 
 
 def _shared_values(split: Any, parameter: Tensor, coord: int) -> dict[Any, bytes]:
