@@ -38,7 +38,7 @@ EXPECTED = {
     "layout garbage": (MeshError, "'2tp!' is not an axis name followed by a size"),
     "layout no text": (MeshError, "a layout cannot be a int", '"fsdp2.tp4"'),
     "layout too large": (MeshError, "tp4 needs 4 ranks, but 2 are running", "--nproc-per-node 4"),
-    "layout too small": (MeshError, "tp1 needs 1 ranks, but 2 are running", "fsdp2"),
+    "layout too small": (MeshError, "tp1 needs 1 ranks, but 2 are running", 'use the layout "tp2"'),
     "axis pp": (UnsupportedError, "pp2", "use tp2"),
     "axis fsdp": (UnsupportedError, "fsdp2", "use tp2"),
     "axis ddp": (UnsupportedError, "ddp2", "use tp2"),

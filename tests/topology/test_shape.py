@@ -148,7 +148,11 @@ def test_a_world_of_another_size_is_told_the_numbers_and_the_remedies():
     assert "pp2.tp2 needs 4 ranks, but 16 are running" in text
     assert "pp_size 2 x tp_size 2 = 4" in text
     assert "start 4 ranks" in text
-    assert '"pp2.fsdp4.tp2"' in text
+    assert '"pp2.tp8"' in text
+    with pytest.raises(MeshError, match='"fsdp4.tp2"'):
+        MeshShape.parse("fsdp2.tp2").check_world_size(8)
+    with pytest.raises(MeshError, match='layout "tp2"'):
+        MeshShape.parse("tp1").check_world_size(2)
     with pytest.raises(MeshError) as caught:
         shape.check_world_size(3)
     assert 'layout "' not in caught.value.fix

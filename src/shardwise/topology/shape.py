@@ -188,10 +188,12 @@ class MeshShape:
         if world_size == needed:
             return
         fixes = [f"start {needed} ranks (torchrun --nproc-per-node {needed} on one machine)"]
-        fixed = needed // self.fsdp_size
+        # Resize an axis the user chose: the remedy must not bring in a kind of parallelism nobody asked for.
+        resized = SIZE_NAMES["fsdp" if self.fsdp_size > 1 else "tp"]
+        sizes = {name: getattr(self, name) for name in SIZE_NAMES.values()}
+        fixed = needed // sizes[resized]
         if world_size > 0 and world_size % fixed == 0:
-            sizes = {name: getattr(self, name) for name in SIZE_NAMES.values()}
-            fixes.append(f'use the layout "{MeshShape(**{**sizes, "fsdp_size": world_size // fixed})}"')
+            fixes.append(f'use the layout "{MeshShape(**{**sizes, resized: world_size // fixed})}"')
         product = " x ".join(f"{SIZE_NAMES[axis]} {size}" for axis, size in self._sizes() if size > 1)
         raise MeshError(
             f"the layout {self} needs {needed} ranks, but {world_size} are running",
