@@ -1,10 +1,18 @@
-"""`Mesh`: a `MeshShape` bound to real processes and one device per process; passed explicitly, never global."""
+"""`Mesh`: a `MeshShape` bound to real processes and one device per process; passed explicitly, never global.
+
+# [Note: the last collective]
+A collective is over for us when its result is there; gloo's thread lets go of the tensors a moment later, and takes the
+interpreter's lock to do so. Up to Python 3.13 a thread that asks for the lock while the interpreter goes away is ended
+on the spot, which C++ answers by aborting the process: about one run in forty that finished within that moment ended
+with SIGABRT. So a process that used gloo rests briefly before it ends, while threads can still have the lock.
+"""
 
 from __future__ import annotations
 
 import atexit
 import datetime
 import os
+import time
 from types import TracebackType
 
 import torch
@@ -17,6 +25,7 @@ from shardwise.topology.shape import MeshShape
 __all__ = ["Mesh"]
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SECONDS_TO_LET_GO = 0.1
 
 
 class Mesh:
@@ -209,5 +218,9 @@ def _start_processes(device: torch.device, backend: str | None, timeout_seconds:
 
 
 def _end_processes() -> None:
+    """Runs while Python still works, when the process ends."""
     if dist.is_initialized():
+        uses_gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()
+        if uses_gloo:
+            time.sleep(_SECONDS_TO_LET_GO)  # [Note: the last collective]

@@ -6,11 +6,13 @@ torchrun that somebody else started is the same program.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import uuid
@@ -46,7 +48,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     Returns:
         The exit code: 0, 1 after a failure, 128 + the signal's number after one.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -54,7 +56,9 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    logs = tempfile.TemporaryDirectory(prefix="shardwise_")  # the agent would leave a directory of its own behind
     config = LaunchConfig(
+        logs_specs=DefaultLogsSpecs(logs.name),
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
@@ -66,7 +70,8 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
         shutdown_timeout=SECONDS_TO_SHUT_DOWN,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
+        with logs:
+            elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
     except ChildFailedError as error:
         print(_describe(error.failures, show_traceback=show_traceback), file=sys.stderr)
         return 1
@@ -80,13 +85,16 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
 
 @contextmanager
 def record_failures() -> Iterator[None]:
-    """In a rank, leaves what went wrong where the launcher looks for it, and ends the rank without a word.
+    """In a rank that was launched, ends the process: without a word, and with what went wrong where the launcher looks.
 
-    Errors take their usual way where no launcher asked for a file.
+    Where no launcher asked for a file, the code goes on and errors take their usual way.
     """
     path = os.environ.get(ERROR_FILE)
     try:
         yield
+        if path is not None:
+            atexit._run_exitfuncs()
+            _leave(0)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except SystemExit as error:
@@ -110,8 +118,8 @@ def exit_on_terminate() -> None:
 def _leave(code: int) -> NoReturn:
     """Ends this rank now that its files are in order.
 
-    A regular exit would tear down communication that other ranks are still in the middle of: torch's threads then wait
-    for an answer that never comes, or abort the process.
+    A regular exit of a rank that failed would tear down communication that others are still in the middle of, and any
+    regular exit takes the interpreter from under gloo's threads (see [Note: the last collective], mesh.py).
     """
     sys.stdout.flush()
     sys.stderr.flush()
