@@ -8,6 +8,7 @@ for this version of transformers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -33,8 +34,8 @@ __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_FORMAT = 1
-"""Raised when derivation finds other plans than before: what is kept is then derived anew."""
+_ROOMS = ("api", "layers", "plan", "proof", "split")
+"""The rooms whose code decides which plan is found."""
 
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
@@ -106,8 +107,9 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         return None
     config: dict[str, Any] = model.config.to_dict()
     described = {
-        "format": _FORMAT,
+        "code": _code_digest(),
         "class": type(model).__qualname__,
+        "attention": getattr(model.config, "_attn_implementation", None),
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
         "declared": str(declared),
         "tp_size": tp_size,
@@ -116,6 +118,14 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"
+
+
+@functools.cache
+def _code_digest() -> str:
+    """Of our own code: other code may find other plans, so what it kept is not asked for."""
+    package = Path(__file__).parent.parent
+    sources = sorted(source for room in _ROOMS for source in (package / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _keep(path: Path, plan: Plan) -> None:

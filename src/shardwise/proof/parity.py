@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ class Measurement:
         regions_per_layer: split regions over layers, each one collective forward and one backward.
         whole: matrices in layers that every rank keeps whole, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
+        split_seconds: how long splitting took on this rank, finding the plan included.
     """
 
     loss: Difference
@@ -90,6 +92,7 @@ class Measurement:
     regions_per_layer: float
     whole: tuple[str, ...]
     num_steps: int
+    split_seconds: float
 
     @property
     def passed(self) -> bool:
@@ -119,7 +122,9 @@ def measure(
         num_compared_steps: after how many AdamW steps parameters are compared.
         num_steps: after how many the replicas are.
     """
-    reference, model = copy.deepcopy(whole), split(copy.deepcopy(whole), mesh)
+    reference, start = copy.deepcopy(whole), time.perf_counter()
+    model = split(copy.deepcopy(whole), mesh)
+    split_seconds = time.perf_counter() - start
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
     expected_loss = objective_of(reference(**_copied(batch)))
     expected_loss.backward()
@@ -150,6 +155,7 @@ def measure(
         regions_per_layer=_regions_per_layer(model),
         whole=_whole_matrices(model),
         num_steps=num_steps,
+        split_seconds=split_seconds,
     )
 
 

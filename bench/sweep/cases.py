@@ -1,0 +1,143 @@
+"""One architecture under one layout: built as a tiny twin, run whole, then proved split over gloo ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import transformers
+
+from shardwise.api.proving import Proof
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.proof.objective import objective_of
+from shardwise.proof.parity import Tolerance
+from shardwise.proof.twins import (
+    architectures,
+    build_twin,
+    default_config,
+    make_batch,
+    model_class,
+    settle,
+    shrink_config,
+)
+
+__all__ = ["GROUPS", "Case", "Variant", "cases_of", "prove"]
+
+GROUPS = {
+    "text": ("causal_lm", "masked_lm", "seq2seq_lm"),
+    "vision": ("image_classification",),
+    "audio": ("audio_classification", "ctc", "speech_seq2seq"),
+}
+"""Names that stand for several tasks of `shardwise.proof.twins.TASKS`."""
+
+TOLERANCE = Tolerance(loss=1e-4, logits=1e-3, gradient=1e-2, gradient_floor=1e-6, parameter=1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """How every case of a sweep is split and computed.
+
+    Attributes:
+        attention: the attention implementation; empty where the model chooses.
+    """
+
+    layout: str = "tp2"
+    sequence_parallel: bool = False
+    attention: str = ""
+
+    def __str__(self) -> str:
+        return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One proof, and what tells it from every other: what is known of an equal case need not be found again."""
+
+    model_type: str
+    task: str
+    class_name: str
+    variant: Variant
+    transformers_version: str = transformers.__version__
+
+    def fields(self) -> dict[str, Any]:
+        """The case as flat JSON values."""
+        own = asdict(self)
+        variant = own.pop("variant")
+        return own | variant
+
+    def is_row(self, row: dict[str, Any]) -> bool:
+        """Whether a row of an earlier run is of this case."""
+        return all(row.get(name) == value for name, value in self.fields().items())
+
+
+def cases_of(tasks: list[str], variant: Variant) -> list[Case]:
+    """Every architecture that transformers lists for the tasks, or groups of them."""
+    single = [task for name in tasks for task in GROUPS.get(name, (name,))]
+    return [
+        Case(model_type=model_type, task=task, class_name=name, variant=variant)
+        for model_type, task, name in architectures(*single)
+    ]
+
+
+def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
+    """The row of a case: its fields, the result and its cause, and what was measured.
+
+    Results are "ok" and "wrong"; "refused" where the split is an error; "no twin" where no tiny model can be built or
+    it does not run whole; "error" for anything else.
+    """
+    row = case.fields()
+    start = time.perf_counter()
+    try:
+        config = _tiny_config(case)
+    except ShardwiseError as error:
+        row |= {"result": "no twin", "cause": _one_line(error)}
+    except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
+        row |= {"result": "no twin", "cause": f"it does not run whole: {type(error).__name__}: {_one_line(error)}"}
+    else:
+        row |= _proved(case, config, timeout_seconds)
+    return row | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def _tiny_config(case: Case) -> Any:
+    """The configuration of a twin that was seen to run whole, forward and backward."""
+    config = shrink_config(default_config(case.model_type, task=case.task), without_dropout=True)
+    if case.variant.attention:
+        config._attn_implementation = case.variant.attention
+    twin = build_twin(config, model_class(case.class_name), seed=0)
+    batch = make_batch(twin, seed=0)
+    settle(twin, batch)
+    objective_of(twin(**batch)).backward()
+    return config
+
+
+def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
+    variant = case.variant
+    proof = Proof(
+        config,
+        model_class(case.class_name),
+        variant.layout,
+        sequence_parallel=variant.sequence_parallel,
+        tolerance=TOLERANCE,
+        num_steps=3,
+    )
+    try:
+        report = proof.run(case.class_name, timeout_seconds=timeout_seconds)
+    except (PlanError, UnsupportedError) as error:
+        return {"result": "refused", "cause": _one_line(error)}
+    except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
+        return {"result": "error", "cause": f"{type(error).__name__}: {_one_line(error)}"}
+    found = report.measurements[0]
+    return {
+        "result": "ok" if report.passed else "wrong",
+        "cause": "" if report.passed else str(report),
+        "share": round(found.share_split, 4),
+        "block_share": round(found.block_share, 4),
+        "regions_per_layer": round(found.regions_per_layer, 2),
+        "whole": found.whole,
+        "split_seconds": round(found.split_seconds, 3),
+    }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:600]
