@@ -21,10 +21,10 @@ from typing import Any
 
 import transformers
 from rich.progress import Progress
-
-from shardwise.proof.twins import TASKS
 from sweep.cases import GROUPS, Case, Variant, cases_of, prove
 from sweep.table import summarize, write_table
+
+from shardwise.proof.twins import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.trial import Trial, copied
+from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
 from shardwise.split.derive import Block, find_blocks
@@ -26,7 +28,7 @@ from shardwise.split.influence import find_row_products
 from shardwise.split.plans import vocabulary_plan
 from shardwise.split.trace import layers_of
 
-__all__ = ["derive_plan"]
+__all__ = ["Derivation", "derive_plan"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -35,8 +37,21 @@ _SMALL_ENOUGH = 8_000_000
 _WELL_SPLIT = 0.9
 
 
-def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False) -> Plan:
-    """The rules that split most of `model` and compute what it computes, tried on simulated ranks.
+@dataclass(frozen=True, kw_only=True)
+class Derivation:
+    """What deriving found.
+
+    Attributes:
+        plan: the rules that split most.
+        problem: what to raise where nothing of the layers, or of the largest stack of them, is split.
+    """
+
+    plan: Plan
+    problem: PlanError | None = None
+
+
+def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False) -> Derivation:
+    """Finds the rules that split most of `model` and compute what it computes, tried on simulated ranks.
 
     Args:
         model: a transformers model, real or meta, whole.
@@ -53,9 +68,10 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     trial = Trial(copied(twin), batch, parts=tp_size)
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
+    candidates = _Candidates(twin, facts, trial, portable=not own_size)
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []
-    for plan in _Candidates(twin, facts, trial, portable=not own_size).plans(declared):
+    for plan in candidates.plans(declared):
         try:
             share = _share(plan, facts, layers, tp_size)
         except PlanError as error:
@@ -76,7 +92,11 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             why="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
             fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
         )
-    return generalize(best[1], twin, model)
+    findings = Findings(
+        facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
+    )
+    plan = explained(best[1], findings)
+    return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
 
 
 def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
@@ -117,10 +137,14 @@ class _Candidates:
 
     Args:
         portable: whether plans must fit models of other sizes than the twin's.
+
+    Attributes:
+        reasons: FQNs of parameters for which no split passed, to why; filled while plans are asked for.
     """
 
     def __init__(self, twin: nn.Module, facts: ModelFacts, trial: Trial, *, portable: bool) -> None:
         self.twin, self.facts, self.trial, self.portable = twin, facts, trial, portable
+        self.reasons: dict[str, str] = {}
 
     def plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
@@ -135,8 +159,7 @@ class _Candidates:
             covered = {fqn for fqn, placement in placements.items() if isinstance(placement, Split)}
             yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
         vocabulary = self._vocabulary()
-        layer_names = tuple(layers_of(self.twin))
-        yield vocabulary | _unreached(self.facts, blocks, layer_names) | self._all_that_pass(blocks)
+        yield vocabulary | self._all_that_pass(blocks)
         yield vocabulary
 
     def _vocabulary(self) -> Plan:
@@ -171,24 +194,12 @@ class _Candidates:
             reason = f"no split passes: {verdict.reason}"
         names = sorted(frozenset[str]().union(*(block.parameters for block in alike)))
         logger.info("%s and so on stay whole: %s", ", ".join(names[:3]), reason)
-        return Plan(tuple(Rule(name, "replicate", source="structure", reason=reason) for name in names))
+        self.reasons |= dict.fromkeys(names, reason)
+        return Plan(())
 
     def _fits(self, plan: Plan) -> bool:
         """Whether the plan may be used: pieces spelled out element by element are for one size."""
         return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
-
-
-def _unreached(facts: ModelFacts, blocks: Sequence[Block], layers: Sequence[str]) -> Plan:
-    """What to say of matrices in layers that no block was found for."""
-    reached = frozenset[str]().union(*(block.parameters for block in blocks))
-    reason = "no product in its layer needs just a part of it"
-    return Plan(
-        tuple(
-            Rule(fqn, "replicate", source="structure", reason=reason)
-            for fqn, _, _, shape in facts.parameters()
-            if len(shape) > 1 and fqn not in reached and any(fqn.startswith(f"{layer}.") for layer in layers)
-        )
-    )
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:

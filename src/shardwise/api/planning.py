@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.deriving import derive_plan
+from shardwise.api.deriving import Derivation, derive_plan
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.families.proved import PROVED
 from shardwise.plan.spec import Plan
@@ -62,7 +62,7 @@ def plan_for(
             raise _unknown(model, "transformers declares none for it")
         return vocabulary | declared | own
     try:
-        automatic = _examined(
+        derived = _examined(
             model,
             vocabulary | declared,
             tp_size=tp_size,
@@ -77,6 +77,10 @@ def plan_for(
         if not own.rules:
             raise _unknown(model, str(error)) from error
         automatic = vocabulary | declared
+    else:
+        if derived.problem is not None and not own.rules:
+            raise derived.problem
+        automatic = derived.plan
     return automatic | own
 
 
@@ -88,16 +92,16 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
     )
 
 
-def _examined(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, anew: bool) -> Plan:
+def _examined(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, anew: bool) -> Derivation:
     path = _cache_path(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
     if path is not None and not anew and path.is_file():
         try:
-            return Plan.from_json(json.loads(path.read_text()))
+            return Derivation(plan=Plan.from_json(json.loads(path.read_text())))
         except (ValueError, OSError):
             logger.warning("ignoring the damaged plan at %s", path)
     derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    if path is not None:
-        _keep(path, derived)
+    if path is not None and derived.problem is None:
+        _keep(path, derived.plan)
     return derived
 
 

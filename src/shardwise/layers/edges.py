@@ -27,7 +27,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.layers.context import SplitContext
 
-__all__ = ["enter_region", "install_region", "install_stack", "leave_region"]
+__all__ = ["enter_region", "install_reduced", "install_region", "install_stack", "leave_region"]
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -82,6 +82,11 @@ def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def install_reduced(module: nn.Module, context: SplitContext) -> None:
+    """Makes a module whose output is a partial sum the place where a region is left."""
+    module.register_forward_hook(lambda module, args, output: _map_first(output, lambda x: leave_region(x, context)))
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:

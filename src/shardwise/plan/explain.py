@@ -80,7 +80,7 @@ class Explanation:
         lines = [f"plan for {self.layout}", "", *_table([header, *body]), ""]
         whole = [row for row in self.rows if not row.is_split]
         if whole and self.layout != "tp1":
-            lines += ["stay whole:", *(f"  {row.name}: {row.reason or row.style}" for row in whole), ""]
+            lines += ["stay whole:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
         lines += (
@@ -123,7 +123,7 @@ def _row(same: list[ParameterPlan]) -> Row:
         gradient="summed over tp" if first.gradient == "partial" else "whole",
         style=first.rule.style,
         source=first.rule.source,
-        reason=first.rule.reason,
+        reason=first.rule.meaning,
         num_elements=size * len(same),
         local_elements=local * len(same),
     )

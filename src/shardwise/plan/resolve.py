@@ -22,6 +22,7 @@ from shardwise.plan.regions import (
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
+from shardwise.plan.whole import why_whole
 
 __all__ = ["ParameterPlan", "SplitPlan", "resolve"]
 
@@ -144,8 +145,8 @@ class _Resolver:
 
     def _parameter(self, fqn: str, module: str, name: str, shape: Shape) -> ParameterPlan:
         rule = self.rules.get(fqn) or self.rules.get(module)
-        if rule is None:
-            rule = Rule(fqn, "replicate", source="structure", reason="no rule names it")
+        if rule is None or rule.style in ("region", "region_output"):
+            rule = Rule(fqn, "replicate", source="facts", reason=self._why_whole(module, shape))
         placement: Placement = Replicate()
         try:
             placement = self._placement(rule, fqn, shape)
@@ -157,6 +158,11 @@ class _Resolver:
         return ParameterPlan(
             fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, module, name, placement)
         )
+
+    def _why_whole(self, module: str, shape: Shape) -> str:
+        if self.tp_size == 1:
+            return "there is one rank"
+        return why_whole(self.facts, self._region_of(module), module, shape)
 
     def _placement(self, rule: Rule, fqn: str, shape: Shape) -> Placement:
         style, tp = rule.style, self.tp_size
@@ -210,7 +216,7 @@ class _Resolver:
         region = self._region_of(module)
         leaves = rule.style in ROW_STYLES and rule.style != "rowwise_reenter"
         after_reduce = name == "bias" and leaves and region is not None and region.edge == "row"
-        if rule.style == "replicated_with_grad_allreduce" or (region is not None and not after_reduce):
+        if rule.style in ("replicated_with_grad_allreduce", "added_once") or (region is not None and not after_reduce):
             return "partial"
         return "partial" if self.stack is not None and self._sees_part_of_the_sequence(module) else "whole"
 

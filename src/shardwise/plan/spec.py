@@ -97,6 +97,11 @@ class Rule:
         if not _SOURCE.fullmatch(self.source):
             raise PlanError(f"the source {self.source!r} of a rule is not one word", at=at)
 
+    @property
+    def meaning(self) -> str:
+        """The reason, or where none is given what the style says."""
+        return self.reason or STYLES.get(self.style, self.style)
+
     def __str__(self) -> str:
         text = f"{self.pattern}: {self.style}"
         if self.reason:

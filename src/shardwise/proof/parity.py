@@ -167,9 +167,13 @@ def _share(entries: Iterable[ParameterEntry]) -> float:
 
 
 def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The parameters inside numbered layers."""
-    entries = registry_of(model).entries
-    return {name: entry for name, entry in entries.items() if _LAYER.match(name)}
+    """The parameters inside numbered layers; a list of plain linears or tables is none of layers."""
+    found = {}
+    for name, entry in registry_of(model).entries.items():
+        numbered = _LAYER.match(name)
+        if numbered and not isinstance(model.get_submodule(numbered[1]), nn.Linear | nn.Embedding):
+            found[name] = entry
+    return found
 
 
 def _regions_per_layer(model: nn.Module) -> float:
@@ -182,8 +186,7 @@ def _whole_matrices(model: nn.Module) -> tuple[str, ...]:
     found = {}
     for name, entry in _in_layers(model).items():
         if entry.split is None and len(entry.layout.shape) > 1:
-            rule = plan[name].rule
-            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = rule.reason or rule.style
+            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = plan[name].rule.meaning
     return tuple(f"{name}: {reason}" for name, reason in found.items())
 
 

@@ -166,7 +166,7 @@ class _Builder:
         for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
             rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
         for product in self.group:
-            rules |= self._row_rules(product)
+            rules |= self._row_rules(product, entries)
         weights = [name for name in self.holdings if self._is_weight(name)]
         covered = {parent_of(name) for name in weights}
         for name, holding in self.holdings.items():
@@ -195,14 +195,22 @@ class _Builder:
     def _is_weight(self, name: str) -> bool:
         return name.endswith(".weight") and self.facts.modules[parent_of(name)].kind in ("linear", "transposed")
 
-    def _row_rules(self, product: RowProduct) -> dict[str, Rule]:
+    def _row_rules(self, product: RowProduct, entries: Mapping[str, str]) -> dict[str, Rule]:
         reason = f"its {product.features} input features fall into runs that need different rows"
         if self._is_weight(product.parameter):
             style = "rowwise_reenter" if product.reenters else "rowwise"
             owner = parent_of(product.parameter)
             return {owner: _rule(owner, style, reason)}
         sections = self.shapes[product.parameter][product.input_dim] // product.features
-        return {product.parameter: _rule(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
+        rules = {product.parameter: _rule(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
+        bias = f"{product.module}.bias"
+        if (
+            product.module == parent_of(product.parameter)
+            and entries.get(product.module) == "all_reduce"
+            and bias in self.shapes
+        ):
+            rules[bias] = _rule(bias, "added_once", "it is added to partial sums")
+        return rules
 
     def _column_rule(self, name: str, holding: Holding, entries: Mapping[str, str]) -> dict[str, Rule]:
         owner = parent_of(name)

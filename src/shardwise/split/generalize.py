@@ -11,13 +11,14 @@ __all__ = ["generalize"]
 
 
 def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
-    """`plan`, found on `twin`, for `model`: each of its layers gets the rules of the twin's first layer of its kind.
+    """`plan`, found on `twin`, for `model`: each of its layers gets the rules of a layer of its kind in the twin.
 
+    That is the layer of the same name where there is one, else the first.
     Rules that all layers of a stack share are written once, with `*` for the number.
     """
-    examples: dict[tuple[str, frozenset[str]], str] = {}
+    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
     for layer in layers_of(twin):
-        examples.setdefault(_kind(twin, layer), layer)
+        examples.setdefault(_kind(twin, layer), []).append(layer)
     layers = layers_of(model)
     inside: dict[str, list[Rule]] = {}
     outside: list[Rule] = []
@@ -29,9 +30,10 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
             inside.setdefault(owner, []).append(rule)
     found: list[Rule] = []
     for layer in layers:
-        example = examples.get(_kind(model, layer))
-        for rule in inside.get(example, []) if example else []:
-            found.append(Rule(layer + rule.pattern[len(example or "") :], rule.style, rule.source, rule.reason))
+        alike = examples.get(_kind(model, layer), [])
+        example = layer if layer in alike else "".join(alike[:1])
+        for rule in inside.get(example, []):
+            found.append(Rule(layer + rule.pattern[len(example) :], rule.style, rule.source, rule.reason))
     return Plan((*outside, *_folded(found, layers)))
 
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardwise.comm.collectives import reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import install_gathered, install_region
+from shardwise.layers.edges import install_gathered, install_reduced, install_region
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
@@ -101,7 +100,7 @@ def _apply_style(module: nn.Module, style: str, split: Split | None, context: Sp
         held = sum(split.local_size_of(coord) for coord in range(split.parts))
         become(module, SplitNorm, _split=context, _num_features=held, _formula=formula)
     elif style == "all_reduce":
-        module.register_forward_hook(lambda module, args, output: reduce_from_region(output, context.group))
+        install_reduced(module, context)
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
 
