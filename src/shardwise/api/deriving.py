@@ -43,7 +43,7 @@ class Derivation:
 
     Attributes:
         plan: the rules that split most.
-        problem: what to raise where nothing of the layers, or of the largest stack of them, is split.
+        problem: what to raise where next to nothing of the layers is split.
     """
 
     plan: Plan
@@ -152,8 +152,7 @@ class _Candidates:
         if passes:
             yield declared
         parts = self.trial.parts
-        products, layers = find_row_products(_eager(self.twin), self.trial.inputs(), parts=parts)
-        blocks = find_blocks(self.twin, self.facts, products, layers, parts=parts)
+        blocks = self._blocks()
         if passes:
             placements = _resolved(declared, self.facts, parts)
             covered = {fqn for fqn, placement in placements.items() if isinstance(placement, Split)}
@@ -161,6 +160,18 @@ class _Candidates:
         vocabulary = self._vocabulary()
         yield vocabulary | self._all_that_pass(blocks)
         yield vocabulary
+
+    def _blocks(self) -> list[Block]:
+        """What the twin's graph shows; nothing where its own code does not bear being watched."""
+        parts = self.trial.parts
+        try:
+            products, layers = find_row_products(_eager(self.twin), self.trial.inputs(), parts=parts)
+            return find_blocks(self.twin, self.facts, products, layers, parts=parts)
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
+            reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
+            logger.warning("%s: %s", type(self.twin).__name__, reason)
+            self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
+            return []
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""

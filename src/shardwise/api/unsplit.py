@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,11 @@ from shardwise.plan.whole import OUTSIDE
 
 __all__ = ["Findings", "explained", "problem_of"]
 
-_DECISIVE = 0.5
-"""A stack with this part of all layers' elements must be split at least in part."""
+_LEAST = 0.05
+"""The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
 _MAX_SHOWN = 8
+_LINEAR = ("linear", "transposed")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +43,11 @@ class Findings:
         """The layer that a parameter is in."""
         return next((layer for layer in self.layers if fqn.startswith(f"{layer}.")), None)
 
-    def reason(self, fqn: str, told: str) -> str:
-        """Why a parameter stays whole; `told` is what its place says."""
+    def reason(self, fqn: str) -> str | None:
+        """Why a parameter stays whole, where more is known than its place says."""
         if fqn not in self.reached:
             return "no gradient reaches it here, so that nothing shows how to split it"
-        return self.reasons.get(fqn, "no product in its layer needs just a part of it" if told == OUTSIDE else told)
+        return self.reasons.get(fqn)
 
 
 def explained(plan: Plan, findings: Findings) -> Plan:
@@ -54,60 +57,60 @@ def explained(plan: Plan, findings: Findings) -> Plan:
     for fqn, planned in resolved.items():
         if planned.rule.source != "facts" or len(planned.shape) < 2 or findings.layer_of(fqn) is None:
             continue
-        reason = findings.reason(fqn, planned.rule.reason)
-        if reason != planned.rule.reason:
+        reason = findings.reason(fqn)
+        if reason is not None:
             rules.append(Rule(fqn, "replicate", source="structure", reason=reason))
     return plan | Plan(tuple(rules))
 
 
 def problem_of(name: str, plan: Plan, findings: Findings) -> PlanError | None:
-    """The error for the model called `name` if `plan` leaves its layers, or a stack of half their elements, whole."""
+    """The error for the model called `name` if `plan` leaves its layers whole, as far as their parameters are used."""
     resolved = resolve(plan, findings.facts, tp_size=findings.tp_size).parameters
-    stacks: dict[str, list[ParameterPlan]] = {}
-    for fqn, planned in resolved.items():
-        layer = findings.layer_of(fqn)
-        if layer is not None and fqn in findings.reached:
-            stacks.setdefault(parent_of(layer), []).append(planned)
-    sizes = {stack: sum(math.prod(each.shape) for each in own) for stack, own in stacks.items()}
-    split = {stack for stack, own in stacks.items() if any(isinstance(each.placement, Split) for each in own)}
-    whole = [s for s in stacks if s not in split and (not split or sizes[s] >= _DECISIVE * sum(sizes.values()))]
-    if split and not whole:
+    used = [each for fqn, each in resolved.items() if findings.layer_of(fqn) is not None and fqn in findings.reached]
+    total = sum(math.prod(each.shape) for each in used)
+    split = sum(math.prod(each.shape) for each in used if isinstance(each.placement, Split))
+    if split > _LEAST * total:
         return None
-    matrices = [each for stack in whole for each in stacks[stack] if len(each.shape) > 1]
+    matrices = [each for each in used if len(each.shape) > 1 and not isinstance(each.placement, Split)]
+    found = f"only {split / total:.1%}" if split else "nothing"
     return PlanError(
-        f"cannot split {name} over tp={findings.tp_size}: nothing in "
-        f"{', '.join(f'{stack}.*' for stack in whole) or 'it'} can be split",
-        why=_why(matrices, findings),
-        fix=f"say what its parts are, such as plan={_example(matrices, findings)} "
-        "(see shardwise.plan.spec.STYLES), or use tp_size 1",
+        f"cannot split {name} over tp={findings.tp_size}: {found} of its layers can be split",
+        why=_why(matrices),
+        fix=f"write rules of your own, of the form plan={_example(matrices, findings)}\n"
+        "(styles: shardwise.plan.spec.STYLES), and prove them with shardwise.verify(..., plan=...); or use tp_size 1",
     )
 
 
-def _why(matrices: Sequence[ParameterPlan], findings: Findings) -> str:
-    """A line for every kind of parameter."""
+def _why(matrices: Sequence[ParameterPlan]) -> str:
+    """A line for every reason, with the parameters it is given for."""
     if not matrices:
         return "it has no layers: items of a ModuleList that hold matrices which the forward uses"
-    lines = [f"{_pattern(each.fqn, findings)}: {each.rule.reason}" for each in matrices]
-    distinct = list(dict.fromkeys(lines))
-    more = [f"and {len(distinct) - _MAX_SHOWN} more"] if len(distinct) > _MAX_SHOWN else []
-    return "\n".join([*distinct[:_MAX_SHOWN], *more])
+    by_reason: dict[str, dict[str, None]] = {}
+    for each in matrices:
+        reason = "no product in its layer needs just a part of it" if each.rule.reason == OUTSIDE else each.rule.reason
+        by_reason.setdefault(reason, {})[_pattern(each.fqn)] = None
+    lines = []
+    for reason, names in by_reason.items():
+        more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+        lines.append(f"{', '.join(list(names)[:_MAX_SHOWN])}{more}: {reason}")
+    return "\n".join(lines)
 
 
 def _example(matrices: Sequence[ParameterPlan], findings: Findings) -> str:
-    """Rules for the first matrix and the last one beside it, as they would be if they were split."""
-    if not matrices:
+    """Rules as if the first matrix were split by its outputs, and the last one beside it by its inputs."""
+    linears = [each.fqn for each in matrices if findings.facts.modules[parent_of(each.fqn)].kind in _LINEAR]
+    names = linears or [each.fqn for each in matrices]
+    if not names:
         return '{"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}'
-    first = matrices[0].fqn
-    beside = [each.fqn for each in matrices if parent_of(parent_of(each.fqn)) == parent_of(parent_of(first))]
-    rules = {}
-    for fqn, dim in dict(zip(dict.fromkeys((first, beside[-1])), (0, 1), strict=False)).items():
-        if findings.facts.modules[parent_of(fqn)].kind in ("linear", "transposed"):
-            rules[parent_of(_pattern(fqn, findings))] = ("colwise", "rowwise")[dim]
-        else:
-            rules[_pattern(fqn, findings)] = f"split({dim})"
-    return "{" + ", ".join(f'"{pattern}": "{style}"' for pattern, style in rules.items()) + "}"
+    block = parent_of(parent_of(names[0]))
+    last = [name for name in names if name.startswith(f"{block}.")][-1]
+    if linears:
+        rules = {parent_of(last): "rowwise", parent_of(names[0]): "colwise"}
+    else:
+        rules = {last: "split(1)", names[0]: "split(0)", block: "region_output"}
+    shown = (f'"{_pattern(name)}": "{style}"' for name, style in reversed(rules.items()))
+    return "{" + ", ".join(shown) + "}"
 
 
-def _pattern(fqn: str, findings: Findings) -> str:
-    layer = findings.layer_of(fqn)
-    return fqn if layer is None else f"{parent_of(layer)}.*{fqn[len(layer) :]}"
+def _pattern(fqn: str) -> str:
+    return _NUMBER.sub("*", fqn)

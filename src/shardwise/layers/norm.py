@@ -105,8 +105,10 @@ def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> Nor
     with torch.no_grad():
         for name in [name for name, value in probe._parameters.items() if value is not None]:
             probe._parameters[name] = nn.Parameter(torch.rand(size, generator=generator), requires_grad=False)
-        x = torch.randn(3, size, generator=generator) + 0.5
-        gate = torch.randn(3, size, generator=generator)
+        x = (
+            torch.randn(1, 3, size, generator=generator) + 0.5
+        )  # of three dims: a group norm takes the second's features
+        gate = torch.randn(1, 3, size, generator=generator)
         takes_gate = len(inspect.signature(probe.forward).parameters) > 1
         try:
             expected = probe(x, gate) if takes_gate else probe(x)
