@@ -26,7 +26,7 @@ __all__ = ["GROUPS", "Case", "Variant", "cases_of", "prove"]
 
 GROUPS = {
     "text": ("causal_lm", "masked_lm", "seq2seq_lm"),
-    "vision": ("image_classification",),
+    "vision": ("image_classification", "video_classification"),
     "audio": ("audio_classification", "ctc", "speech_seq2seq"),
 }
 """Names that stand for several tasks of `shardwise.proof.twins.TASKS`."""

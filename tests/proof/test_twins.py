@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig
 
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.proof.objective import has_loss
 from shardwise.proof.twins import (
     architectures,
     build_twin,
@@ -232,6 +233,8 @@ def test_a_twin_without_dropout_repeats_its_loss(model_type):
     ("model_type", "name", "signals"),
     [
         ("vit", "ViTForImageClassification", {"pixel_values": (2, 3, 32, 32)}),
+        ("swin", "SwinForImageClassification", {"pixel_values": (2, 3, 64, 64)}),
+        ("vivit", "VivitForVideoClassification", {"pixel_values": (2, 32, 3, 32, 32)}),
         ("clip", "CLIPModel", {"input_ids": (2, 16), "pixel_values": (2, 3, 32, 32)}),
         ("whisper", "WhisperForConditionalGeneration", {"input_features": (2, 80, 128), "decoder_input_ids": (2, 16)}),
         ("wav2vec2", "Wav2Vec2ForCTC", {"input_values": (2, 5760), "labels": (2, 4)}),
@@ -242,6 +245,12 @@ def test_images_and_audio(model_type, name, signals):
     batch = make_batch(model, seed=0)
     assert {key: tuple(batch[key].shape) for key in signals} == signals
     assert all(torch.isfinite(value).all() for value in model(**batch).values() if isinstance(value, torch.Tensor))
+
+
+def test_labels_that_a_model_takes_and_does_not_use_give_no_loss():
+    bridge, bert = build("bridgetower", name="BridgeTowerModel"), build("bert")
+    assert not has_loss(bridge, make_batch(bridge, seed=0))
+    assert has_loss(bert, make_batch(bert, seed=0))
 
 
 def test_a_model_without_known_inputs_says_what_it_takes():

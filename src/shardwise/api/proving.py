@@ -18,7 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.proof.objective import objective_of
+from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
@@ -125,6 +125,8 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         whole = build_twin(proof.config, proof.model_class, seed=0)
         batch = make_batch(whole, seed=0)
         settle(whole, batch)
+        if not has_loss(whole, batch):
+            batch.pop("labels", None)  # it takes them, and computes nothing of them
 
         def split(model: nn.Module, mesh: Mesh) -> nn.Module:
             return parallelize(model, mesh, plan=proof.plan, sequence_parallel=proof.sequence_parallel)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["objective_of"]
+__all__ = ["has_loss", "objective_of"]
 
 
 def objective_of(output: Any) -> Tensor:
@@ -18,6 +18,13 @@ def objective_of(output: Any) -> Tensor:
         return loss
     values = [value for value in output.values() if isinstance(value, Tensor) and value.requires_grad]
     return torch.stack([(value.float() * _weights(value)).mean() for value in values]).sum()
+
+
+@torch.no_grad()
+def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the model computes a loss of `batch`."""
+    output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+    return isinstance(output, Mapping) and output.get("loss") is not None
 
 
 def _weights(value: Tensor) -> Tensor:

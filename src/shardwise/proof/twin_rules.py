@@ -194,6 +194,7 @@ class Family:
 _LACKS = "the default configuration lacks these, every published one has them"
 _SHARED = "tying the shared block needs two layers that use it"
 _TWO_TOWERS = "text and image towers compute nothing without each other"
+_FOUR_STAGES = "four stages, each halving the patches, must leave a whole window to the last"
 _QWEN4_INDEXER = {
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
@@ -216,6 +217,9 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": Family(construct={"num_experts_per_tok": 6}, why=_LACKS),
     "dots1": Family(construct={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}, why=_LACKS),
+    "donut-swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
+    "swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
+    "levit": Family(set={"image_size": 64, "patch_size": 16}, why="its four strided convolutions make patches of 16"),
     "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
     "deepseek_v4": Family(
@@ -223,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
         why="a rate above the sequence length compresses nothing",
     ),
     "dots3_note_text": Family(set={"head_dim": 32}, why="sliding layers check it against the parts of their keys"),
+    "aimv2": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
     "git": Family(inputs=("pixel_values",), why="its loss skips as many positions as an image has patches"),
     "bridgetower": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
     "groupvit": Family(inputs=("pixel_values",), why=_TWO_TOWERS),

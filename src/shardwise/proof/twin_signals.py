@@ -74,7 +74,8 @@ def _image_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
     del length
     size = fields.get("image_size", _ANY_IMAGE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return fields.get("num_channels", 3), height, width
+    frames = (fields["num_frames"],) if "num_frames" in fields else ()
+    return *frames, fields.get("num_channels", 3), height, width
 
 
 def _feature_size(fields: Mapping[str, Any], length: int) -> tuple[int, ...]:
