@@ -27,6 +27,32 @@ def test_layers_keep_the_rules_of_their_namesakes():
     assert generalize(FOUND, Sharing(2), Sharing(2)) == FOUND
 
 
-def test_other_layers_get_those_of_the_first_of_their_kind():
+def test_other_layers_may_use_any_item_of_a_list_of_which_each_layer_uses_its_own():
     patterns = {rule.pattern for rule in generalize(FOUND, Sharing(2), Sharing(3)).rules}
-    assert patterns == {"layers.0.adapters.0", "layers.1.adapters.1", "layers.2.adapters.0"}
+    assert patterns == {"layers.0.adapters.0", "layers.1.adapters.1", "layers.2.adapters.*"}
+
+
+def test_rules_that_all_layers_have_alike_keep_their_numbers():
+    found = Plan.of({"layers.0.adapters.0": "colwise", "layers.1.adapters.0": "colwise"})
+    assert str(generalize(found, Sharing(2), Sharing(3))) == "layers.*.adapters.0: colwise"
+
+
+class Choosing(nn.Module):
+    """A layer of experts, each a module of its own."""
+
+    def __init__(self, num_experts, depth):
+        super().__init__()
+        experts = (
+            nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(num_experts))
+            for _ in range(depth)
+        )
+        self.layers = nn.ModuleList(nn.ModuleDict({"experts": each}) for each in experts)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rules_of_all_experts_are_for_any_number_of_them(depth):
+    found = {f"layers.{layer}.experts.{each}.up": "colwise" for layer in range(2) for each in range(2)}
+    found |= {f"layers.{layer}.experts.0.down": "rowwise" for layer in range(2)}
+    rules = {rule.pattern: rule.style for rule in generalize(Plan.of(found), Choosing(2, 2), Choosing(5, depth)).rules}
+    layer = "*" if depth > 1 else "0"
+    assert rules == {f"layers.{layer}.experts.*.up": "colwise", f"layers.{layer}.experts.0.down": "rowwise"}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from functools import reduce
+
 from torch import nn
 
 from shardwise.plan.spec import Plan, Rule
@@ -9,38 +13,99 @@ from shardwise.split.trace import layers_of
 
 __all__ = ["generalize"]
 
+_Suffixed = tuple[str, Rule]
+"""A rule of a layer, and what follows the layer's name in its pattern."""
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 
 def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
     """`plan`, found on `twin`, for `model`: each of its layers gets the rules of a layer of its kind in the twin.
 
-    That is the layer of the same name where there is one, else the first.
-    Rules that all layers of a stack share are written once, with `*` for the number.
+    That is the layer of the same name where it is the same, else the first of the kind; lists inside of it (experts)
+    may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
     """
-    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for layer in layers_of(twin):
-        examples.setdefault(_kind(twin, layer), []).append(layer)
-    layers = layers_of(model)
-    inside: dict[str, list[Rule]] = {}
+    twin_layers, layers = layers_of(twin), layers_of(model)
+    inside: dict[str, list[_Suffixed]] = {layer: [] for layer in twin_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
-        owner = next((layer for layer in layers_of(twin) if f"{rule.pattern}.".startswith(f"{layer}.")), None)
+        owner = next((layer for layer in twin_layers if f"{rule.pattern}.".startswith(f"{layer}.")), None)
         if owner is None:
             outside.append(rule)
         else:
-            inside.setdefault(owner, []).append(rule)
+            inside[owner].append((rule.pattern[len(owner) :], rule))
+    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for layer in twin_layers:
+        examples.setdefault(_kind(twin, layer), []).append(layer)
     found: list[Rule] = []
     for layer in layers:
         alike = examples.get(_kind(model, layer), [])
-        example = layer if layer in alike else "".join(alike[:1])
-        for rule in inside.get(example, []):
-            found.append(Rule(layer + rule.pattern[len(example) :], rule.style, rule.source, rule.reason))
+        if layer in alike and _names(twin, layer) == _names(model, layer):
+            rules = inside[layer]
+        else:
+            rules = _merged([_for_any_length(inside[each], _names(twin, each)) for each in alike])
+        found += (replace(rule, pattern=layer + suffix) for suffix, rule in rules)
     return Plan((*outside, *_folded(found, layers)))
 
 
+def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
+    """The rules of a layer, with `*` for the number in a list all of whose items have the same rule."""
+    for position in range(max((suffix.count(".") for suffix, _ in rules), default=0) + 1):
+        styles = {suffix: rule.style for suffix, rule in rules}
+        folded: dict[str, Rule] = {}
+        for suffix, rule in rules:
+            wild = _starred(suffix, position)
+            items = [name for name in (*names, *styles) if _starred(name, position) == wild]
+            same = wild != suffix and all(styles.get(item) == rule.style for item in items)
+            folded.setdefault(wild if same else suffix, rule)
+        rules = list(folded.items())
+    return rules
+
+
+def _starred(suffix: str, position: int) -> str:
+    """`suffix` with `*` for the component at `position`, if it is a number."""
+    parts = suffix.split(".")
+    if position < len(parts) and parts[position].isdigit():
+        parts[position] = "*"
+    return ".".join(parts)
+
+
+def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
+    """The first layer's rules, with `*` for a number that differs where the others have a rule of the same style.
+
+    Layers that share their weights may each use another item of one list (adapters): then any layer may use any.
+    """
+    first, others = (alike or [[]])[0], alike[1:]
+    return [(reduce(_joined, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
+
+
+def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) -> list[str]:
+    """Suffixes in other layers that differ from the rule's in numbers only, where they do not have it itself."""
+    kind = _NUMBER.sub("*", suffix)
+    return [
+        other
+        for rules in others
+        if all(suffix != other for other, _ in rules)
+        for other, each in rules
+        if each.style == rule.style and _NUMBER.sub("*", other) == kind
+    ]
+
+
+def _joined(pattern: str, other: str) -> str:
+    parts = zip(pattern.split("."), other.split("."), strict=True)
+    return ".".join(mine if mine == theirs else "*" for mine, theirs in parts)
+
+
 def _kind(model: nn.Module, layer: str) -> tuple[str, frozenset[str]]:
-    """What makes layers alike: their stack and the names of their parameters."""
-    names = frozenset(name for name, _ in model.get_submodule(layer).named_parameters(remove_duplicate=False))
-    return layer.rpartition(".")[0], names
+    """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
+    return layer.rpartition(".")[0], frozenset(_NUMBER.sub("*", name) for name in _names(model, layer))
+
+
+def _names(model: nn.Module, layer: str) -> frozenset[str]:
+    """The names of a layer's parameters and of the modules that own them, from behind its own name on."""
+    module = model.get_submodule(layer)
+    own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
 
 
 def _folded(rules: list[Rule], layers: list[str]) -> list[Rule]:
