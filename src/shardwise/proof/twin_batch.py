@@ -67,6 +67,8 @@ def make_batch(
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
     for name in signals_of(model):
         batch[name] = make_signal(model, name, shape, generator=generator)
+        if family and family.masks_frames:
+            batch["attention_mask"] = torch.ones(batch[name].shape[:2], dtype=torch.long)
     tokens = batch.get("input_ids")
     batch |= _labels(model, tokens, mask, generator)
     if tokens is not None and model.config.is_encoder_decoder and _is_listed(model, *_SEQUENCE_CLASSIFIERS):

@@ -80,7 +80,7 @@ def shrink_config(
         shrink = _Shrink(original, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size)
         new = shrink.values()
         if without_dropout:
-            new |= {name: 0.0 for name, value in fields_of(part).items() if name.endswith(_RANDOM) and value}
+            new |= {name: _zero(value) for name, value in fields_of(part).items() if name.endswith(_RANDOM) and value}
         # Not through setattr: configurations check each assignment, and in between the values do not fit together.
         vars(part).update(new)
         vars(part).update(shrink_rotary(original, part))
@@ -218,6 +218,11 @@ class _Shrink:
             for name in names
             if isinstance(value := values[name], int | list)
         }
+
+
+def _zero(value: Any) -> Any:
+    """No chance at all, for one rate or one of every stage."""
+    return type(value)(0.0 for _ in value) if isinstance(value, list | tuple) else 0.0
 
 
 def _query_heads(value: int) -> int:

@@ -180,6 +180,7 @@ class Family:
         construct: arguments without which the default configuration does not exist.
         set: attribute -> value of the twin.
         inputs: optional arguments of the forward without which there is no loss.
+        masks_frames: whether the forward needs a mask over frames of audio.
         id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
         why: the reason.
     """
@@ -187,6 +188,7 @@ class Family:
     construct: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    masks_frames: bool = False
     id_rows: str | None = None
     why: str
 
@@ -194,6 +196,7 @@ class Family:
 _LACKS = "the default configuration lacks these, every published one has them"
 _SHARED = "tying the shared block needs two layers that use it"
 _TWO_TOWERS = "text and image towers compute nothing without each other"
+_LENGTHS = "its loss counts the frames of the mask"
 _FOUR_STAGES = "four stages, each halving the patches, must leave a whole window to the last"
 _QWEN4_INDEXER = {
     "indexer_n_heads": 16,
@@ -248,12 +251,15 @@ FAMILIES: Mapping[str, Family] = {
         set={"coordinate_size": 8, "shape_size": 16}, why="4 coordinates and 2 sizes make the hidden size"
     ),
     "lilt": Family(set={"hidden_size": 96}, why="6 coordinates share the hidden size equally"),
+    "lasr_ctc": Family(masks_frames=True, why=_LENGTHS),
     "mamba2": Family(set={"head_dim": 16}, why="heads times their size is `expand` times the hidden size"),
     "ministral": Family(construct={"head_dim": 128}, why=_LACKS),
+    "moonshine": Family(set={"conv_stride": (64, 3, 2)}, why="its strides are not in its configuration"),
     "musicgen_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
     "musicgen_melody_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
     "nemotron": Family(construct={"num_key_value_heads": 8}, why=_LACKS),
     "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
+    "parakeet_ctc": Family(masks_frames=True, why=_LENGTHS),
     "perceiver": Family(set={"max_position_embeddings": 16}, why="logits come for every position, used or not"),
     "qwen4_exp": Family(construct={"text_config": _QWEN4_INDEXER}, why=_LACKS),
     "qwen4_exp_text": Family(construct=_QWEN4_INDEXER, why=_LACKS),
