@@ -18,9 +18,11 @@ from shardwise.comm.agree import failing_together
 from shardwise.errors import ConfigError
 from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.spec import Plan
 from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
+from shardwise.split.data import apply_data_parallelism
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
 from shardwise.weights.index import CheckpointIndex
@@ -35,6 +37,7 @@ def load(
     auto_class: Any = None,
     plan: str | Plan | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
+    fsdp: FsdpPolicy | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     **options: Any,
@@ -46,6 +49,7 @@ def load(
         auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
+        fsdp: as in `parallelize`.
         dtype: what floating-point weights are converted to; by default they keep the config's, or else the
             checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
@@ -62,7 +66,7 @@ def load(
 
     Communicates: one small gather over all ranks at the end, so that a fault of one rank is raised on all.
     """
-    request = _LoadRequest(source, auto_class, plan, sequence_parallel, dtype, seed, options)
+    request = _LoadRequest(source, auto_class, plan, sequence_parallel, fsdp or FsdpPolicy(), dtype, seed, options)
     with failing_together(mesh, "loading"):
         model, registry = _load_local(request, mesh)
     _open_subgroups(registry)
@@ -77,6 +81,7 @@ class _LoadRequest:
     auto_class: Any
     plan: str | Plan | Mapping[str, str]
     sequence_parallel: bool
+    fsdp: FsdpPolicy
     dtype: torch.dtype | str | None
     seed: int
     options: dict[str, Any]
@@ -99,6 +104,7 @@ def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Reg
         check_axes(mesh)
         rules = plan_for(model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel)
         registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
+        apply_data_parallelism(model, registry, request.fsdp)
         if index is not None:
             load_weights(model, registry, index, dtype=dtype, **reading)
             model.config.name_or_path = model.name_or_path = os.fspath(request.source)
@@ -127,6 +133,7 @@ def parallelize(
     *,
     plan: str | Plan | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
+    fsdp: FsdpPolicy | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Splits an existing transformers model over `mesh`, in place; parameter names stay.
@@ -137,6 +144,7 @@ def parallelize(
             pattern to style, or a `Plan`.
         sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less
             memory.
+        fsdp: how the `fsdp` and `ddp` axes shard parameters, gradients and optimizer states; see `FsdpPolicy`.
         dtype: what the parameters are converted to; by default they keep their dtype.
 
     Returns:
@@ -155,6 +163,7 @@ def parallelize(
         model.to(dtype)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
+    apply_data_parallelism(model, registry, fsdp or FsdpPolicy())
     _open_subgroups(registry)
     return model
 

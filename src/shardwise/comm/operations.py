@@ -19,6 +19,7 @@ __all__ = [
     "gather_list",
     "group_rank",
     "group_size",
+    "host_device",
     "reduce_scatter_single",
 ]
 
@@ -37,6 +38,13 @@ def group_size(group: Group) -> int:
 def group_rank(group: Group) -> int:
     """This rank's position in the group."""
     return group.rank if isinstance(group, SimulatedGroup) else dist.get_rank(group)
+
+
+def host_device(group: Group, device: torch.device) -> torch.device:
+    """Where small values that the host needs are summed: on the host if the group can, else on `device`."""
+    if isinstance(group, SimulatedGroup) or "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return device
 
 
 def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:

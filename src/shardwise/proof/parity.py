@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import ParameterEntry, registry_of
+from shardwise.layers.registry import ParameterEntry, local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.proof.objective import objective_of
 
@@ -235,33 +236,30 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
 
 
 def _unequal_replicas(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Names of parameters, or parts of them, that tp ranks share and do not hold bit-equal."""
+    """Names of parameters, or parts of them, that several ranks hold and do not hold bit-equal."""
     registry = registry_of(model)
     held = {
-        (name, part): hashlib.sha256(value).digest()
+        (name, part): hashlib.sha256(_bytes(value)).digest()
         for name, parameter in model.named_parameters()
-        for part, value in _shared_values(registry.entry(name).split, parameter, mesh.coord("tp")).items()
+        for part, value in _shared_values(registry.entry(name), local_part(parameter).cpu())
     }
     unequal = set()
-    everyone = all_gather_objects(held, mesh.group("tp"))
+    everyone = all_gather_objects(held, mesh.group())
     for key in {key for each in everyone for key in each}:
         if len({each[key] for each in everyone if key in each}) > 1:
             unequal.add(key[0])
     return tuple(sorted(unequal))
 
 
-def _shared_values(split: Any, parameter: Tensor, coord: int) -> dict[Any, bytes]:
-    """The bytes of what this rank holds together with others, by what it is."""
-    value = parameter.detach().cpu()
-    if split is None:
-        return {None: _bytes(value)}
-    return {
-        interval: b"".join(
-            _bytes(value.narrow(split.dim, start, stop - start)) for start, stop in split.local_of(coord, interval)
-        )
-        for interval, holders in split.shared()
-        if coord in holders
-    }
+def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """What this rank holds together with others, each with what it is: equal keys on all who hold it."""
+    mesh = entry.registry.mesh
+    chunk = mesh.coord("fsdp") if entry.chunk is not None else None
+    yield (chunk, mesh.coord("tp") if entry.split is not None else None), local
+    seen: Counter[tuple[int, ...]] = Counter()
+    for holders, part in entry.shared_parts(local):
+        seen[holders] += 1
+        yield (chunk, holders, seen[holders]), part
 
 
 def _bytes(value: Tensor) -> bytes:

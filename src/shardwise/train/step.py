@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.agree import failing_together
+from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
-from shardwise.layers.registry import registry_of
+from shardwise.layers.registry import expect_gradients, registry_of
 from shardwise.mesh import Mesh
-from shardwise.train.gradients import begin_step, reduce_gradients
+from shardwise.topology.axes import DATA_AXES
+from shardwise.train.gradients import reduce_gradients
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -59,10 +62,12 @@ class TrainStep:
                 why="it counts microbatches",
                 fix="use an integer of at least 1",
             )
-        registry_of(model)
+        self._registry = registry_of(model)
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
+        # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
+        self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
 
     def __call__(self, batch: Mapping[str, Any]) -> StepResult:
         """Computes loss and gradients of `batch`.
@@ -80,30 +85,77 @@ class TrainStep:
                 `num_microbatches`.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: what the model's forward and backward do, then the gradient phase (see [Note: one gradient
-            phase]).
+        Communicates: over all ranks, one all-reduce of the number of targets, where there are several data ranks; what
+            the model's forward and backward do; the gradient phase (see [Note: one gradient phase]); over the data
+            ranks, one all-reduce of the loss.
         """
-        rows = _check_batch(batch, self.num_microbatches, inputs_per_row=_inputs_per_row(self.model))
-        placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
-        counts = [_count_targets(self.model, part) for part in _microbatches(placed, rows, self.num_microbatches)]
-        num_tokens = sum(counts)
-        begin_step(self.model)
+        parts, counts, num_tokens = self._prepare(batch)
+        expect_gradients(self.model)
         total = torch.zeros((), device=self.mesh.device)
-        for part, count in zip(_microbatches(placed, rows, self.num_microbatches), counts, strict=True):
+        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            self._time_reduction(is_last=number == len(parts) - 1)
             total += self._microbatch(part, count / num_tokens if num_tokens else 0.0)
         reduce_gradients(self.model)
+        group = self.mesh.group(*DATA_AXES)
+        if group is not None:
+            all_reduce_(total, group)
         return StepResult(loss=total, num_tokens=num_tokens)
 
-    def _microbatch(self, part: Mapping[str, Any], weight: float) -> Tensor:
+    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int]:
+        """The microbatches, on the device, their numbers of targets, and the number over all ranks' batches."""
+        fault: BatchError | None = None
+        rows, counts = 0, [0]
+        try:
+            rows = _check_batch(batch, self.num_microbatches, inputs_per_row=_inputs_per_row(self.model))
+            counts = [_count_targets(self.model, part) for part in _microbatches(batch, rows, self.num_microbatches)]
+        except BatchError as error:
+            if self.mesh.data_size == 1:
+                raise
+            fault = error
+        num_tokens = self._sum_over_data(sum(counts), fault)
+        placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
+        return _microbatches(placed, rows, self.num_microbatches), counts, num_tokens
+
+    def _sum_over_data(self, count: int, fault: BatchError | None) -> int:
+        """The sum of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
+        world = self.mesh.group()
+        if self.mesh.data_size == 1 or world is None:
+            return count
+        totals = torch.tensor([count, fault is not None], device=host_device(world, self.mesh.device))
+        all_reduce_(totals, world)
+        num_tokens, num_faults = totals.tolist()
+        if num_faults:
+            with failing_together(self.mesh, "checking its batch"):
+                if fault is not None:
+                    raise fault
+        return int(num_tokens) * self.mesh.data_size // self.mesh.shape.world_size
+
+    def _time_reduction(self, *, is_last: bool) -> None:
+        """Tells FSDP2 what this microbatch's backward reduces and frees; see `FsdpPolicy`."""
+        root: Any = self._registry.data_root
+        if root is None or self.num_microbatches == 1:
+            return
+        stage, shards = self._registry.policy.zero_stage, self.mesh.size("fsdp") > 1
+        root.set_is_last_backward(is_last)
+        if stage == 1 or not shards:
+            root.set_requires_gradient_sync(is_last)
+        elif self.mesh.size("ddp") > 1:
+            root.set_requires_all_reduce(is_last)
+        if stage < 3:
+            root.set_reshard_after_backward(is_last)
+
+    def _microbatch(self, part: dict[str, Any], weight: float) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
-        loss = self.model(**part).loss
         if weight == 0.0:
-            # The mean over no targets is 0/0; what it would have been is nothing.
-            loss = torch.nan_to_num(loss) * 0.0
-        scaled = loss if weight == 1.0 else loss * weight
-        if weight:
-            scaled.backward()
-        return scaled.detach().float()
+            if self.mesh.data_size == 1:
+                return torch.zeros((), device=self.mesh.device)
+            # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
+            # count nothing.
+            part = part | {"labels": part["labels"].clamp(min=0)}
+        loss = self.model(**part).loss
+        factor = weight * self._loss_factor
+        (loss if factor == 1.0 else loss * factor).backward()
+        return loss.detach().float() * weight
 
 
 def _check_batch(batch: Mapping[str, Any], num_microbatches: int, *, inputs_per_row: int) -> int:
