@@ -26,6 +26,8 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
 the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
 
+_COMPARED_STEPS = 3
+
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 _OUTPUTS = ("last_hidden_state", "pooler_output")
@@ -106,8 +108,8 @@ def measure(
     *,
     split: Split,
     step: Step,
+    reference_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
     tolerance: Tolerance = Tolerance(),
-    num_compared_steps: int = 3,
     num_steps: int = 20,
 ) -> Measurement:
     """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal
@@ -117,12 +119,13 @@ def measure(
         whole: the model in one piece; left as it was.
         split: splits the copy over the mesh.
         step: runs forward and backward of a split model and returns the loss.
-        num_compared_steps: after how many AdamW steps parameters are compared.
-        num_steps: after how many the replicas are.
+        reference_loss: computes the whole model's loss; by default `objective_of` what it puts out for the batch.
+        num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
     """
     reference, model = copy.deepcopy(whole), split(copy.deepcopy(whole), mesh)
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
-    expected_loss = objective_of(reference(**_copied(batch)))
+    loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
+    expected_loss = loss_of(reference, _copied(batch))
     expected_loss.backward()
     loss = step(model, mesh, _copied(batch))
     gradients = _gradients(model)
@@ -132,12 +135,12 @@ def measure(
     for number in range(num_steps):
         if number:
             step(model, mesh, _copied(batch))
-            if number < num_compared_steps:
-                objective_of(reference(**_copied(batch))).backward()
-        for optimizer in optimizers[: 2 if number < num_compared_steps else None]:
+            if number < _COMPARED_STEPS:
+                loss_of(reference, _copied(batch)).backward()
+        for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
             optimizer.step()
             optimizer.zero_grad()
-        if number + 1 == num_compared_steps:
+        if number + 1 == _COMPARED_STEPS:
             parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, tolerance.parameter)
     return Measurement(
         loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),

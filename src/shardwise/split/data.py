@@ -179,12 +179,13 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(registry.divide_factor)
+            module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
     blocks = [
         module
         for module in roots
         if module not in (_get(model, "get_input_embeddings"), _get(model, "get_output_embeddings"))
     ]
-    if policy.zero_stage == 3 and policy.keep_last_block and blocks:
+    if policy.zero_stage == 3 and policy.keep_last_block and blocks and registry.mesh.size("fsdp") > 1:
         _as_fsdp(blocks[-1]).set_reshard_after_forward(False, recurse=False)
     if policy.prefetch > 1:
         for number, module in enumerate(blocks):

@@ -15,15 +15,10 @@ from shardwise.errors import BatchError
 from shardwise.layers.registry import expect_gradients, registry_of
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
+from shardwise.train.batch import check_batch, count_targets, split_rows
 from shardwise.train.gradients import reduce_gradients
 
 __all__ = ["StepResult", "TrainStep"]
-
-IGNORED = -100
-"""The label that transformers' losses leave out."""
-
-_SHARED = ("position_ids", "cache_position")
-"""Inputs that may have one row for all rows of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +73,10 @@ class TrainStep:
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
-            nothing; where the whole batch has none, the loss is 0 and gradients stay as they are.
+            nothing; where the whole batch has none, the loss is 0 and gradients stay as they are. Auxiliary losses that
+            a model adds to its own (a mixture of experts' balance) are computed on each microbatch of each data rank
+            and averaged with the same weights. A loss without token labels (classes, spans, regression) is weighted by
+            rows.
 
         Raises:
             BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
@@ -106,15 +104,15 @@ class TrainStep:
         fault: BatchError | None = None
         rows, counts = 0, [0]
         try:
-            rows = _check_batch(batch, self.num_microbatches, inputs_per_row=_inputs_per_row(self.model))
-            counts = [_count_targets(self.model, part) for part in _microbatches(batch, rows, self.num_microbatches)]
+            rows = check_batch(self.model, batch, self.num_microbatches)
+            counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
         except BatchError as error:
             if self.mesh.data_size == 1:
                 raise
             fault = error
         num_tokens = self._sum_over_data(sum(counts), fault)
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
-        return _microbatches(placed, rows, self.num_microbatches), counts, num_tokens
+        return split_rows(placed, rows, self.num_microbatches), counts, num_tokens
 
     def _sum_over_data(self, count: int, fault: BatchError | None) -> int:
         """The sum of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
@@ -158,71 +156,5 @@ class TrainStep:
         return loss.detach().float() * weight
 
 
-def _check_batch(batch: Mapping[str, Any], num_microbatches: int, *, inputs_per_row: int) -> int:
-    """The number of rows; raises where the batch cannot be trained on."""
-    if not isinstance(batch, Mapping):
-        raise BatchError(
-            f"a batch cannot be a {type(batch).__name__}",
-            fix='pass a dict of the model\'s inputs, such as {"input_ids": ids, "labels": ids}',
-        )
-    labels = batch.get("labels")
-    if labels is None:
-        raise BatchError(
-            f"the batch has no labels (it has {', '.join(sorted(batch)) or 'nothing'})",
-            why="the model computes its loss from them",
-            fix='add "labels": the input ids themselves for causal models, with -100 where nothing is to be learned',
-        )
-    if not isinstance(labels, Tensor) or not labels.ndim:
-        raise BatchError(
-            f"labels cannot be {'a scalar' if isinstance(labels, Tensor) else f'a {type(labels).__name__}'}",
-            why="a step counts the targets of every row",
-            fix="pass a tensor [rows, …], such as torch.tensor(labels)",
-        )
-    num_rows = labels.shape[0]
-    if num_rows == 0 or num_rows % num_microbatches:
-        raise BatchError(
-            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
-            why="every microbatch has the same number of rows, at least one",
-            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
-        )
-    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
-    legal = {num_rows, num_rows * inputs_per_row}
-    if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
-        raise BatchError(
-            "the tensors of the batch differ in rows",
-            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
-            fix="give every tensor as many rows as the labels have",
-        )
-    return num_rows
-
-
-def _inputs_per_row(model: nn.Module) -> int:
-    """Rows of inputs for each row of labels: models of audio codes take one for each of their codebooks."""
-    config = getattr(model, "config", None)
-    return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
-
-
-def _microbatches(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is
-    shared.
-    """
-
-    def part(value: Any, index: int) -> Any:
-        if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
-            return value
-        size = value.shape[0] // count
-        return value[index * size : (index + 1) * size]
-
-    return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
-
-
 def _place(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-
-
-def _count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Labels that the model's loss counts: those not ignored, the first of each row aside where it shifts them."""
-    labels: Tensor = batch["labels"]
-    if labels.ndim > 1 and getattr(model, "loss_type", None) == "ForCausalLM":
-        labels = labels[..., 1:]
-    return int((labels != IGNORED).sum())
