@@ -22,10 +22,11 @@ from shardwise.layers.context import SplitContext
 from shardwise.layout.placement import Chunk, Split
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
-from shardwise.plan.options import FsdpPolicy
+from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.plan.resolve import SplitPlan
 
 __all__ = [
+    "LossScale",
     "ParameterEntry",
     "Registry",
     "attach_registry",
@@ -124,6 +125,25 @@ class ParameterEntry:
 
 
 @dataclass
+class LossScale:
+    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
+    behind `interval` steps in which they did not (as torch's GradScaler does).
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Notes how a step went."""
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+@dataclass
 class Registry:
     """Everything Shardwise knows of one split model.
 
@@ -132,6 +152,9 @@ class Registry:
         tied: alias FQN to canonical FQN.
         unsummed: FQNs whose gradient a backward has touched since it was last summed over tp.
         policy: what was chosen about the data axes.
+        precision: the dtypes that were chosen, None where everything keeps its own.
+        loss_scale: of float16; None otherwise.
+        norm: of the gradients as they are now, where it has been computed.
         data_root: the module whose FSDP2 state rules all others; None where nothing is managed.
         mapped: FQNs of parameters that still lie in private pages of the files they came from.
     """
@@ -143,6 +166,9 @@ class Registry:
     tied: Mapping[str, str] = field(default_factory=dict)
     unsummed: set[str] = field(default_factory=set)
     policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    precision: Precision | None = None
+    loss_scale: LossScale | None = None
+    norm: Tensor | None = None
     data_root: nn.Module | None = None
     mapped: set[str] = field(default_factory=set)
 
@@ -230,6 +256,7 @@ def expect_gradients(model: nn.Module) -> None:
     Does what the hooks on parameters do, for backwards that never fire them.
     """
     registry = registry_of(model)
+    registry.norm = None
     for name, parameter in model.named_parameters():
         share_out(parameter, registry.entry(name))
     registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)

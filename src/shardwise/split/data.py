@@ -13,7 +13,7 @@ other).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardwise.layout.placement import Chunk, Replicate
 from shardwise.layout.tensor import Layout, Step
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
+from shardwise.split.blocks import find_blocks
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["apply_data_parallelism", "find_units"]
@@ -54,8 +55,8 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
         _move(kept_whole, mesh.device)
     units, own_class = find_units(model), type(model)
     for unit in units:
-        _shard(unit, mesh, policy, kept_whole)
-    _shard((model,), mesh, policy, kept_whole)
+        _shard(unit, registry, kept_whole)
+    _shard((model,), registry, kept_whole)
     _keep_name(model, own_class)
     registry.data_root = model
     _tune(model, units, registry)
@@ -68,7 +69,7 @@ def find_units(model: nn.Module) -> list[Unit]:
     """What is gathered together (see [Note: units]), without the rest that belongs to the model itself, in order of
     registration. Modules of a unit share parameters.
     """
-    candidates = [block for block in _blocks(model) if any(True for _ in block.parameters())]
+    candidates = [block for block in find_blocks(model) if any(True for _ in block.parameters())]
     inside = {id(module) for block in candidates for module in block.modules()}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         module = _get(model, getter)
@@ -83,19 +84,6 @@ def find_units(model: nn.Module) -> list[Unit]:
         units = [unit for unit in units if unit not in sharing] + [merged]
     outside = _parameters_outside(model, [module for unit in units for module in unit])
     return [tuple(unit) for unit in units if not any(id(p) in outside for module in unit for p in module.parameters())]
-
-
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in the outermost lists of modules, each once."""
-    seen: set[int] = set()
-    for child in module.children():
-        found = child.children() if isinstance(child, nn.ModuleList) else _blocks(child)
-        for block in found:
-            if isinstance(block, nn.ModuleList | nn.ModuleDict):
-                continue  # a list of lists has no forward to gather before
-            if id(block) not in seen:
-                seen.add(id(block))
-                yield block
 
 
 def _parameters_outside(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
@@ -147,10 +135,11 @@ def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def _shard(unit: Unit, mesh: Mesh, policy: FsdpPolicy, kept_whole: set[nn.Parameter]) -> None:
+def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter]) -> None:
+    mesh, policy = registry.mesh, registry.policy
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh,
-        "mp_policy": MixedPrecisionPolicy(),
+        "mp_policy": _mixed_precision(registry),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
         if policy.cpu_offload
         else OffloadPolicy(),
@@ -164,6 +153,16 @@ def _shard(unit: Unit, mesh: Mesh, policy: FsdpPolicy, kept_whole: set[nn.Parame
 
     for module in unit:
         replicate(module, **options)
+
+
+def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
+    precision = registry.precision
+    if precision is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute) if precision.compute != precision.params else None,
+        reduce_dtype=getattr(torch, precision.reduce),
+    )
 
 
 def _keep_name(model: nn.Module, own_class: type) -> None:

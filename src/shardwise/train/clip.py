@@ -50,6 +50,8 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     held, registry = _held(parameters)
     total = _total_norm(held, registry, norm_type)
+    if registry is not None and isinstance(parameters, nn.Module):
+        registry.norm = total
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -84,8 +86,10 @@ def _total_norm(held: Sequence[_Held], registry: Registry | None, norm_type: flo
     if group is None:
         return local
     if math.isinf(norm_type):
-        all_reduce_(local, group, largest=True)
-        return local
+        is_nan = local.isnan()  # which the largest of several values may leave out
+        both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
+        all_reduce_(both, group, largest=True)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
     powered = local.pow(norm_type)
     all_reduce_(powered, group)
     return powered.pow(1.0 / norm_type)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.agree import failing_together
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
-from shardwise.layers.registry import expect_gradients, registry_of
+from shardwise.layers.registry import expect_gradients, local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import check_batch, count_targets, split_rows
@@ -89,11 +89,14 @@ class TrainStep:
         """
         parts, counts, num_tokens = self._prepare(batch)
         expect_gradients(self.model)
+        scale = self._registry.loss_scale.value if self._registry.loss_scale is not None else 1.0
+        self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         total = torch.zeros((), device=self.mesh.device)
         for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self._time_reduction(is_last=number == len(parts) - 1)
-            total += self._microbatch(part, count / num_tokens if num_tokens else 0.0)
+            total += self._microbatch(part, count / num_tokens if num_tokens else 0.0, scale)
         reduce_gradients(self.model)
+        self._scale_gradients(1 / scale)
         group = self.mesh.group(*DATA_AXES)
         if group is not None:
             all_reduce_(total, group)
@@ -142,7 +145,12 @@ class TrainStep:
         if stage < 3:
             root.set_reshard_after_backward(is_last)
 
-    def _microbatch(self, part: dict[str, Any], weight: float) -> Tensor:
+    def _scale_gradients(self, factor: float) -> None:
+        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None] if factor != 1.0 else []
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _microbatch(self, part: dict[str, Any], weight: float, scale: float) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
         if weight == 0.0:
             if self.mesh.data_size == 1:
@@ -151,7 +159,7 @@ class TrainStep:
             # count nothing.
             part = part | {"labels": part["labels"].clamp(min=0)}
         loss = self.model(**part).loss
-        factor = weight * self._loss_factor
+        factor = weight * self._loss_factor * scale
         (loss if factor == 1.0 else loss * factor).backward()
         return loss.detach().float() * weight
 
