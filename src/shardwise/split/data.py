@@ -13,12 +13,13 @@ other).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise.errors import UnsupportedError
@@ -54,9 +55,10 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     if kept_whole:
         _move(kept_whole, mesh.device)
     units, own_class = find_units(model), type(model)
+    _own_outputs(model, units)
     for unit in units:
-        _shard(unit, registry, kept_whole)
-    _shard((model,), registry, kept_whole)
+        _shard(unit, registry, kept_whole, frees=policy.zero_stage == 3)
+    _shard((model,), registry, kept_whole, frees=False)
     _keep_name(model, own_class)
     registry.data_root = model
     _tune(model, units, registry)
@@ -135,7 +137,7 @@ def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
             parameter.data = parameter.data.to(device)
 
 
-def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter]) -> None:
+def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, frees: bool) -> None:
     mesh, policy = registry.mesh, registry.policy
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh,
@@ -145,14 +147,29 @@ def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter]) -> Non
         else OffloadPolicy(),
         "ignored_params": kept_whole,
     }
+    modules: Any = unit[0] if len(unit) == 1 else list(unit)
     if mesh.size("fsdp") > 1:
-        modules: Any = unit[0] if len(unit) == 1 else list(unit)
-        fully_shard(modules, reshard_after_forward=policy.zero_stage == 3, **options)
+        fully_shard(modules, reshard_after_forward=frees, **options)
         return
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    for module in unit:
-        replicate(module, **options)
+    replicate(modules, **options)
+
+
+def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Makes no block hand out a view: what writes into one in place escapes the hook by which FSDP2 gathers the block
+    again in backward. FSDP2 warns of that at every view; heads may hand them out, since they stay gathered.
+    """
+    head = _get(model, "get_output_embeddings")
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if value.requires_grad and value._is_view() else value
+        return type(value)(map(own, value)) if type(value) in (tuple, list) else value
+
+    for module in (each for unit in units if head not in unit for each in unit):
+        module.register_forward_hook(lambda module, args, output: own(output))
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
 
 
 def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
@@ -174,29 +191,26 @@ def _keep_name(model: nn.Module, own_class: type) -> None:
 def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     """Applies what FSDP2 is told behind `fully_shard`."""
     policy = registry.policy
-    roots = [unit[0] for unit in units]
+    embedding, head = _get(model, "get_input_embeddings"), _get(model, "get_output_embeddings")
+    blocks = [_as_fsdp(unit[0]) for unit in units if embedding not in unit and head not in unit]
+    if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
+        ends = [unit[0] for unit in units if head in unit] + (blocks[-1:] if policy.keep_last_block else [])
+        for module in ends:  # their backward follows their forward at once
+            _as_fsdp(module).set_reshard_after_forward(False, recurse=False)
+        if isinstance(embedding, nn.Embedding) and (embedding,) in units:
+            _as_fsdp(embedding).set_unshard_in_backward(False)  # its gradient does not depend on it
+    for number, module in enumerate(blocks if policy.prefetch > 1 else []):
+        module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
+        module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(registry.divide_factor)
-            module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
-    blocks = [
-        module
-        for module in roots
-        if module not in (_get(model, "get_input_embeddings"), _get(model, "get_output_embeddings"))
-    ]
-    if policy.zero_stage == 3 and policy.keep_last_block and blocks and registry.mesh.size("fsdp") > 1:
-        _as_fsdp(blocks[-1]).set_reshard_after_forward(False, recurse=False)
-    if policy.prefetch > 1:
-        for number, module in enumerate(blocks):
-            ahead, behind = blocks[number + 1 : number + 1 + policy.prefetch], blocks[:number][-policy.prefetch :]
-            _as_fsdp(module).set_modules_to_forward_prefetch([_as_fsdp(each) for each in ahead])
-            _as_fsdp(module).set_modules_to_backward_prefetch([_as_fsdp(each) for each in reversed(behind)])
+            if policy.gradient_divide_factor is not None:
+                module.set_gradient_divide_factor(policy.gradient_divide_factor)
+                module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
+            if policy.symmetric_memory:
+                module.set_symm_mem_for_comm()
     if policy.separate_reduce_group:
         _as_fsdp(model).set_separate_reduce_scatter_group(True)
-    if policy.symmetric_memory:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_symm_mem_for_comm()
 
 
 def _as_fsdp(module: nn.Module) -> Any:
