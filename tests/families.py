@@ -68,14 +68,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 64},
+    "bert": {},
+}
+"""Families of older build, which keep counts under names of their own; not causal, some of them."""
+
+
 def tiny_model(family: str, *, tied: bool = False, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A causal LM of the family in float32 whose every parameter is moved off its special initial value."""
-    values = {**COMMON, **FAMILIES[family], "tie_word_embeddings": tied, **overrides}
+    """A language model of the family in float32 whose every parameter is moved off its special initial value."""
+    values = {**COMMON, **(FAMILIES | OTHERS)[family], "tie_word_embeddings": tied, **overrides}
+    if family == "gpt2":
+        values = {**OTHERS["gpt2"], "vocab_size": COMMON["vocab_size"], "tie_word_embeddings": tied, **overrides}
+        values |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    auto_class = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
     if family == "deepseek_v3":
         values.pop("head_dim")
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **values)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = auto_class.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():

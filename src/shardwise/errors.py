@@ -6,6 +6,7 @@
     ├── LayoutError        (ValueError)           how a tensor lies on the ranks
     ├── ConfigError        (ValueError)           user configuration, unknown keys
     ├── BatchError         (ValueError)           what a training step was fed
+    ├── GradientError      (ArithmeticError)      gradients that are infinite or NaN
     ├── LoadError          (OSError)              files: missing, corrupt, mismatched
     ├── UnsupportedError   (NotImplementedError)  a request Shardwise understands and does not serve
     ├── VerificationError  (ArithmeticError)      a split that computes other numbers
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 __all__ = [
     "BatchError",
     "ConfigError",
+    "GradientError",
     "LayoutError",
     "LoadError",
     "MeshError",
@@ -82,6 +84,10 @@ class ConfigError(ShardwiseError, ValueError):
 
 class BatchError(ShardwiseError, ValueError):
     """A batch that a training step cannot use."""
+
+
+class GradientError(ShardwiseError, ArithmeticError):
+    """A gradient is infinite or NaN."""
 
 
 class LoadError(ShardwiseError, OSError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import math
 import os
 import time
 from types import TracebackType
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MeshError
-from shardwise.topology.axes import AXES
+from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Mesh"]
@@ -48,9 +49,9 @@ class Mesh:
         self._coords = shape.coords(rank)
         self._groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
         self._device_mesh: dist.DeviceMesh | None = None
-        for axis in AXES:
-            if shape.size(axis) > 1:
-                self._open_group(shape.groups(axis))
+        for axes in (*((axis,) for axis in AXES), DATA_AXES):
+            if math.prod(shape.size(axis) for axis in axes) > 1:
+                self._open_group(shape.groups(*axes))
 
     @classmethod
     def open(
@@ -118,11 +119,15 @@ class Mesh:
         """Which of the distinct batches this rank reads; ranks that differ only in tp, cp or pp read the same."""
         return self.shape.data_rank(self.rank)
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axis`; None where the axis has one rank."""
-        if self.shape.size(axis) == 1:
-            return None
-        return self._groups[self.shape.groups(axis)]
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of this rank along `axes`: one axis, the data axes `ddp` and `fsdp`, or, without any, all.
+
+        None where they have one rank.
+        """
+        if not axes:
+            return dist.group.WORLD if self.shape.world_size > 1 else None
+        ranks = self.shape.groups(*axes)
+        return self._groups[ranks] if len(ranks[0]) > 1 else None
 
     def subgroup(self, axis: str, blocks: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """The group of this rank when the coords of `axis` are divided into `blocks`, e.g. `((0, 1), (2, 3))`.
@@ -144,6 +149,12 @@ class Mesh:
             ranks = torch.arange(self.shape.world_size).view([self.shape.size(axis) for axis in axes])
             self._device_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=tuple(axes))
         return self._device_mesh
+
+    @property
+    def data_mesh(self) -> dist.DeviceMesh | None:
+        """The `DeviceMesh` of the data axes larger than 1, `ddp` before `fsdp`; None where there is none."""
+        axes = tuple(axis for axis in DATA_AXES if self.shape.size(axis) > 1)
+        return self.device_mesh[axes] if axes else None
 
     @property
     def tensor_mesh(self) -> dist.DeviceMesh | None:
@@ -210,7 +221,7 @@ def _start_processes(device: torch.device, backend: str | None, timeout_seconds:
             fix="start the script with torchrun, which sets all of them",
         )
     dist.init_process_group(
-        backend or ("nccl" if device.type == "cuda" else "gloo"),
+        backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
         timeout=datetime.timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )

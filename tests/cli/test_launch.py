@@ -53,6 +53,9 @@ def test_a_rank_that_could_not_report_comes_before_those_that_did(tmp_path, monk
     failure = record(tmp_path / "0", RuntimeError("connection closed"), monkeypatch)
     text = launch._describe({0: failure, 1: killed(signal.SIGSEGV)}, show_traceback=False)
     assert text == "error: rank 1 was ended by SIGSEGV"
+    unwound = types.SimpleNamespace(exitcode=128 + signal.SIGTERM, error_file_data={})
+    text = launch._describe({0: unwound, 1: killed(signal.SIGKILL)}, show_traceback=False)
+    assert text.startswith("error: rank 1 was ended by SIGKILL")
 
 
 def test_ranks_leave_with_the_code_of_what_ended_them(monkeypatch, left):

@@ -18,23 +18,30 @@ from shardwise.comm.agree import failing_together
 from shardwise.errors import ConfigError
 from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
+from shardwise.split.data import apply_data_parallelism
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
+from shardwise.split.precision import apply_precision
+from shardwise.split.remat import apply_recomputation
 from shardwise.weights.index import CheckpointIndex
 
 __all__ = ["load", "parallelize"]
 
 
-def load(
+def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     source: str | os.PathLike[str] | PreTrainedConfig,
     mesh: Mesh,
     *,
     auto_class: Any = None,
     plan: str | Plan | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
+    fsdp: FsdpPolicy | None = None,
+    precision: Precision | None = None,
+    recompute: Recompute | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     **options: Any,
@@ -46,8 +53,9 @@ def load(
         auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
-        dtype: what floating-point weights are converted to; by default they keep the config's, or else the
-            checkpoint's.
+        fsdp, precision, recompute: as in `parallelize`.
+        dtype: what floating-point weights are converted to; by default `precision.params`, or without a `precision`
+            the config's, or else the checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
         options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
             (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`.
@@ -62,11 +70,35 @@ def load(
 
     Communicates: one small gather over all ranks at the end, so that a fault of one rank is raised on all.
     """
-    request = _LoadRequest(source, auto_class, plan, sequence_parallel, dtype, seed, options)
+    request = _LoadRequest(
+        source,
+        auto_class,
+        plan,
+        sequence_parallel,
+        _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute()),
+        dtype if dtype is not None or precision is None else precision.params,
+        seed,
+        options,
+    )
     with failing_together(mesh, "loading"):
         model, registry = _load_local(request, mesh)
     _open_subgroups(registry)
     return model
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What is done to a model once tp has split it."""
+
+    fsdp: FsdpPolicy
+    precision: Precision | None
+    recompute: Recompute
+
+    def apply(self, model: nn.Module, registry: Registry) -> None:
+        """From the inside out: FSDP2 gathers a unit before anything in it runs, or runs again."""
+        apply_precision(model, registry, self.precision)
+        apply_recomputation(model, self.recompute)
+        apply_data_parallelism(model, registry, self.fsdp)
 
 
 @dataclass(frozen=True)
@@ -77,6 +109,7 @@ class _LoadRequest:
     auto_class: Any
     plan: str | Plan | Mapping[str, str]
     sequence_parallel: bool
+    choices: _Choices
     dtype: torch.dtype | str | None
     seed: int
     options: dict[str, Any]
@@ -99,6 +132,7 @@ def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Reg
         check_axes(mesh)
         rules = plan_for(model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel)
         registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
+        request.choices.apply(model, registry)
         if index is not None:
             load_weights(model, registry, index, dtype=dtype, **reading)
             model.config.name_or_path = model.name_or_path = os.fspath(request.source)
@@ -127,6 +161,9 @@ def parallelize(
     *,
     plan: str | Plan | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
+    fsdp: FsdpPolicy | None = None,
+    precision: Precision | None = None,
+    recompute: Recompute | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Splits an existing transformers model over `mesh`, in place; parameter names stay.
@@ -137,7 +174,10 @@ def parallelize(
             pattern to style, or a `Plan`.
         sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less
             memory.
-        dtype: what the parameters are converted to; by default they keep their dtype.
+        fsdp: how the `fsdp` and `ddp` axes shard parameters, gradients and optimizer states; see `FsdpPolicy`.
+        precision: the dtypes of parameters, computation and gradient reduction; see `Precision`.
+        recompute: what forward does not keep, but backward computes again; see `Recompute`.
+        dtype: what the parameters are converted to; by default `precision.params`, or their own.
 
     Returns:
         `model` itself, on the mesh's device unless it is meta.
@@ -151,10 +191,13 @@ def parallelize(
     check_axes(mesh)
     rules = plan_for(model, plan, tp_size=mesh.size("tp"), sequence_parallel=sequence_parallel)
     registry = apply_layout(model, mesh, rules, sequence_parallel=sequence_parallel)
+    if dtype is None and precision is not None:
+        dtype = _as_dtype(precision.params)
     if dtype is not None:
         model.to(dtype)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
+    _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute()).apply(model, registry)
     _open_subgroups(registry)
     return model
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shardwise.api.building import parallelize
 from shardwise.api.planning import plan_for
+from shardwise.comm.operations import all_reduce_
 from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.resolve import resolve
@@ -25,7 +28,9 @@ from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.split.build import build_meta_model, read_config
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
+from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
+from shardwise.train.batch import count_targets, split_rows, target_names
 from shardwise.train.gradients import reduce_gradients
 from shardwise.train.step import TrainStep
 
@@ -123,7 +128,7 @@ class Proof:
 def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
         whole = build_twin(proof.config, proof.model_class, seed=0)
-        batch = make_batch(whole, seed=0)
+        batch = make_batch(whole, batch_size=max(2, mesh.data_size), seed=0)
         settle(whole, batch)
         if not has_loss(whole, batch):
             batch.pop("labels", None)  # it takes them, and computes nothing of them
@@ -137,6 +142,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             mesh,
             split=split,
             step=_train,
+            reference_loss=functools.partial(_loss_of_parts, num_parts=mesh.data_size),
             tolerance=proof.tolerance,
             num_steps=proof.num_steps,
         )
@@ -144,9 +150,32 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
 
 def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any]) -> Tensor:
     """Forward and backward of a split model as a user runs them; models without a loss are driven by hand."""
-    if "labels" in batch:
-        return TrainStep(model, mesh)(batch).loss
-    loss = objective_of(model(**batch))
+    part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
+    if any(name in batch for name in target_names(model)):
+        return TrainStep(model, mesh)(part).loss
+    loss = objective_of(model(**part))
     loss.backward()
     reduce_gradients(model)
-    return loss.detach()
+    total, group = loss.detach(), mesh.group(*DATA_AXES)
+    if group is not None:
+        all_reduce_(total, group)
+    return total / mesh.data_size
+
+
+def _loss_of_parts(model: nn.Module, batch: Mapping[str, Any], *, num_parts: int) -> Tensor:
+    """The whole model's loss of the whole batch. Where it adds a balance of experts to it, which is computed for each
+    data rank's rows, the mean of the parts' losses.
+    """
+    output = model(**batch)
+    if num_parts == 1 or not any("aux_loss" in name for name in output):
+        return objective_of(output)
+    parts = split_rows(batch, _num_rows(batch, num_parts), num_parts)
+    counts = [count_targets(model, part) for part in parts]
+    weighted = [objective_of(model(**part)) * (n / sum(counts)) for part, n in zip(parts, counts, strict=True)]
+    return torch.stack(weighted).sum()
+
+
+def _num_rows(batch: Mapping[str, Any], num_parts: int) -> int:
+    """Rows that divide among the data ranks: of the labels, or of what has fewest."""
+    sizes = [value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim]
+    return min(size for size in sizes if size % num_parts == 0)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import registry_of
+from shardwise.layers.registry import registry_of, reshard
 from shardwise.split.door import open_door
 from shardwise.train.gradients import reduce_gradients
 
@@ -25,6 +25,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter.
     """
     registry = registry_of(model)
+    reshard(model)
     with open_door(model):
         local = model.state_dict()
     state: dict[str, Tensor] = {}
@@ -49,6 +50,7 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
     Communicates: sums gradients that are still partial, then gathers as `full_state_dict` does.
     """
     registry = registry_of(model)
+    reshard(model)
     reduce_gradients(model)
     gradients: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

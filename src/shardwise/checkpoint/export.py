@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from shardwise.comm.agree import failing_together
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import Registry, registry_of
+from shardwise.layers.registry import Registry, registry_of, reshard
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 
@@ -28,6 +28,7 @@ def write_pretrained(
 ) -> None:
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
+    reshard(model)
     with failing_together(registry.mesh, "preparing the export"):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(

@@ -153,10 +153,10 @@ def _report(error: Exception) -> dict[str, Any]:
 def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
     """The failure that came first, as the user should see it."""
     reported = {rank: f.error_file_data for rank, f in failures.items() if "at_seconds" in (f.error_file_data or {})}
-    # A rank that could not even report was killed, and whatever others say follows from that.
-    silent = [
-        rank for rank, failure in failures.items() if rank not in reported and failure.exitcode != -signal.SIGTERM
-    ]
+    # A rank that could not even report was killed, and whatever others say follows from that; the launcher itself ends
+    # the rest by SIGTERM.
+    ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
+    silent = [rank for rank, failure in failures.items() if rank not in reported and failure.exitcode not in ended]
     if silent or not reported:
         rank = min(silent or failures)
         failure = failures[rank]

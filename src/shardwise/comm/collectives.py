@@ -28,10 +28,14 @@ from torch import Tensor
 from shardwise.comm.operations import (
     Group,
     all_gather_single,
+    all_gather_value,
     all_reduce_,
+    all_reduce_value,
+    gives_values,
     group_rank,
     group_size,
     reduce_scatter_single,
+    reduce_scatter_value,
 )
 
 __all__ = [
@@ -54,7 +58,7 @@ def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """Leaves a split region: sums the ranks' partial results forward (in place), identity backward."""
+    """Leaves a split region: sums the ranks' partial results forward (in place where it may), identity backward."""
     return x if group is None else _Reduce.apply(x, group)
 
 
@@ -105,10 +109,14 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    if gives_values(group):
+        return all_gather_value(x, group, dim=dim % x.ndim)
     return all_gather_padded(x, group, sizes=[x.shape[dim]] * group_size(group), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
+    if gives_values(group):
+        return reduce_scatter_value(x, group, dim=dim % x.ndim)
     parts = x.movedim(dim, 0).contiguous()
     mine = parts.new_empty(parts.shape[0] // group_size(group), *parts.shape[1:])
     reduce_scatter_single(mine, parts, group)
@@ -137,6 +145,8 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        if gives_values(group):
+            return all_reduce_value(x, group)
         summed = x.contiguous()
         if summed is x:
             ctx.mark_dirty(x)
@@ -196,7 +206,7 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()  # no view: what is written into a view later escapes the hooks on this output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from shardwise.comm.simulated import SimulatedGroup
@@ -15,18 +19,28 @@ __all__ = [
     "all_gather_list",
     "all_gather_objects",
     "all_gather_single",
+    "all_gather_value",
     "all_reduce_",
+    "all_reduce_value",
+    "as_values",
     "gather_list",
+    "gives_values",
     "group_rank",
     "group_size",
+    "host_device",
     "reduce_scatter_single",
+    "reduce_scatter_value",
 ]
+
+_AS_VALUES: ContextVar[bool] = ContextVar("as_values", default=False)
 
 Group = dist.ProcessGroup | SimulatedGroup
 
 # torch 2.13 renamed the single-tensor forms and deprecates the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_value = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter_value = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def group_size(group: Group) -> int:
@@ -37,6 +51,46 @@ def group_size(group: Group) -> int:
 def group_rank(group: Group) -> int:
     """This rank's position in the group."""
     return group.rank if isinstance(group, SimulatedGroup) else dist.get_rank(group)
+
+
+def host_device(group: Group, device: torch.device) -> torch.device:
+    """Where small values that the host needs are summed: on the host if the group can, else on `device`."""
+    if isinstance(group, SimulatedGroup) or "cpu:" in str(dist.get_backend_config(group)):
+        return torch.device("cpu")
+    return device
+
+
+@contextmanager
+def as_values() -> Iterator[None]:
+    """Inside, regions exchange through functional collectives, whose results are values of their own.
+
+    Selective recomputation keeps values; what a collective writes into a tensor that is there already it cannot.
+    """
+    token = _AS_VALUES.set(True)
+    try:
+        yield
+    finally:
+        _AS_VALUES.reset(token)
+
+
+def gives_values(group: Group) -> TypeGuard[dist.ProcessGroup]:
+    """Whether regions are to use the functional forms below."""
+    return _AS_VALUES.get() and not isinstance(group, SimulatedGroup)
+
+
+def all_reduce_value(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's `x`."""
+    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def all_gather_value(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """Every rank's `x` along `dim`, all of one shape."""
+    return functional.wait_tensor(_all_gather_value(x.contiguous(), dim, group))
+
+
+def reduce_scatter_value(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+    """This rank's part along `dim` of the sum of every rank's `x`."""
+    return functional.wait_tensor(_reduce_scatter_value(x.contiguous(), "sum", dim, group))
 
 
 def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardwise.comm.operations import all_gather_list, gather_list
+from shardwise.comm.operations import Group, all_gather_list, gather_list
+from shardwise.layers.registry import local_part
 from shardwise.layout.boxes import Box
+from shardwise.layout.placement import Replicate
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
 
@@ -19,25 +21,38 @@ def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: b
     """The whole tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another
     rank.
 
-    Communicates: over tp, one all-gather of the padded parts (a gather with `rank0_only`).
+    Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts (with
+        `rank0_only` a gather, among the ranks that are still needed).
     """
-    group = mesh.group("tp")
-    if group is None or not layout.steps:
-        keep = not rank0_only or mesh.rank == 0
-        return local.detach().to("cpu", copy=True) if keep else None
-    size = mesh.size("tp")
-    shapes = [layout.local_shape({"tp": coord}) for coord in range(size)]
+    value: Tensor | None = local_part(local)
+    if rank0_only and any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps):
+        return None
+    for number, step in reversed(list(enumerate(layout.steps))):
+        group = mesh.group(step.axis)
+        if isinstance(step.placement, Replicate) or group is None or value is None:
+            continue
+        shape = Layout(layout.shape, layout.steps[:number]).local_shape(mesh.coords)
+        value = _joined(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
+    if value is None or (rank0_only and mesh.rank != 0):
+        return None
+    return value.detach().to("cpu", copy=True) if value.data_ptr() == local_part(local).data_ptr() else value.cpu()
+
+
+def _joined(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:
+    """The tensor before the one step of `layout` was taken; None on all ranks but the first where `rank0_only`."""
+    (step,) = layout.steps
+    shapes = [layout.local_shape({step.axis: coord}) for coord in range(step.size)]
     numel = max(torch.Size(shape).numel() for shape in shapes)
     flat = local.detach().reshape(-1)
     if flat.numel() < numel:
         flat = torch.cat([flat, flat.new_zeros(numel - flat.numel())])
     parts = gather_list(flat, group) if rank0_only else all_gather_list(flat, group)
-    if parts is None or (rank0_only and mesh.rank != 0):
+    if parts is None:
         return None
-    whole = torch.empty(layout.shape, dtype=local.dtype)
+    whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
     for coord, shape in enumerate(shapes):
-        part = parts[coord][: torch.Size(shape).numel()].view(shape).to("cpu")
-        for piece in layout.owned({"tp": coord}):
+        part = parts[coord][: torch.Size(shape).numel()].view(shape)
+        for piece in layout.owned({step.axis: coord}):
             whole[_slices(piece.full)] = part[_slices(piece.local)]
     return whole
 
@@ -55,8 +70,9 @@ def local_tensor(whole: Tensor, layout: Layout, coords: Mapping[str, int]) -> Te
 
 
 def owned_parts(local: Tensor, layout: Layout, coords: Mapping[str, int]) -> list[Tensor]:
-    """Views of what this rank is the owner of: over all tp ranks, every canonical element exactly once."""
-    return [local[_slices(piece.local)] for piece in layout.owned(coords)]
+    """Views of what this rank is the owner of: over all ranks, every canonical element exactly once."""
+    held = local_part(local)
+    return [held[_slices(piece.local)] for piece in layout.owned(coords)]
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -73,4 +73,12 @@ def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
 
 @functools.cache
 def _combined(mixin: Any, base: Any) -> type:
-    return type(base.__name__, (mixin, base), {"__module__": base.__module__, "__doc__": mixin.__doc__})
+    names: dict[str, Any] = {"__module__": base.__module__, "__doc__": mixin.__doc__}
+    if "forward" in vars(mixin):
+
+        @functools.wraps(base.forward)  # whoever asks sees the arguments of the module's own forward
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return mixin.forward(self, *args, **kwargs)
+
+        names["forward"] = forward
+    return type(base.__name__, (mixin, base), names)

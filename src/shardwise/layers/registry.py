@@ -10,26 +10,34 @@ import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
-from shardwise.layout.placement import Split
+from shardwise.layout.placement import Chunk, Split
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.plan.resolve import SplitPlan
 
 __all__ = [
+    "LossScale",
     "ParameterEntry",
     "Registry",
     "attach_registry",
     "carry_entry",
     "entry_of",
+    "expect_gradients",
     "is_split",
+    "local_part",
     "own_memory",
     "registry_of",
+    "reshard",
     "share_out",
 ]
 
@@ -45,28 +53,41 @@ class ParameterEntry:
         fqn: canonical name.
         layout: canonical shape and what each axis does to it.
         gradient: "whole", or "partial" where the ranks' gradients must be summed over tp.
+        data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
+            `DTensor` over them, "reduced" where it lies whole on each of them and we sum its gradient.
         registry: the model's registry.
     """
 
     fqn: str
     layout: Layout
     gradient: str
+    data: str = ""
     registry: Registry = field(repr=False, compare=False)
 
     @functools.cached_property
     def needs_sum(self) -> bool:
-        """Whether ranks compute parts of its gradient that must be summed."""
+        """Whether ranks compute parts of its gradient that we must sum, over tp or over the data axes."""
+        return self.needs_tensor_sum or self.data == "reduced"
+
+    @functools.cached_property
+    def needs_tensor_sum(self) -> bool:
+        """Whether tp ranks compute parts of its gradient that must be summed."""
         return self.gradient == "partial" or (self.split is not None and bool(self.split.shared()))
 
     def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
         if self.split is None:
             return
-        coord = self.registry.mesh.coord("tp")
+        mesh, dim = self.registry.mesh, self.split.dim
+        first, last = 0, self.split.local_size_of(mesh.coord("tp"))
+        chunk = self.chunk
+        if chunk is not None and chunk.dim == dim:
+            first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
         for interval, holders in self.split.shared():
-            if coord in holders:
-                for start, stop in self.split.local_of(coord, interval):
-                    yield holders, local.narrow(self.split.dim, start, stop - start)
+            if mesh.coord("tp") in holders:
+                for start, stop in self.split.local_of(mesh.coord("tp"), interval):
+                    begin, end = max(start, first), max(start, first, min(stop, last))
+                    yield holders, local.narrow(dim, min(begin - first, local.shape[dim]), end - begin)
 
     @functools.cached_property
     def split(self) -> Split | None:
@@ -75,6 +96,51 @@ class ParameterEntry:
             if step.axis == "tp" and isinstance(step.placement, Split):
                 return step.placement
         return None
+
+    @functools.cached_property
+    def chunk(self) -> Chunk | None:
+        """How fsdp cuts this tp rank's part, None where it lies whole on every fsdp rank."""
+        for step in self.layout.steps:
+            if step.axis == "fsdp" and isinstance(step.placement, Chunk):
+                return step.placement
+        return None
+
+    @functools.cached_property
+    def tensor_layout(self) -> Layout:
+        """What tp alone does to it: the layout of the parameter while its unit runs."""
+        return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axis == "tp"))
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """What this rank holds, as the model's parameter holds it: a `DTensor` over the data axes where FSDP2 does."""
+        mesh = self.registry.mesh
+        data_mesh = mesh.data_mesh
+        if self.data != "managed" or data_mesh is None:
+            return local
+        shape = self.tensor_layout.local_shape(mesh.coords)
+        placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
+        if self.chunk is not None:
+            placements[-1] = Shard(self.chunk.dim)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+@dataclass
+class LossScale:
+    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
+    behind `interval` steps in which they did not (as torch's GradScaler does).
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Notes how a step went."""
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 @dataclass
@@ -85,6 +151,11 @@ class Registry:
         entries: canonical FQN of every parameter to its entry.
         tied: alias FQN to canonical FQN.
         unsummed: FQNs whose gradient a backward has touched since it was last summed over tp.
+        policy: what was chosen about the data axes.
+        precision: the dtypes that were chosen, None where everything keeps its own.
+        loss_scale: of float16; None otherwise.
+        norm: of the gradients as they are now, where it has been computed.
+        data_root: the module whose FSDP2 state rules all others; None where nothing is managed.
         mapped: FQNs of parameters that still lie in private pages of the files they came from.
     """
 
@@ -94,6 +165,11 @@ class Registry:
     entries: dict[str, ParameterEntry] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     unsummed: set[str] = field(default_factory=set)
+    policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    precision: Precision | None = None
+    loss_scale: LossScale | None = None
+    norm: Tensor | None = None
+    data_root: nn.Module | None = None
     mapped: set[str] = field(default_factory=set)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Registry:
@@ -101,6 +177,17 @@ class Registry:
         copied = replace(self, entries={}, unsummed=set(), mapped=set())
         copied.entries.update({fqn: replace(entry, registry=copied) for fqn, entry in self.entries.items()})
         return copied
+
+    def home(self, fqn: str) -> torch.device:
+        """Where a parameter or buffer lies at rest: the mesh's device, or host memory for what is offloaded."""
+        entry = self.entries.get(self.tied.get(fqn, fqn))
+        offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"
+        return torch.device("cpu") if offloaded else self.mesh.device
+
+    @property
+    def divide_factor(self) -> float:
+        """What gradients are divided by when they are reduced over the data axes."""
+        return self.policy.gradient_divide_factor or float(self.mesh.data_size)
 
     def entry(self, fqn: str) -> ParameterEntry:
         """The entry of a parameter by any of its names, tied aliases included."""
@@ -117,6 +204,7 @@ def attach_registry(model: nn.Module, registry: Registry) -> None:
 def own_memory(model: nn.Module) -> None:
     """Moves parameters that lie in mapped files into memory of their own, before something writes to all of them."""
     registry = registry_of(model)
+    reshard(model)
     for fqn, parameter in model.named_parameters():
         if fqn in registry.mapped:
             parameter.data = parameter.data.clone()
@@ -138,17 +226,45 @@ def carry_entry(parameter: nn.Parameter, entry: ParameterEntry) -> None:
         parameter.register_hook(note)
 
 
+def reshard(model: nn.Module) -> None:
+    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then what lies at rest."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def share_out(parameter: Tensor, entry: ParameterEntry) -> None:
     """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
     gradient = parameter.grad
-    if gradient is None or not entry.needs_sum or entry.fqn in entry.registry.unsummed:
+    registry = entry.registry
+    if gradient is None or not entry.needs_sum or entry.fqn in registry.unsummed:
         return
     with torch.no_grad():
+        gradient = local_part(gradient)
         if entry.gradient == "partial":
-            gradient /= entry.registry.context.size
+            gradient /= registry.context.size
         for holders, part in entry.shared_parts(gradient):
             part.div_(len(holders))
-    entry.registry.unsummed.add(entry.fqn)
+        if entry.data == "reduced":
+            gradient *= registry.divide_factor / registry.mesh.data_size
+    registry.unsummed.add(entry.fqn)
+
+
+def expect_gradients(model: nn.Module) -> None:
+    """Says that a backward is to run: every gradient that is partial by nature waits for its sum from here.
+
+    Does what the hooks on parameters do, for backwards that never fire them.
+    """
+    registry = registry_of(model)
+    registry.norm = None
+    for name, parameter in model.named_parameters():
+        share_out(parameter, registry.entry(name))
+    registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
 
 
 def registry_of(model: nn.Module) -> Registry:

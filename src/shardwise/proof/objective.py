@@ -28,5 +28,7 @@ def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
 
 
 def _weights(value: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(value.numel())
-    return torch.randn(value.shape, generator=generator).to(value.device)
+    """The same for every row, so that the mean over rows is what data-parallel ranks can compute together."""
+    shape = value.shape[1:]
+    generator = torch.Generator().manual_seed(shape.numel())
+    return torch.randn(shape, generator=generator).to(value.device)

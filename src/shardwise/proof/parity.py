@@ -6,7 +6,8 @@ import copy
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import ParameterEntry, registry_of
+from shardwise.layers.registry import ParameterEntry, local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.proof.objective import objective_of
 
@@ -25,6 +26,8 @@ __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
 the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
+
+_COMPARED_STEPS = 3
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -108,8 +111,8 @@ def measure(
     *,
     split: Split,
     step: Step,
+    reference_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
     tolerance: Tolerance = Tolerance(),
-    num_compared_steps: int = 3,
     num_steps: int = 20,
 ) -> Measurement:
     """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal
@@ -119,14 +122,15 @@ def measure(
         whole: the model in one piece; left as it was.
         split: splits the copy over the mesh.
         step: runs forward and backward of a split model and returns the loss.
-        num_compared_steps: after how many AdamW steps parameters are compared.
-        num_steps: after how many the replicas are.
+        reference_loss: computes the whole model's loss; by default `objective_of` what it puts out for the batch.
+        num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
     """
     reference, start = copy.deepcopy(whole), time.perf_counter()
     model = split(copy.deepcopy(whole), mesh)
     split_seconds = time.perf_counter() - start
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
-    expected_loss = objective_of(reference(**_copied(batch)))
+    loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
+    expected_loss = loss_of(reference, _copied(batch))
     expected_loss.backward()
     loss = step(model, mesh, _copied(batch))
     gradients = _gradients(model)
@@ -136,12 +140,12 @@ def measure(
     for number in range(num_steps):
         if number:
             step(model, mesh, _copied(batch))
-            if number < num_compared_steps:
-                objective_of(reference(**_copied(batch))).backward()
-        for optimizer in optimizers[: 2 if number < num_compared_steps else None]:
+            if number < _COMPARED_STEPS:
+                loss_of(reference, _copied(batch)).backward()
+        for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
             optimizer.step()
             optimizer.zero_grad()
-        if number + 1 == num_compared_steps:
+        if number + 1 == _COMPARED_STEPS:
             parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, tolerance.parameter)
     return Measurement(
         loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),
@@ -244,33 +248,30 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
 
 
 def _unequal_replicas(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Names of parameters, or parts of them, that tp ranks share and do not hold bit-equal."""
+    """Names of parameters, or parts of them, that several ranks hold and do not hold bit-equal."""
     registry = registry_of(model)
     held = {
-        (name, part): hashlib.sha256(value).digest()
+        (name, part): hashlib.sha256(_bytes(value)).digest()
         for name, parameter in model.named_parameters()
-        for part, value in _shared_values(registry.entry(name).split, parameter, mesh.coord("tp")).items()
+        for part, value in _shared_values(registry.entry(name), local_part(parameter).cpu())
     }
     unequal = set()
-    everyone = all_gather_objects(held, mesh.group("tp"))
+    everyone = all_gather_objects(held, mesh.group())
     for key in {key for each in everyone for key in each}:
         if len({each[key] for each in everyone if key in each}) > 1:
             unequal.add(key[0])
     return tuple(sorted(unequal))
 
 
-def _shared_values(split: Any, parameter: Tensor, coord: int) -> dict[Any, bytes]:
-    """The bytes of what this rank holds together with others, by what it is."""
-    value = parameter.detach().cpu()
-    if split is None:
-        return {None: _bytes(value)}
-    return {
-        interval: b"".join(
-            _bytes(value.narrow(split.dim, start, stop - start)) for start, stop in split.local_of(coord, interval)
-        )
-        for interval, holders in split.shared()
-        if coord in holders
-    }
+def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """What this rank holds together with others, each with what it is: equal keys on all who hold it."""
+    mesh = entry.registry.mesh
+    chunk = mesh.coord("fsdp") if entry.chunk is not None else None
+    yield (chunk, mesh.coord("tp") if entry.split is not None else None), local
+    seen: Counter[tuple[int, ...]] = Counter()
+    for holders, part in entry.shared_parts(local):
+        seen[holders] += 1
+        yield (chunk, holders, seen[holders]), part
 
 
 def _bytes(value: Tensor) -> bytes:

@@ -25,9 +25,9 @@ class SimulatedMesh(Mesh):
         self._device_mesh = None
         self._group = group
 
-    def group(self, axis: str) -> SimulatedGroup | None:  # type: ignore[override]
-        """The simulated group along tp, None along any other axis."""
-        return self._group if axis == "tp" and self._group.size > 1 else None
+    def group(self, *axes: str) -> SimulatedGroup | None:  # type: ignore[override]
+        """The simulated group along tp or along all axes, None along any other."""
+        return self._group if axes in ((), ("tp",)) and self._group.size > 1 else None
 
     def subgroup(self, axis: str, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:  # type: ignore[override]
         """This rank's simulated block."""

@@ -54,12 +54,12 @@ def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel
 
 def check_axes(mesh: Mesh) -> None:
     """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
-    waiting = {axis: mesh.size(axis) for axis in ("pp", "ddp", "fsdp", "cp") if mesh.size(axis) > 1}
+    waiting = {axis: mesh.size(axis) for axis in ("pp", "cp") if mesh.size(axis) > 1}
     if waiting:
         raise UnsupportedError(
             f"layout {mesh.shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
-            why="only tp is supported so far",
-            fix=f"use tp{mesh.shape.world_size}",
+            why="only ddp, fsdp and tp are supported so far",
+            fix=f"use fsdp{mesh.shape.world_size} or tp{mesh.shape.world_size}",
         )
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
@@ -17,11 +18,12 @@ __all__ = ["guard_door", "open_door"]
 
 
 def guard_door(model: nn.Module, registry: Registry) -> None:
-    """Makes `state_dict()` refuse where parameters are split, and `load_state_dict` cut whole tensors to size.
+    """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` cut whole tensors to size.
 
-    Every module that owns a split parameter refuses, so `model.model.state_dict()` does too.
+    What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns a split
+    parameter refuses, so `model.model.state_dict()` does too.
     """
-    if registry.plan.tp_size == 1:
+    if registry.plan.tp_size == 1 and registry.mesh.data_size == 1:
         return
     context, name, tp_size = registry.context, type(model).__name__, registry.plan.tp_size
 
@@ -61,8 +63,8 @@ def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> N
         if not isinstance(value, Tensor) or registry.tied.get(name, name) not in registry.entries:
             continue
         entry = registry.entry(name)
-        if entry.split is not None and tuple(value.shape) == entry.layout.shape:
-            state[fqn] = local_tensor(value, entry.layout, registry.mesh.coords)
+        if not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
+            state[fqn] = entry.wrap(local_tensor(value, entry.layout, registry.mesh.coords))
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:

@@ -72,9 +72,9 @@ def canonical_shapes(model: nn.Module, registry: Registry) -> dict[str, tuple[in
 
 
 def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
-    device = registry.mesh.device
+    device = registry.home(fqn)
     entry = registry.entries.get(fqn)
-    if entry is not None and device.type == "cpu" and dtype == lazy.dtype:
+    if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:
         coords = registry.mesh.coords
         adopted = adopt_local(lazy, entry.layout.pieces(coords), entry.layout.local_shape(coords))
         if adopted is not None:

@@ -34,12 +34,13 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
         return
     old = module._parameters[name]
     assert old is not None
-    new = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+    entry = registry.entry(fqn)
+    new = nn.Parameter(entry.wrap(value), requires_grad=old.requires_grad and value.is_floating_point())
     names = [fqn, *(alias for alias, canonical in registry.tied.items() if canonical == fqn)]
     for each in names:
         owner, _, name = each.rpartition(".")
         model.get_submodule(owner)._parameters[name] = new
-    carry_entry(new, registry.entry(fqn))
+    carry_entry(new, entry)
 
 
 def initialize_missing(model: nn.Module, registry: Registry, *, seed: int) -> None:
@@ -64,7 +65,7 @@ def initialize_missing(model: nn.Module, registry: Registry, *, seed: int) -> No
                     if fqn in registry.entries
                     else whole
                 )
-                put_tensor(model, registry, fqn, value.to(registry.mesh.device))
+                put_tensor(model, registry, fqn, value.to(registry.home(fqn)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.layers.canonical import owned_parts
-from shardwise.layers.registry import ParameterEntry, Registry, entry_of, registry_of
+from shardwise.layers.registry import ParameterEntry, Registry, entry_of, local_part, registry_of, reshard
 from shardwise.train.gradients import reduce_gradients, sum_gradients
 
 __all__ = ["clip_grad_norm_"]
@@ -42,7 +42,7 @@ def clip_grad_norm_(
         ValueError: `norm_type` is not positive, or `max_norm` is negative or NaN.
         RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is set; on every rank.
 
-    Communicates: over tp, one all-reduce of one value; first sums gradients that are still partial.
+    Communicates: over all ranks, one all-reduce of one value; first sums gradients that are still partial.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
@@ -50,10 +50,12 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     held, registry = _held(parameters)
     total = _total_norm(held, registry, norm_type)
+    if registry is not None and isinstance(parameters, nn.Module):
+        registry.norm = total
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    gradients = [gradient for _, gradient in held]
+    gradients = [local_part(gradient) for _, gradient in held]
     if gradients and math.isfinite(max_norm):
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return total
@@ -62,6 +64,7 @@ def clip_grad_norm_(
 def _held(parameters: nn.Module | Tensor | Iterable[Tensor]) -> tuple[list[_Held], Registry | None]:
     """Gradients, summed, with the entries of the parameters that Shardwise has split."""
     if isinstance(parameters, nn.Module):
+        reshard(parameters)
         reduce_gradients(parameters)
         registry: Registry | None = registry_of(parameters)
         parameters = parameters.parameters()
@@ -79,16 +82,18 @@ def _total_norm(held: Sequence[_Held], registry: Registry | None, norm_type: flo
     parts = [part for each in held for part in _owned(*each) if part.numel()]
     norms = torch._foreach_norm([part.float() for part in parts], norm_type) if parts else []
     local = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.zeros((), device=device)
-    group = registry.mesh.group("tp") if registry is not None else None
+    group = registry.mesh.group() if registry is not None else None
     if group is None:
         return local
     if math.isinf(norm_type):
-        all_reduce_(local, group, largest=True)
-        return local
+        is_nan = local.isnan()  # which the largest of several values may leave out
+        both = torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)])
+        all_reduce_(both, group, largest=True)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
     powered = local.pow(norm_type)
     all_reduce_(powered, group)
     return powered.pow(1.0 / norm_type)
 
 
 def _owned(entry: ParameterEntry | None, gradient: Tensor) -> list[Tensor]:
-    return [gradient] if entry is None else owned_parts(gradient, entry.layout, entry.registry.mesh.coords)
+    return [local_part(gradient)] if entry is None else owned_parts(gradient, entry.layout, entry.registry.mesh.coords)

@@ -1,12 +1,13 @@
-"""The gradient phase: after the last backward of a step, everything that must be summed over tp is summed once.
+"""The gradient phase: after the last backward of a step, everything that must still be summed is summed once.
 
 # [Note: one gradient phase]
-Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing is reduced
-while backward runs (a hook only notes that a gradient comes in). Afterwards one collective sums all partial gradients
-together, and one more each group of gradients of replicated key/value heads. Whoever reads gradients
-(`full_gradients`, `clip_grad_norm_`, an optimizer from `build_optimizer`) makes sure first that the phase has run, so
-a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out among the
-ranks that summed it, so the next sum restores it: gradients may be read and accumulated in any order.
+Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so we reduce nothing
+while backward runs (a hook only notes that a gradient comes in). FSDP2 does: it reduces over the data axes as soon as a
+unit is done. A sum over tp does not mind which comes first, and is shorter behind it. Afterwards one collective sums
+all partial gradients together, and one more each group of gradients of replicated key/value heads. Whoever reads
+gradients (`full_gradients`, `clip_grad_norm_`, an optimizer from `build_optimizer`) makes sure first that the phase has
+run, so a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out
+among the ranks that summed it, so the next sum restores it: gradients may be read and accumulated in any order.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, registry_of, share_out
+from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, local_part, registry_of
+from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["begin_step", "reduce_gradients", "sum_gradients"]
+__all__ = ["reduce_gradients", "sum_gradients"]
 
 
 def reduce_gradients(model: nn.Module) -> None:
-    """Sums over tp the gradients that are still partial: of whole parameters inside regions, of shared heads.
+    """Sums the gradients that are still partial: of whole parameters inside regions, of shared heads, and of what
+    FSDP2 does not hold.
 
     A gradient that was summed already is left alone, so calling twice does no harm. Every rank of the mesh must call.
 
     Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of ranks
-    that share key/value heads.
+    that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced.
     """
     registry = registry_of(model)
     _note_strangers(model, registry)
@@ -37,10 +40,8 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def sum_gradients(parameters: Iterable[tuple[ParameterEntry, Tensor]], registry: Registry) -> None:
     """As `reduce_gradients`, of some parameters of a model: the same on every rank."""
-    if registry.mesh.group("tp") is None:
-        return
     pending = [(entry, parameter.grad) for entry, parameter in parameters if entry.fqn in registry.unsummed]
-    summable = [(entry, gradient) for entry, gradient in pending if gradient is not None]
+    summable = [(entry, local_part(gradient)) for entry, gradient in pending if gradient is not None]
     _sum_together((gradient for entry, gradient in summable if entry.gradient == "partial"), registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
     for entry, gradient in summable:
@@ -48,18 +49,11 @@ def sum_gradients(parameters: Iterable[tuple[ParameterEntry, Tensor]], registry:
             shared.setdefault(_holder_blocks(entry), []).append(part)
     for blocks, parts in shared.items():
         _sum_together(parts, registry.mesh.subgroup("tp", blocks))
+    reduced = [gradient for entry, gradient in summable if entry.data == "reduced"]
+    _sum_together(reduced, registry.mesh.group(*DATA_AXES))
+    for gradient in reduced:
+        gradient.div_(registry.divide_factor)
     registry.unsummed.difference_update(entry.fqn for entry, _ in pending)
-
-
-def begin_step(model: nn.Module) -> None:
-    """Says that a backward is to run: every gradient that is partial by nature waits for its sum from here.
-
-    Does what the hooks on parameters do, for backwards that never fire them.
-    """
-    registry = registry_of(model)
-    for name, parameter in model.named_parameters():
-        share_out(parameter, registry.entry(name))
-    registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)
 
 
 def _note_strangers(model: nn.Module, registry: Registry) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardwise.layers.registry import own_memory
+from shardwise.errors import ConfigError, GradientError
+from shardwise.layers.registry import Registry, local_part, own_memory, registry_of
+from shardwise.plan.match import match
+from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.gradients import reduce_gradients
 
 __all__ = ["build_optimizer"]
 
+Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
+
 
 def build_optimizer(
-    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
+    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, groups: Groups = (), **options: Any
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
@@ -24,22 +32,107 @@ def build_optimizer(
 
     Args:
         optimizer_class: any `torch.optim.Optimizer`.
+        groups: options for some of the parameters, over the general ones. Either rules, of which the first that fits a
+            parameter holds: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr": 1e-5}]`,
+            where `max_dims` 1 means vectors and scalars, and `params` is a pattern of names or several; or a function
+            of name and parameter that returns the options.
         options: its keyword arguments (`lr`, `weight_decay`, …).
+
+    Returns:
+        The optimizer. Its `step` first finishes the gradients, and minds `Precision.nonfinite`.
 
     Raises:
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
+        ConfigError: a rule names no parameter, or does not say which.
         LayoutError: the model is not split by Shardwise.
 
-    Communicates: nothing itself; `step` first sums gradients that are still partial (see [Note: one gradient phase]).
+    Communicates: nothing itself; `step` first sums gradients that are still partial (see [Note: one gradient phase]),
+        and with a `Precision`, unless `clip_grad_norm_` has just done so, all-reduces one value over all ranks.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     own_memory(model)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = optimizer_class(parameters, **options)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = optimizer_class(_grouped(trained, groups), **options)
+    registry = registry_of(model)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         reduce_gradients(model)
+        _mind_nonfinite(model, registry)
 
     optimizer.register_step_pre_hook(before_step)
     return optimizer
+
+
+def _grouped(trained: Mapping[str, Tensor], groups: Groups) -> list[dict[str, Any]]:
+    """Parameter groups: by options, and apart what FSDP2 holds from what it does not, since foreach optimizers cannot
+    update both in one sweep.
+    """
+    choose = groups if callable(groups) else _Rules(groups, trained)
+    found: dict[Any, dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        chosen = dict(choose(name, parameter))
+        key = (isinstance(parameter, DTensor), *sorted((option, repr(value)) for option, value in chosen.items()))
+        found.setdefault(key, {"params": [], **chosen})["params"].append(parameter)
+    return list(found.values())
+
+
+class _Rules:
+    """The options of the first rule that fits a parameter."""
+
+    def __init__(self, rules: Sequence[Mapping[str, Any]], trained: Mapping[str, Tensor]) -> None:
+        self._rules = [_read_rule(rule) for rule in rules]
+        for rule, (fits, _) in zip(rules, self._rules, strict=True):
+            if not any(fits(name, parameter) for name, parameter in trained.items()):
+                raise ConfigError(f"the parameter group {dict(rule)} fits no parameter that is trained")
+
+    def __call__(self, name: str, parameter: Tensor) -> Mapping[str, Any]:
+        return next((options for fits, options in self._rules if fits(name, parameter)), {})
+
+
+def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, Tensor], bool], dict[str, Any]]:
+    options = dict(rule)
+    patterns, most = options.pop("params", None), options.pop("max_dims", None)
+    if patterns is None and most is None:
+        raise ConfigError(
+            f"the parameter group {options} does not say which parameters it is for",
+            fix='add "params": a pattern of names or a list of them, or "max_dims": 1 for vectors and scalars',
+        )
+    named = [patterns] if isinstance(patterns, str) else patterns
+
+    def fits(name: str, parameter: Tensor) -> bool:
+        return (named is None or any(match(pattern, name) for pattern in named)) and (
+            most is None or parameter.ndim <= most
+        )
+
+    return fits, options
+
+
+def _mind_nonfinite(model: nn.Module, registry: Registry) -> None:
+    """Raises, or drops the gradients, where some of them is infinite or NaN on any rank; see `Precision`."""
+    precision, scale = registry.precision, registry.loss_scale
+    if precision is None or (precision.nonfinite == "ignore" and scale is None):
+        return
+    norm = registry.norm if registry.norm is not None else clip_grad_norm_(model, math.inf)
+    registry.norm = None
+    is_finite = bool(torch.isfinite(norm))
+    if scale is not None:
+        scale.update(overflowed=not is_finite)
+    if is_finite or (precision.nonfinite == "ignore" and scale is None):
+        return
+    if precision.nonfinite == "raise" and scale is None:
+        raise GradientError(
+            f"the gradient norm is {float(norm)}",
+            why=_culprits(model.named_parameters()),
+            fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
+        )
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _culprits(parameters: Iterable[tuple[str, Tensor]], most: int = 3) -> str:
+    names = [name for name, p in parameters if p.grad is not None and not bool(local_part(p.grad).isfinite().all())]
+    if not names:
+        return "on another rank"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"infinite or NaN: the gradients of {', '.join(names[:most])}{more}"

@@ -1,0 +1,150 @@
+"""What a user may choose beside the layout and the plan: frozen values, checked when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError, did_you_mean
+
+__all__ = ["FsdpPolicy", "Precision", "Recompute"]
+
+_STAGES = (1, 2, 3)
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_NONFINITE = ("raise", "skip", "ignore")
+_RECOMPUTED = ("none", "full", "attention", "selective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpPolicy:
+    """How parameters, gradients and optimizer states lie along `fsdp` and `ddp` (FSDP2; ZeRO, arXiv 1910.02054).
+
+    Parameters, gradients and optimizer states are sharded over `fsdp` in every stage; the stages differ in how long
+    what was gathered or not yet reduced is kept:
+
+        stage   parameters are gathered       gradients are reduce-scattered
+        3       for each forward and backward of a unit, freed in between   behind every microbatch
+        2       once a step, kept until the last backward                   behind every microbatch
+        1       once a step, kept until the last backward                   once a step, behind the last microbatch
+
+    A unit is a block, the embedding, the head (with the embedding where they are tied), or what is left of the model.
+
+    Attributes:
+        zero_stage: 1, 2 or 3.
+        keep_last_block: at stage 3, do not free the last block between its forward and its backward, which follow each
+            other.
+        prefetch: how many units ahead parameters are gathered, forward and backward. 1 is what FSDP2 does by itself.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory; each unit is copied to the device
+            when it is used.
+        gradient_divide_factor: what gradients are divided by on the wire, against overflow of narrow dtypes; by
+            default the number of data ranks. `TrainStep` multiplies the loss by it, so results do not depend on it.
+        separate_reduce_group: reduce gradients on a communicator of their own, beside the one that gathers parameters
+            (torch 2.13).
+        symmetric_memory: communicate through NCCL's symmetric memory (CUDA, torch 2.13).
+
+    Raises:
+        ConfigError: a value is none of those named.
+    """
+
+    zero_stage: int = 3
+    keep_last_block: bool = True
+    prefetch: int = 1
+    cpu_offload: bool = False
+    gradient_divide_factor: float | None = None
+    separate_reduce_group: bool = False
+    symmetric_memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in _STAGES:
+            raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="use 1, 2 or 3")
+        if type(self.prefetch) is not int or self.prefetch < 1:
+            raise ConfigError(
+                f"prefetch is {self.prefetch!r}", why="it counts units", fix="use an integer of at least 1"
+            )
+        factor = self.gradient_divide_factor
+        if factor is not None and not factor > 0:
+            raise ConfigError(f"gradient_divide_factor is {factor!r}", fix="use a positive number, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of training (mixed precision, arXiv 1710.03740).
+
+    The default keeps float32 parameters, which the optimizer updates, computes in bfloat16 and sums gradients in
+    float32. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are cast
+    where they are used. Inputs of the model and of every unit are cast along.
+
+    Attributes:
+        params: of parameters, gradients and optimizer states at rest.
+        compute: of forward and backward. With "float16" `TrainStep` scales the loss, by as much as gradients bear.
+        reduce: of gradients while they are summed over the data axes.
+        nonfinite: what an optimizer from `build_optimizer` does where some gradient is infinite or NaN, decided on all
+            ranks alike: "raise" an error, "skip" the step (the gradients are dropped), or "ignore" it and step. With
+            "float16" an overflow is skipped in any case, and the loss scaled less.
+
+    Raises:
+        ConfigError: a value is none of those named.
+    """
+
+    params: str = "float32"
+    compute: str = "bfloat16"
+    reduce: str = "float32"
+    nonfinite: str = "raise"
+
+    def __post_init__(self) -> None:
+        for name in ("params", "compute", "reduce"):
+            value = getattr(self, name)
+            if value not in _DTYPES:
+                raise ConfigError(
+                    f"Precision {name} is {value!r}{did_you_mean(str(value), _DTYPES)}",
+                    fix=f"use one of {', '.join(_DTYPES)}",
+                )
+        if self.nonfinite not in _NONFINITE:
+            raise ConfigError(f"Precision nonfinite is {self.nonfinite!r}", fix=f"use one of {', '.join(_NONFINITE)}")
+        if self.params == "float16":
+            raise ConfigError(
+                "Precision params is 'float16'",
+                why="updates are lost to rounding, and gradients overflow at rest",
+                fix='keep parameters in float32 and use compute="float16"',
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What forward does not keep and backward computes again (activation checkpointing, arXiv 1604.06174).
+
+    Blocks are the modules in the model's lists of modules; a block that is recomputed keeps its inputs alone.
+
+        "none"        everything is kept
+        "full"        blocks are computed again, collectives of tensor parallelism included
+        "attention"   attention modules are, whose memory may grow with the square of the sequence
+        "selective"   blocks are, but for what is dear to compute: matrix products, attention and collectives are kept
+
+    Attributes:
+        mode: one of those.
+        every: of the blocks, only every so manieth from the first on.
+        modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), of which no
+            one may lie within another.
+
+    Raises:
+        ConfigError: a value is none of those named.
+    """
+
+    mode: str = "none"
+    every: int = 1
+    modules: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in _RECOMPUTED:
+            raise ConfigError(
+                f"Recompute mode {self.mode!r}{did_you_mean(str(self.mode), _RECOMPUTED)}",
+                fix=f"use one of {', '.join(_RECOMPUTED)}",
+            )
+        if type(self.every) is not int or self.every < 1:
+            raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
+        object.__setattr__(self, "modules", tuple(self.modules))
+        if self.modules and self.mode not in ("full", "selective"):
+            raise ConfigError(
+                f"Recompute modules with mode {self.mode!r}",
+                why="patterns say which modules are recomputed in place of blocks",
+                fix='use mode="full" or mode="selective" with them',
+            )

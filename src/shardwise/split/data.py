@@ -1,0 +1,231 @@
+"""Data parallelism: FSDP2 over the `fsdp` and `ddp` axes, set up once for the whole model.
+
+# [Note: units]
+FSDP2 gathers the parameters of a unit together when its module is called, and frees them behind it. Units are the
+blocks (what the model keeps in lists of modules), the input embedding and the output head; what is left, final norms
+and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
+share a parameter are one unit: it is gathered before the first of them runs and freed behind the last.
+
+A parameter that cannot be cut along its first dim lies whole on every data rank, and the gradient phase sums its
+gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer face each
+other).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shardwise.errors import UnsupportedError
+from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, expect_gradients
+from shardwise.layout.placement import Chunk, Replicate
+from shardwise.layout.tensor import Layout, Step
+from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy
+from shardwise.split.blocks import find_blocks
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = ["apply_data_parallelism", "find_units"]
+
+Unit = tuple[nn.Module, ...]
+
+
+def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
+    """Gives the parameters of a split model (real or meta) to FSDP2, in place; names stay, parameters become `DTensor`s
+    over the data axes. Does nothing where there is one data rank.
+
+    Raises:
+        UnsupportedError: the policy asks for what this torch or device does not have.
+
+    Communicates: the creation of the data axes' process groups.
+    """
+    mesh, registry.policy = registry.mesh, policy
+    if mesh.data_mesh is None:
+        return
+    _check(policy, mesh)
+    for fqn, entry in registry.entries.items():
+        registry.entries[fqn] = _with_data_steps(entry, model.get_parameter(fqn).ndim)
+    kept_whole = {parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"}
+    if kept_whole:
+        _move(kept_whole, mesh.device)
+    units, own_class = find_units(model), type(model)
+    _own_outputs(model, units)
+    for unit in units:
+        _shard(unit, registry, kept_whole, frees=policy.zero_stage == 3)
+    _shard((model,), registry, kept_whole, frees=False)
+    _keep_name(model, own_class)
+    registry.data_root = model
+    _tune(model, units, registry)
+    for name, parameter in model.named_parameters():
+        carry_entry(parameter, registry.entry(name))
+    model.register_forward_pre_hook(lambda module, args: expect_gradients(module) if torch.is_grad_enabled() else None)
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """What is gathered together (see [Note: units]), without the rest that belongs to the model itself, in order of
+    registration. Modules of a unit share parameters.
+    """
+    candidates = [block for block in find_blocks(model) if any(True for _ in block.parameters())]
+    inside = {id(module) for block in candidates for module in block.modules()}
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        module = _get(model, getter)
+        if module is not None and id(module) not in inside and module is not model:
+            candidates.append(module)
+            inside.add(id(module))
+    units: list[list[nn.Module]] = []
+    for candidate in candidates:
+        held = {id(parameter) for parameter in candidate.parameters()}
+        sharing = [unit for unit in units if any(id(each) in held for module in unit for each in module.parameters())]
+        merged = [module for unit in sharing for module in unit] + [candidate]
+        units = [unit for unit in units if unit not in sharing] + [merged]
+    outside = _parameters_outside(model, [module for unit in units for module in unit])
+    return [tuple(unit) for unit in units if not any(id(p) in outside for module in unit for p in module.parameters())]
+
+
+def _parameters_outside(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
+    """Ids of the parameters that a module outside `modules` holds."""
+    inside = {id(module) for each in modules for module in each.modules()}
+    return {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in inside
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
+
+
+def _get(model: nn.Module, getter: str) -> nn.Module | None:
+    try:
+        module = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return module if isinstance(module, nn.Module) else None
+
+
+def _with_data_steps(entry: ParameterEntry, num_dims: int) -> ParameterEntry:
+    mesh = entry.registry.mesh
+    is_whole = num_dims == 0 or (mesh.size("fsdp") > 1 and not _face_each_other(entry))
+    steps = [
+        Step(axis, mesh.size(axis), Replicate() if is_whole or axis == "ddp" else Chunk(0))
+        for axis in reversed(DATA_AXES)
+        if mesh.size(axis) > 1
+    ]
+    layout = Layout(entry.layout.shape, (*entry.layout.steps, *steps))
+    return replace(entry, layout=layout, data="reduced" if is_whole else "managed")
+
+
+def _face_each_other(entry: ParameterEntry) -> bool:
+    """Whether copies that tp ranks hold of the same elements lie at the same place, so that cutting leaves them so."""
+    split = entry.split
+    if split is None or split.dim != 0:
+        return True
+    return all(
+        len({(split.local_of(coord, interval), split.local_size_of(coord)) for coord in holders}) == 1
+        for interval, holders in split.shared()
+    )
+
+
+def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
+    for parameter in parameters:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+
+
+def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, frees: bool) -> None:
+    mesh, policy = registry.mesh, registry.policy
+    options: dict[str, Any] = {
+        "mesh": mesh.data_mesh,
+        "mp_policy": _mixed_precision(registry),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if policy.cpu_offload
+        else OffloadPolicy(),
+        "ignored_params": kept_whole,
+    }
+    modules: Any = unit[0] if len(unit) == 1 else list(unit)
+    if mesh.size("fsdp") > 1:
+        fully_shard(modules, reshard_after_forward=frees, **options)
+        return
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(modules, **options)
+
+
+def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Makes no block hand out a view: what writes into one in place escapes the hook by which FSDP2 gathers the block
+    again in backward. FSDP2 warns of that at every view; heads may hand them out, since they stay gathered.
+    """
+    head = _get(model, "get_output_embeddings")
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if value.requires_grad and value._is_view() else value
+        return type(value)(map(own, value)) if type(value) in (tuple, list) else value
+
+    for module in (each for unit in units if head not in unit for each in unit):
+        module.register_forward_hook(lambda module, args, output: own(output))
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+
+
+def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
+    precision = registry.precision
+    if precision is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute) if precision.compute != precision.params else None,
+        reduce_dtype=getattr(torch, precision.reduce),
+    )
+
+
+def _keep_name(model: nn.Module, own_class: type) -> None:
+    """Lets the model's class go by its name again: transformers looks things up by it, and exports write it down."""
+    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
+    model.__class__ = type(own_class.__name__, (type(model),), names)
+
+
+def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
+    """Applies what FSDP2 is told behind `fully_shard`."""
+    policy = registry.policy
+    embedding, head = _get(model, "get_input_embeddings"), _get(model, "get_output_embeddings")
+    blocks = [_as_fsdp(unit[0]) for unit in units if embedding not in unit and head not in unit]
+    if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
+        ends = [unit[0] for unit in units if head in unit] + (blocks[-1:] if policy.keep_last_block else [])
+        for module in ends:  # their backward follows their forward at once
+            _as_fsdp(module).set_reshard_after_forward(False, recurse=False)
+        if isinstance(embedding, nn.Embedding) and (embedding,) in units:
+            _as_fsdp(embedding).set_unshard_in_backward(False)  # its gradient does not depend on it
+    for number, module in enumerate(blocks if policy.prefetch > 1 else []):
+        module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
+        module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if policy.gradient_divide_factor is not None:
+                module.set_gradient_divide_factor(policy.gradient_divide_factor)
+                module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
+            if policy.symmetric_memory:
+                module.set_symm_mem_for_comm()
+    if policy.separate_reduce_group:
+        _as_fsdp(model).set_separate_reduce_scatter_group(True)
+
+
+def _as_fsdp(module: nn.Module) -> Any:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
+    for wanted, method in (
+        (policy.separate_reduce_group, "set_separate_reduce_scatter_group"),
+        (policy.symmetric_memory, "set_symm_mem_for_comm"),
+    ):
+        if wanted and not hasattr(FSDPModule, method):
+            raise UnsupportedError(
+                f"torch {torch.__version__} has no FSDPModule.{method}", fix="use torch 2.13 or newer"
+            )
+    if policy.symmetric_memory and mesh.device.type != "cuda":
+        raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")

@@ -1,0 +1,133 @@
+"""Recomputation (activation checkpointing): blocks that are computed again in backward instead of kept.
+
+# [Note: recomputation]
+A recomputed module checkpoints its own forward. What hangs on the module from outside, FSDP2's gathering and the edges
+of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
+What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
+"selective"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
+twice, so training forwards build none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardwise.comm.operations import as_values
+from shardwise.errors import ConfigError
+from shardwise.layers.linear import become
+from shardwise.plan.match import match
+from shardwise.plan.options import Recompute
+from shardwise.split.blocks import find_blocks
+from shardwise.split.facts import read_facts
+
+__all__ = ["apply_recomputation"]
+
+_aten = torch.ops.aten
+_DEAR = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+class Recomputed:
+    """Mixin: keeps the inputs of its forward and computes it again in backward."""
+
+    _checkpoint: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, checkpointed where a gradient is wanted."""
+        own: Callable[..., Any] = super().forward  # type: ignore[misc]
+        if not torch.is_grad_enabled():
+            return own(*args, **kwargs)
+        return self._checkpoint(own, *args, **kwargs)
+
+
+def apply_recomputation(model: nn.Module, recompute: Recompute) -> None:
+    """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay.
+
+    Raises:
+        ConfigError: a pattern names no module, one module lies within another, or the model has no attention to name.
+
+    Communicates: nothing; a recomputed forward repeats what it communicates.
+    """
+    if recompute.mode == "none":
+        return
+    run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
+    for module in _chosen(model, recompute):
+        become(module, Recomputed, _checkpoint=run)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+def _chosen(model: nn.Module, recompute: Recompute) -> list[nn.Module]:
+    if recompute.modules:
+        return _matching(model, recompute.modules)
+    blocks = list(find_blocks(model))[:: recompute.every]
+    if recompute.mode != "attention":
+        if not blocks:
+            raise ConfigError(f"{type(model).__name__} has no blocks to recompute", fix="name modules by pattern")
+        return blocks
+    inside = {id(module) for block in blocks for module in block.modules()}
+    found = [module for module in _attentions(model) if id(module) in inside]
+    if not found:
+        raise ConfigError(f"{type(model).__name__} has no attention that is recognised", fix="name modules by pattern")
+    return found
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(match(pattern, name) for name in names):
+            raise ConfigError(f"Recompute pattern {pattern!r} matches no module of {type(model).__name__}")
+    chosen = [name for name in names if any(match(pattern, name) for pattern in patterns)]
+    for name in chosen:
+        outer = next((each for each in chosen if name.startswith(f"{each}.")), None)
+        if outer is not None:
+            raise ConfigError(f"{name} lies within {outer}, and both are to be recomputed", fix="name only one of them")
+    return [model.get_submodule(name) for name in chosen]
+
+
+def _attentions(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that know their heads."""
+    facts = read_facts(model).modules
+    names = [name for name, each in facts.items() if each.heads is not None and name]
+    for name in names:
+        if not any(name.startswith(f"{other}.") for other in names):
+            yield model.get_submodule(name)
+
+
+def _run_selectively(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with as_values():
+            return own(*args, **kwargs)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_keep_the_dear, **kwargs)
+
+
+def _keep_the_dear() -> Any:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation in _DEAR or operation.namespace == "_c10d_functional"
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch.is_grad_enabled():
+        kwargs["use_cache"] = False
+    return args, kwargs

@@ -1,0 +1,107 @@
+"""Batches: what a step may be fed, how rows are divided, what counts as a target."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardwise.errors import BatchError
+
+__all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+_SHARED = ("position_ids", "cache_position")
+"""Inputs that may have one row for all rows of the batch."""
+
+
+def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: int) -> int:
+    """The number of rows; raises where the batch cannot be trained on."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"a batch cannot be a {type(batch).__name__}",
+            fix='pass a dict of the model\'s inputs, such as {"input_ids": ids, "labels": ids}',
+        )
+    targets = {name: batch[name] for name in target_names(model) if batch.get(name) is not None}
+    if not targets:
+        raise BatchError(
+            f"the batch has no labels (it has {', '.join(sorted(batch)) or 'nothing'})",
+            why="the model computes its loss from them",
+            fix='add "labels": the input ids themselves for causal models, with -100 where nothing is to be learned',
+        )
+    for name, target in targets.items():
+        if not isinstance(target, Tensor) or not target.ndim:
+            raise BatchError(
+                f"{name} cannot be {'a scalar' if isinstance(target, Tensor) else f'a {type(target).__name__}'}",
+                why="a step counts the targets of every row",
+                fix=f"pass a tensor [rows, …], such as torch.tensor({name})",
+            )
+    num_rows = next(iter(targets.values())).shape[0]
+    if num_rows == 0 or num_rows % num_microbatches:
+        raise BatchError(
+            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
+            why="every microbatch has the same number of rows, at least one",
+            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
+        )
+    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    legal = {num_rows, num_rows * _inputs_per_row(model)}
+    if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
+        raise BatchError(
+            "the tensors of the batch differ in rows",
+            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
+            fix="give every tensor as many rows as the labels have",
+        )
+    return num_rows
+
+
+def target_names(model: nn.Module) -> tuple[str, ...]:
+    """The arguments of the model's forward from which it computes a loss; `labels` first."""
+    names = inspect.signature(model.forward).parameters
+    found = [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
+    return ("labels", *(name for name in found if name != "labels"))
+
+
+def _inputs_per_row(model: nn.Module) -> int:
+    """Rows of inputs for each row of labels: models of audio codes take one for each of their codebooks."""
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
+
+
+def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is
+    shared.
+    """
+
+    def part(value: Any, index: int) -> Any:
+        if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
+            return value
+        size = value.shape[0] // count
+        return value[index * size : (index + 1) * size]
+
+    return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
+
+
+def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """What the model's loss is a mean over: labels that are not ignored, the first of each row aside where it shifts
+    them; rows, where there are no labels to count.
+    """
+    labels = batch.get("labels")
+    if labels is None or labels.is_floating_point():
+        return next(batch[name].shape[0] for name in target_names(model) if batch.get(name) is not None)
+    if labels.ndim > 1 and _shifts_labels(model):
+        labels = labels[..., 1:]
+    return int((labels != IGNORED).sum())
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss compares each position with the label behind it."""
+    config = getattr(model, "config", None)
+    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return getattr(model, "loss_type", None) == "ForCausalLM" or (
+        is_causal and not getattr(config, "is_encoder_decoder", False)
+    )

@@ -1,0 +1,215 @@
+"""Data parallelism, alone and with tensor and sequence parallelism, trains exactly what one process would."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.comm.count import CommunicationCount
+from shardwise.errors import BatchError
+from shardwise.plan.options import FsdpPolicy, Recompute
+from shardwise.proof.objective import objective_of
+from shardwise.proof.parity import measure
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.families import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+FAMILIES = ("llama", "qwen3", "gpt2", "gemma3_text", "mixtral", "bert")
+LAYOUTS = ("fsdp2", "ddp2", "fsdp4", "ddp2.fsdp2", "fsdp2.tp2", "ddp2.tp2", "fsdp2.tp2+sp")
+STAGES = (3, 1, 2)
+ACCUMULATION = (1, 3)
+RECOMPUTED = ("none", "full", "selective")
+ROWS = 12
+
+
+def cases():
+    """A set of cells of the product in which every pair of choices meets."""
+    for (i, family), (j, layout) in itertools.product(enumerate(FAMILIES), enumerate(LAYOUTS)):
+        yield family, layout, STAGES[(i + j) % 3], ACCUMULATION[(i // 2 + j) % 2], RECOMPUTED[(i + 2 * j) % 3]
+
+
+def test_every_pair_of_choices_meets():
+    found = list(cases())
+    choices = (FAMILIES, LAYOUTS, STAGES, ACCUMULATION, RECOMPUTED)
+    for (a, first), (b, second) in itertools.combinations(enumerate(choices), 2):
+        assert {(cell[a], cell[b]) for cell in found} == set(itertools.product(first, second))
+
+
+def rows_of(batch, mesh):
+    """This data rank's rows."""
+    rows = batch["labels"].shape[0] // mesh.data_size
+    return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
+
+
+def loss_of_parts(model, batch, *, num_parts):
+    """The mean over all targets, with a balance of experts that is computed for each part."""
+    rows = ROWS // num_parts
+    parts = [{name: value[at : at + rows] for name, value in batch.items()} for at in range(0, ROWS, rows)]
+    counts = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    losses = [objective_of(model(**part)) * count / sum(counts) for part, count in zip(parts, counts, strict=True)]
+    return torch.stack(losses).sum()
+
+
+def measure_layout(layout, chosen):
+    """Of every cell of one layout, what the proof finds."""
+    found = {}
+    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
+        for family, _, stage, accumulation, recomputed in chosen:
+            whole = tiny_model(family, tied=family == "gpt2")
+            has_experts = family == "mixtral"
+            parts = functools.partial(loss_of_parts, num_parts=mesh.data_size * accumulation)
+            found[family] = measure(
+                whole,
+                tiny_batch(whole, rows=ROWS),
+                mesh,
+                split=functools.partial(
+                    shardwise.parallelize,
+                    sequence_parallel=layout.endswith("+sp"),
+                    fsdp=FsdpPolicy(zero_stage=stage),
+                    recompute=Recompute(mode=recomputed),
+                ),
+                step=lambda model, mesh, batch, count=accumulation: (
+                    shardwise.TrainStep(model, mesh, num_microbatches=count)(rows_of(batch, mesh)).loss
+                ),
+                reference_loss=parts if has_experts else None,
+            )
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_parallel_layouts_train_as_one_process(layout):
+    chosen = [cell for cell in cases() if cell[1] == layout]
+    size = MeshShape.parse(layout.removesuffix("+sp")).world_size
+    for rank in spawn(measure_layout, size, layout, chosen, timeout=110):
+        for family, *cell in chosen:
+            assert rank[family].passed, f"{family} {cell}: {rank[family]}"
+
+
+def clip_everywhere(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("llama", num_key_value_heads=1)
+        batch = tiny_batch(whole, rows=ROWS)
+        whole(**batch).loss.backward()
+        expected = {}
+        gradients = {name: p.grad.clone() for name, p in whole.named_parameters()}
+        model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=1), mesh)
+        for norm_type in (1.0, 2.0, math.inf):
+            for name, parameter in whole.named_parameters():
+                parameter.grad = gradients[name].clone()
+            norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5, norm_type)
+            model.zero_grad()
+            shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
+            parameters = model if norm_type == 2.0 else list(model.parameters())
+            found = shardwise.clip_grad_norm_(parameters, 0.5, norm_type)
+            assert found.dtype == torch.float32
+            clipped = shardwise.full_gradients(model)
+            worst = max(float((clipped[name] - p.grad).abs().max()) for name, p in whole.named_parameters())
+            expected[norm_type] = float(norm), float(found), worst
+        return expected
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if "+" not in layout])
+def test_norms_and_clipping_are_those_of_the_whole_model(layout):
+    for rank in spawn(clip_everywhere, MeshShape.parse(layout).world_size, layout):
+        for norm, found, worst in rank.values():
+            assert found == pytest.approx(norm, rel=1e-5)
+            assert worst < 1e-6
+
+
+def train_on_odd_batches():
+    """Losses and worst gradient differences of batches whose ranks have unequal rows and targets."""
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        found = {}
+        for name in ("unequal targets", "one rank without", "odd rows", "no targets"):
+            whole = tiny_model("llama")
+            batch = tiny_batch(whole, rows=3 if name == "odd rows" else 4)
+            cut = 2
+            if name != "odd rows":
+                batch["labels"][:2] = batch["labels"][:2] if name != "no targets" else -100
+                batch["labels"][2:, :9] = -100
+            if name in ("one rank without", "no targets"):
+                batch["labels"][2:] = -100
+            mine = {key: value[:cut] if mesh.data_rank == 0 else value[cut:] for key, value in batch.items()}
+            model = shardwise.parallelize(copy.deepcopy(whole), mesh)
+            result = shardwise.TrainStep(model, mesh)(mine)
+            gradients = shardwise.full_gradients(model)
+            if name == "no targets":
+                worst = max(float(gradient.abs().max()) for gradient in gradients.values())
+                found[name] = 0.0, float(result.loss), worst, result.num_tokens, 0
+                continue
+            loss = whole(**batch).loss
+            loss.backward()
+            worst = max(float((gradients[key] - p.grad).abs().max()) for key, p in whole.named_parameters())
+            targets = int((batch["labels"][:, 1:] != -100).sum())
+            found[name] = float(loss.detach()), float(result.loss), worst, result.num_tokens, targets
+        return found
+
+
+def test_unequal_ranks_count_by_their_targets():
+    for rank in spawn(train_on_odd_batches, 2):
+        for name, (loss, found, worst, num_tokens, targets) in rank.items():
+            assert found == pytest.approx(loss, abs=1e-5), name
+            assert worst < 1e-6, name
+            assert num_tokens == targets, name
+
+
+def feed_one_rank_nonsense():
+    with shardwise.Mesh.open("fsdp2", timeout_seconds=20) as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        batch = tiny_batch(model)
+        if mesh.rank == 1:
+            del batch["labels"]
+        with pytest.raises(BatchError, match="no labels"):
+            shardwise.TrainStep(model, mesh)(batch)
+        batch = tiny_batch(model)
+        return float(shardwise.TrainStep(model, mesh)(batch).loss)
+
+
+def test_a_bad_batch_on_one_rank_is_an_error_on_all_and_training_can_go_on():
+    first, second = spawn(feed_one_rank_nonsense, 2)
+    assert first == second > 0
+
+
+LAYERS = 3
+
+
+def count_step(layout, stage, accumulation):
+    with shardwise.Mesh.open(layout) as mesh:
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        model = shardwise.parallelize(model, mesh, fsdp=FsdpPolicy(zero_stage=stage))
+        step = shardwise.TrainStep(model, mesh, num_microbatches=accumulation)
+        batch = rows_of(tiny_batch(model, rows=ROWS), mesh)
+        step(batch)
+        model.zero_grad()
+        with CommunicationCount() as count:
+            step(batch)
+        sizes = {}
+        for name, parameter in model.named_parameters():
+            unit = name.split(".")[2] if "layers" in name else name.split(".")[0 if "head" in name else 1]
+            sizes[unit] = sizes.get(unit, 0) + parameter.numel()
+        calls = {name: count.num_calls(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+        return calls, dict(count.bytes), sizes
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATION)
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_stage_communicates_what_it_must(stage, accumulation):
+    """Units: each block, the embedding, the head, and the final norm with the model itself."""
+    for calls, nbytes, sizes in spawn(count_step, 2, "fsdp2", stage, accumulation):
+        everything = sum(sizes.values()) * 4
+        units = LAYERS + 3
+        again = sum(sizes[str(block)] for block in range(LAYERS - 1)) * 4  # the last block and the head are kept
+        gathers = {1: units, 2: units, 3: (units + LAYERS - 1) * accumulation}[stage]
+        scatters = units * (accumulation if stage > 1 else 1)
+        assert calls == {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": 2}
+        assert nbytes["all_gather"] == {1: everything, 2: everything, 3: (everything + again) * accumulation}[stage]
+        assert nbytes["reduce_scatter"] == everything * (accumulation if stage > 1 else 1)
+        assert nbytes["all_reduce"] == 16 + 4, "the number of targets with a flag, and the loss"
