@@ -19,12 +19,13 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
+from shardwise.split.along import sequence_plans
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
 from shardwise.split.influence import find_row_products
 from shardwise.split.plans import vocabulary_plan
-from shardwise.split.trace import layers_of
+from shardwise.split.trace import layers_of, watch
 
 __all__ = ["derive_plan"]
 
@@ -55,7 +56,8 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     layers = tuple(layers_of(twin))
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []
-    for plan in _Candidates(twin, facts, trial, portable=not own_size).plans(declared):
+    candidates = _Candidates(twin, facts, trial, portable=not own_size)
+    for plan in candidates.plans(declared):
         try:
             share = _share(plan, facts, layers, tp_size)
         except PlanError as error:
@@ -63,10 +65,12 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             continue
         if best is not None and share <= best[0]:
             continue
-        verdict = trial.run(plan, sequence_parallel=sequence_parallel)
-        if verdict.passed:
-            best = (share, plan)
-        reasons.append(verdict.reason)
+        for candidate in candidates.along(plan) if sequence_parallel else (plan,):
+            verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
+            reasons.append(verdict.reason)
+            if verdict.passed:
+                best = (share, candidate)
+                break
         if best is not None and best[0] >= _WELL_SPLIT:
             break
     if best is None:
@@ -138,6 +142,13 @@ class _Candidates:
         layer_names = tuple(layers_of(self.twin))
         yield vocabulary | _unreached(self.facts, blocks, layer_names) | self._all_that_pass(blocks)
         yield vocabulary
+
+    def along(self, plan: Plan) -> Iterator[Plan]:
+        """`plan` with the sequence split in all ways worth a try."""
+        layers = watch(_eager(self.twin), self.trial.inputs(), thorough=True)
+        yield from sequence_plans(
+            self.twin, self.facts, plan, layers=layers, batch=self.trial.inputs(), parts=self.trial.parts
+        )
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""

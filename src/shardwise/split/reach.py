@@ -15,7 +15,7 @@ from shardwise.split.influence import Holding, RowProduct, run_of
 from shardwise.split.sizes import Sizing
 from shardwise.split.trace import Layer, ModuleCall
 
-__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs"]
+__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "hidden_name"]
 
 _MAX_ADDED = 2
 
@@ -82,22 +82,32 @@ class Reach:
             return False
         return any(_nonzero(gradient) for gradient in _gradients(value.sum(), split))
 
-    def leads_only_to_rows(self, module: str) -> bool:
-        """Whether nothing that `module` is given reaches the layer's outputs past the (cut) row products.
+    def passing(self, module: str) -> frozenset[str] | None:
+        """The inputs of `module` that reach the layer's outputs past the (cut) row products: they go around a region.
 
-        A module that holds other blocks' row products does not: they need regions of their own.
+        None where its hidden states, the first input, do so: then it is no region. Neither is a module that holds other
+        blocks' row products: they need regions of their own.
         """
         if any(f"{other.module}.".startswith(f"{module}.") for other in self.others):
-            return False
+            return None
         # Where the whole output is left at once, products may be weighted on the way: at zero they weigh nothing.
         layer = self.layer.hollow if self.bare and self.layer.hollow is not None else self.layer
         calls = [call for call in layer.calls if call.fqn == module]
-        inputs = [value for call in calls for value in call.inputs if value.requires_grad]
         outputs = [value for value in layer.outputs if value.requires_grad and value.grad_fn is not None]
-        if not inputs or not outputs:
-            return bool(calls) and not outputs
         total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
-        return not any(_nonzero(gradient) for gradient in _gradients(total, inputs))
+        found: set[str] = set()
+        for call in calls:
+            inputs = [value for value in call.inputs if value.requires_grad]
+            if not inputs:
+                return None
+            names = {id(value): name for name, value in call.named.items()}
+            for value, gradient in zip(inputs, _gradients(total, inputs), strict=True):
+                if not _nonzero(gradient):
+                    continue
+                if id(value) not in names or names[id(value)] == hidden_name(call):
+                    return None
+                found.add(names[id(value)])
+        return frozenset(found) if calls else None
 
     def _part(self, tensor: Tensor, dim: int) -> Fraction | None:
         ranks = self.needs(tensor, dim)
@@ -141,7 +151,8 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
     for owner in sorted(owners | {product.module for product in reach.bare}):
         ladder, module = [owner], parent_of(owner)
         while module and module != reach.layer.fqn:
-            if facts.modules[module].kind != "list" and reach.leads_only_to_rows(module):
+            passing = reach.passing(module) if facts.modules[module].kind != "list" else None
+            if passing is not None and all(f"{module}.{name}" in facts.inputs() for name in passing):
                 ladder.append(module)
             module = parent_of(module)
         ladders.append(ladder)
@@ -222,6 +233,11 @@ def _by_heads(facts: ModelFacts, module: str, size: int, ranks: Sequence[frozens
         if indices != {index for index in range(size) if start <= index % heads.num_heads < stop}:
             return False
     return True
+
+
+def hidden_name(call: ModuleCall) -> str | None:
+    """The name of a call's hidden states: that name, or its first floating-point input."""
+    return "hidden_states" if "hidden_states" in call.named else next(iter(call.named), None)
 
 
 def find_added(reach: Reach, entry: str) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces=reduces)
     for region in plan.regions:
         module = modules[region.fqn]
-        install_region(module, region.edge, context)
+        asides = {name.rpartition(".")[2] for name in plan.asides if name.rpartition(".")[0] == region.fqn}
+        install_region(module, region.edge, context, asides=asides)
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)

@@ -73,7 +73,7 @@ class Layer:
 
     Attributes:
         fqn: its name.
-        outputs: what it returned.
+        outputs: what it returned, and something later used.
         uses: its products with parameters.
         calls: the modules that ran.
         parameters: all below the layer, by their names there: of tied ones each layer has its own.
@@ -127,6 +127,8 @@ def watch(
             stack.enter_context(counted(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
         model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+    for layer in watcher.layers.values():  # the first is the hidden states; attention maps may be kept for the caller
+        layer.outputs = [out for at, out in enumerate(layer.outputs) if at == 0 or id(out) in watcher.consumed]
     return [layer for layer in watcher.layers.values() if layer.outputs]
 
 
@@ -142,6 +144,8 @@ class _Watcher(TorchFunctionMode):
         self.model = model
         self.names: dict[int, list[str]] = {}
         self.selected: dict[int, tuple[Tensor, Tensor]] = {}
+        self.handed: dict[int, Tensor] = {}
+        self.consumed: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
             layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
@@ -151,6 +155,8 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.handed and getattr(func, "__name__", "") != "__get__":
+            self.consumed.update(id(value) for value in _flat([args, kwargs]) if id(value) in self.handed)
         if self.thorough and self.running is not None:
             out = self._sized(func, args, kwargs, out)
         picks = getattr(func, "__name__", "") == "__getitem__" and isinstance(out, Tensor)
@@ -285,6 +291,7 @@ class _Watcher(TorchFunctionMode):
                     call.outputs = tensors
             if name in self.layers:
                 self.layers[name].outputs = tensors
+                self.handed |= {id(value): value for value in tensors}
                 self.running = None
 
         return leave
