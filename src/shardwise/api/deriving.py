@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,9 @@ from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
 from shardwise.split.influence import find_row_products
+from shardwise.split.lift import lifted
 from shardwise.split.plans import vocabulary_plan
-from shardwise.split.trace import layers_of, watch
+from shardwise.split.trace import Layer, layers_of, watch
 
 __all__ = ["derive_plan"]
 
@@ -65,7 +67,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             continue
         if best is not None and share <= best[0]:
             continue
-        for candidate in candidates.along(plan) if sequence_parallel else (plan,):
+        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
             verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
             reasons.append(verdict.reason)
             if verdict.passed:
@@ -143,12 +145,20 @@ class _Candidates:
         yield vocabulary | _unreached(self.facts, blocks, layer_names) | self._all_that_pass(blocks)
         yield vocabulary
 
-    def along(self, plan: Plan) -> Iterator[Plan]:
-        """`plan` with the sequence split in all ways worth a try."""
-        layers = watch(_eager(self.twin), self.trial.inputs(), thorough=True)
-        yield from sequence_plans(
-            self.twin, self.facts, plan, layers=layers, batch=self.trial.inputs(), parts=self.trial.parts
-        )
+    def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
+        """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
+        parts = self.trial.parts
+        for each in dict.fromkeys((lifted(plan, self.facts, parts=parts), plan)):
+            if sequence_parallel:
+                yield from sequence_plans(
+                    self.twin, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
+                )
+            else:
+                yield each
+
+    @functools.cached_property
+    def _layers(self) -> list[Layer]:
+        return watch(_eager(self.twin), self.trial.inputs(), thorough=True)
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""

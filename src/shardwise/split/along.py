@@ -21,7 +21,7 @@ from shardwise.plan.resolve import SplitPlan, resolve
 from shardwise.plan.sequence import stacks_of
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.split.reach import hidden_name
+from shardwise.split.reach import gradients_of, hidden_name
 from shardwise.split.trace import Layer, ModuleCall
 
 __all__ = ["sequence_plans"]
@@ -145,13 +145,11 @@ def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
         if out.grad_fn is None or out.ndim < 2 or out.shape[:2] != value.shape[:2]:
             continue
         for position in (0, out.shape[1] // 2, out.shape[1] - 1):
-            (gradient,) = torch.autograd.grad(out[:, position].sum(), [value], retain_graph=True, allow_unused=True)
-            if gradient is None:
-                continue
-            others = gradient.clone()
-            others[:, position] = 0
-            if bool((others != 0).any()):
-                return True
+            gradient = next(iter(gradients_of(out[:, position].sum(), [value])))
+            if gradient is not None:
+                elsewhere = torch.arange(gradient.shape[1]) != position
+                if bool((gradient[:, elsewhere] != 0).any()):
+                    return True
     return False
 
 

@@ -15,7 +15,7 @@ from shardwise.split.influence import Holding, RowProduct, run_of
 from shardwise.split.sizes import Sizing
 from shardwise.split.trace import Layer, ModuleCall
 
-__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "hidden_name"]
+__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "gradients_of", "hidden_name"]
 
 _MAX_ADDED = 2
 
@@ -80,7 +80,7 @@ class Reach:
         split = [self.parameters[name] for name in self.holdings if self.parameters[name].requires_grad]
         if not value.requires_grad or not split:
             return False
-        return any(_nonzero(gradient) for gradient in _gradients(value.sum(), split))
+        return any(_nonzero(gradient) for gradient in gradients_of(value.sum(), split))
 
     def passing(self, module: str) -> frozenset[str] | None:
         """The inputs of `module` that reach the layer's outputs past the (cut) row products: they go around a region.
@@ -101,7 +101,7 @@ class Reach:
             if not inputs:
                 return None
             names = {id(value): name for name, value in call.named.items()}
-            for value, gradient in zip(inputs, _gradients(total, inputs), strict=True):
+            for value, gradient in zip(inputs, gradients_of(total, inputs), strict=True):
                 if not _nonzero(gradient):
                     continue
                 if id(value) not in names or names[id(value)] == hidden_name(call):
@@ -135,7 +135,7 @@ class Reach:
             for use in uses:
                 start, stop = run_of(use.x.shape[-1], self.parts, rank)
                 total = total + (use.x[..., start:stop].float() * _signs(use.x)[..., start:stop]).sum()
-            for node, gradient in zip(nodes, _gradients(total, nodes), strict=True):
+            for node, gradient in zip(nodes, gradients_of(total, nodes), strict=True):
                 masks[id(node)].append(None if gradient is None else gradient != 0)
         return masks
 
@@ -254,7 +254,7 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
         return ()
     total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
     names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
-    gradients = _gradients(total, [reach.parameters[name] for name in names])
+    gradients = gradients_of(total, [reach.parameters[name] for name in names])
     shares = {
         name: float((gradient * reach.parameters[name].detach()).sum())
         for name, gradient in zip(names, gradients, strict=True)
@@ -278,7 +278,7 @@ def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
     found = []
     for call in hollow.calls:
         inside = call.fqn.startswith(f"{entry}.") and isinstance(model.get_submodule(call.fqn), nn.Identity)
-        if inside and call.inputs and any(_nonzero(gradient) for gradient in _gradients(total, call.inputs)):
+        if inside and call.inputs and any(_nonzero(gradient) for gradient in gradients_of(total, call.inputs)):
             found.append(call.fqn)
     return tuple(dict.fromkeys(found))
 
@@ -291,7 +291,8 @@ def _is_linear_weight(model: nn.Module, name: str) -> bool:
     )
 
 
-def _gradients(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a sum, None for an input that it does not depend on."""
     if not total.requires_grad:
         return [None] * len(inputs)
     return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
