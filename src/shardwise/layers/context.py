@@ -30,6 +30,7 @@ class SplitContext:
             for the modules there that are given all of it.
         sequence_length: true length of the sequence under way, set where a layer is entered: parts are padded to equal
             lengths, and the padding is cut off inside every region.
+        rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
         partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
@@ -52,6 +53,7 @@ class SplitContext:
     mesh: dist.DeviceMesh | None = None
     sequence_parallel: bool = False
     sequence_length: int = 0
+    rows: int = 0
     partial_behind: bool = False
     keep_logits_split: bool = False
     defer_embedding: bool = False

@@ -51,6 +51,7 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     if not context.sequence_parallel:
         return copy_to_region(x, context.group)
     dim = _sequence_dim(x)
+    context.rows = x.shape[0] if dim else 0
     whole = gather_to_region(x, context.group, dim=dim)
     return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
 
@@ -63,6 +64,8 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
     """
     if not context.sequence_parallel:
         return reduce_from_region(x, context.group)
+    if x.ndim == 2 and context.rows:  # flattened inside: the parts are parts of every sequence all the same
+        return leave_region(x.unflatten(0, (context.rows, -1)), context).flatten(0, 1)
     dim = _sequence_dim(x)
     return scatter_from_region(_pad(x, dim, context.size), context.group, dim=dim)
 
@@ -106,10 +109,14 @@ def install_region(
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
-    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward."""
+    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward.
+
+    Under sequence parallelism it was given the whole sequence, and hands on this rank's part.
+    """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+        whole = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+        return _own_part(whole, context) if context.sequence_parallel else whole
 
     module.register_forward_hook(leave)
 
@@ -213,9 +220,10 @@ def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
 
 
 def _own_part(x: Tensor, context: SplitContext) -> Tensor:
-    """This rank's part of the sequence of `x` `[batch, sequence, ...]`, padded as the hidden states are."""
-    padded = _pad(x, 1, context.size)
-    return split_full(padded, context.group, dim=1, sizes=context.even_sizes(padded.shape[1]))
+    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
+    dim = _sequence_dim(x)
+    padded = _pad(x, dim, context.size)
+    return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
 
 
 def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) -> Tensor:

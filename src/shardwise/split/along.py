@@ -7,6 +7,7 @@ behind the last layer, wherever it is registered, has partial gradients where a 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from shardwise.split.reach import gradients_of, hidden_name
 from shardwise.split.trace import Layer, ModuleCall
 
 __all__ = ["sequence_plans"]
+
+_MAX_INPUTS = 2
 
 
 def sequence_plans(
@@ -53,7 +56,7 @@ def sequence_plans(
     for chosen in _choices(ran, facts):
         inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
         for inputs, whole, tail in itertools.product(
-            _inputs(inside, split), _wholes(facts, inside, split), _tails(facts, split, chosen[-1], order)
+            _inputs(inside), _wholes(facts, inside, split), _tails(facts, split, chosen[-1], order)
         ):
             last = "sequence_partial" if tail is not None else "sequence"
             rules = [
@@ -96,11 +99,9 @@ def _tails(facts: ModelFacts, split: SplitPlan, stack: str, order: _Order) -> It
     yield None
 
 
-def _inputs(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
-    """Inputs of layers beside the hidden states that are as long as them: none, what is used position by position,
-    and all.
-    """
-    alike: list[str] = []
+def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
+    """Inputs of layers beside the hidden states that are as long as them and may be used position by position."""
+    alike: dict[str, list[str]] = {}
     pointwise: list[str] = []
     for layer in layers:
         call = next((call for call in layer.calls if call.fqn == layer.fqn), None)
@@ -109,10 +110,14 @@ def _inputs(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ..
             continue
         for name, value in call.named.items():
             if value is not hidden and value.ndim >= 3 and value.shape[:2] == hidden.shape[:2]:
-                alike.append(f"{layer.fqn}.{name}")
+                alike.setdefault(name, []).append(f"{layer.fqn}.{name}")
                 if not _mixes(value, layer.outputs):
                     pointwise.append(f"{layer.fqn}.{name}")
-    yield from dict.fromkeys((tuple(pointwise), tuple(alike), ()))
+    chosen = [tuple(pointwise), ()]
+    for size in range(1, min(len(alike), _MAX_INPUTS) + 1):
+        for names in itertools.combinations(alike, size):
+            chosen.append(tuple(fqn for name in names for fqn in alike[name]))
+    yield from dict.fromkeys(chosen)
 
 
 def _wholes(facts: ModelFacts, layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
@@ -177,6 +182,7 @@ class _Clock(TorchFunctionMode):
 
 
 def _watch_order(model: nn.Module, stacks: Sequence[str], batch: Mapping[str, Any]) -> _Order:
+    model = copy.deepcopy(model)  # some models replace their modules when they run
     clock = _Clock(model)
     hooks = []
     for stack in stacks:

@@ -20,9 +20,9 @@ __all__ = ["apply_sequence_parallelism", "is_direct"]
 
 
 class _ReachedError(Exception):
-    """The first layer was reached; carries its input."""
+    """The first layer was reached; carries its input, None where its other inputs are learned, too."""
 
-    def __init__(self, hidden_states: Tensor) -> None:
+    def __init__(self, hidden_states: Tensor | None) -> None:
         super().__init__()
         self.hidden_states = hidden_states
 
@@ -85,6 +85,7 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
     weight = module.get_parameter("weight")
     # Of mixed signs and magnitudes, and drawn from no stream of the caller's.
     rows = torch.arange(4 * weight.shape[1], device=weight.device).cos().to(weight.dtype).view(1, 4, -1)
+    rows = rows.requires_grad_() * 1.0  # what else is computed from them needs a gradient, too
     hidden = _prologue(model, module, layers, rows)
     if hidden is rows:
         return True
@@ -95,10 +96,15 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
 
 
 def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, rows: Tensor) -> Tensor | None:
-    """The first layer's input when the embedding gives `rows`; None where the model cannot run on its own like this."""
+    """The first layer's input when the embedding gives `rows`.
+
+    None where the model cannot run on its own like this, or where its other inputs are computed from rows, too.
+    """
 
     def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _ReachedError(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not hidden]
+        raise _ReachedError(None if any(value.requires_grad for value in others) else hidden)
 
     hooks = [
         embedding.register_forward_hook(lambda module, args, output: rows, prepend=True),
@@ -106,7 +112,7 @@ def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, row
     ]
     training = model.training
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
     except _ReachedError as stop:
         return stop.hidden_states
