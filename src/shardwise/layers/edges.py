@@ -12,6 +12,7 @@ set where a layer is entered; every stack has its own, microbatches of one step 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import (
+    all_gather_padded,
     copy_to_region,
     gather_full,
     gather_to_region,
@@ -71,14 +73,25 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
 
 
 def install_region(
-    module: nn.Module, edge: str, context: SplitContext, *, asides: Collection[str] = frozenset()
+    module: nn.Module,
+    edge: str,
+    context: SplitContext,
+    *,
+    asides: Collection[str] = frozenset(),
+    parts: Collection[str] = frozenset(),
 ) -> None:
     """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside.
 
     Args:
         asides: names of inputs that do not enter the region: they are added behind the sum.
+        parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    kept = [position for position, name in enumerate(_argument_names(module)) if name in asides]
+    names = _argument_names(module)
+
+    def on_input(name: str, given: Any, changed: Any) -> Any:
+        if name in asides or not isinstance(given, Tensor):
+            return given if name in asides else changed
+        return _enter_part(given, context) if name in parts else changed
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
@@ -87,11 +100,11 @@ def install_region(
         def on_hidden(x: Tensor) -> Tensor:
             return enter_region(x, context).clone() if jitters else enter_region(x, context)
 
-        own, named = args, kwargs
+        given, given_by_name = args, kwargs
         args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
-        if asides:
-            args = tuple(own[at] if at in kept else value for at, value in enumerate(args))
-            kwargs = {name: named[name] if name in asides else value for name, value in kwargs.items()}
+        if asides or parts:
+            args = (*itertools.starmap(on_input, zip(names, given, args, strict=False)), *args[len(names) :])
+            kwargs = {name: on_input(name, given_by_name[name], value) for name, value in kwargs.items()}
         if edge != "output":
             context.begin_draws("region", module)
         elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
@@ -106,6 +119,18 @@ def install_region(
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+
+
+def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
+    """Another input of a region that is along the sequence as the hidden states are, which have entered already."""
+    if not context.sequence_parallel:
+        return copy_to_region(x, context.group) if x.is_floating_point() else x
+    dim = 1 if context.rows else 0
+    if x.is_floating_point():
+        whole = gather_to_region(x, context.group, dim=dim)
+    else:
+        whole = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
+    return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:

@@ -55,8 +55,11 @@ def sequence_plans(
     seen = set()
     for chosen in _choices(ran, facts):
         inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
-        for inputs, whole, tail in itertools.product(
-            _inputs(inside), _wholes(facts, inside, split), _tails(facts, split, chosen[-1], order)
+        for gathered, inputs, whole, tail in itertools.product(
+            _gathered(inside, split),
+            _inputs(inside),
+            _wholes(inside, split),
+            _tails(split, chosen[-1], order),
         ):
             last = "sequence_partial" if tail is not None else "sequence"
             rules = [
@@ -66,6 +69,7 @@ def sequence_plans(
                 ),
                 *(_rule(name, "sequence_partial", "it runs between the layers and the head") for name in tail or ()),
                 *(_rule(name, "sequence", "it is used position by position") for name in inputs),
+                *(_rule(name, "sequence", "it is a part, as the hidden states are") for name in gathered),
                 *(_rule(name, "whole_sequence", "it mixes positions and is not split") for name in whole),
             ]
             candidate = plan | Plan(tuple(rules))
@@ -87,7 +91,7 @@ def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ..
             yield (stack,)
 
 
-def _tails(facts: ModelFacts, split: SplitPlan, stack: str, order: _Order) -> Iterator[tuple[str, ...] | None]:
+def _tails(split: SplitPlan, stack: str, order: _Order) -> Iterator[tuple[str, ...] | None]:
     """Whole parameters that run behind the last stack, whose gradients are partial; None where none may be."""
     if split.head is not None:
         behind = []
@@ -97,6 +101,29 @@ def _tails(facts: ModelFacts, split: SplitPlan, stack: str, order: _Order) -> It
                 behind.append(name)
         yield tuple(behind)
     yield None
+
+
+def _gathered(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
+    """Inputs of regions that may be parts of the sequence beside the hidden states: none, or all as long as them."""
+    yield ()
+    regions = {region.fqn for region in split.regions}
+    found = []
+    for call in (call for layer in layers for call in layer.calls if call.fqn in regions):
+        hidden = call.tensors.get(hidden_name(call) or "")
+        for name, value in call.tensors.items() if hidden is not None else ():
+            known = f"{call.fqn}.{name}" in split.inputs or f"{call.fqn}.{name}" in split.asides
+            if name != hidden_name(call) and not known and _is_along(value, hidden):
+                found.append(f"{call.fqn}.{name}")
+    if found:
+        yield tuple(dict.fromkeys(found))
+
+
+def _is_along(value: Tensor, hidden: Tensor | None) -> bool:
+    """Whether a tensor is as long as the hidden states `[batch, sequence, hidden]` or `[tokens, hidden]`."""
+    if hidden is None or hidden.ndim < 2:
+        return False
+    dims = min(hidden.ndim - 1, 2)
+    return value.ndim >= dims + (dims > 1) and value.shape[:dims] == hidden.shape[:dims]
 
 
 def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
@@ -109,7 +136,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
         if call is None or hidden is None:
             continue
         for name, value in call.named.items():
-            if value is not hidden and value.ndim >= 3 and value.shape[:2] == hidden.shape[:2]:
+            if value is not hidden and name not in call.carried and _is_along(value, hidden):
                 alike.setdefault(name, []).append(f"{layer.fqn}.{name}")
                 if not _mixes(value, layer.outputs):
                     pointwise.append(f"{layer.fqn}.{name}")
@@ -120,7 +147,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
     yield from dict.fromkeys(chosen)
 
 
-def _wholes(facts: ModelFacts, layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
+def _wholes(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
     """Modules outside of regions that mix positions: the lowest of them, or the highest."""
     regions = tuple(f"{region.fqn}." for region in split.regions if region.edge != "gather")
     lowest: list[str] = []

@@ -48,7 +48,10 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         if embedding is not None:
             _defer_sum(model.get_submodule(embedding), owner, layers, context)
     inputs: dict[str, list[str]] = {}
+    regions = {region.fqn for region in registry.plan.regions}  # these see to their own inputs
     for fqn in plan.inputs:
+        if parent_of(fqn) in regions:
+            continue
         inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
     for layer, names in inputs.items():
         install_parts(model.get_submodule(layer), names, context)

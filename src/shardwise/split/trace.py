@@ -59,11 +59,18 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names."""
+    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names.
+
+    Attributes:
+        tensors: all of its tensors by name, as they were given, integers included.
+        carried: names of those that an earlier layer returned.
+    """
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
     named: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    carried: frozenset[str] = frozenset()
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -270,8 +277,12 @@ class _Watcher(TorchFunctionMode):
             if is_layer:
                 self.running = self.layers[name]
             self.stack.append(name)
+            names = argument_names(module)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            call.tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+            call.carried = frozenset(key for key, value in call.tensors.items() if id(value) in self.handed)
             changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
-            named = {**dict(zip(argument_names(module), changed[0], strict=False)), **changed[1]}
+            named = {**dict(zip(names, changed[0], strict=False)), **changed[1]}
             call.named = {
                 key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad
             }
