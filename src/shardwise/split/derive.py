@@ -165,7 +165,7 @@ class _Builder:
         rules: dict[str, Rule] = {}
         for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
             rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
-            for name in sorted(self.reach.passing(entry) or ()):
+            for name in sorted(self.reach.passing(entry) or ()) if edge == "region" else ():
                 rules[f"{entry}.{name}"] = _rule(f"{entry}.{name}", "aside", "it is used behind the sum")
         for product in self.group:
             rules |= self._row_rules(product)

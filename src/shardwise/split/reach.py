@@ -152,7 +152,7 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
         ladder, module = [owner], parent_of(owner)
         while module and module != reach.layer.fqn:
             passing = reach.passing(module) if facts.modules[module].kind != "list" else None
-            if passing is not None and all(f"{module}.{name}" in facts.inputs() for name in passing):
+            if passing is not None and (not passing or _can_pass(facts, reach, module, passing)):
                 ladder.append(module)
             module = parent_of(module)
         ladders.append(ladder)
@@ -172,8 +172,16 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
 def _edge(reach: Reach, entry: str, owners: set[str]) -> str:
     if not any(f"{owner}.".startswith(f"{entry}.") for owner in owners):
         return "all_reduce"  # what it is given is split already
-    holds_bare = any(f"{product.module}.".startswith(f"{entry}.") for product in reach.bare)
-    return "region_output" if holds_bare else "region"
+    return "region_output" if _holds_bare(reach, entry) else "region"
+
+
+def _holds_bare(reach: Reach, module: str) -> bool:
+    return any(f"{product.module}.".startswith(f"{module}.") for product in reach.bare)
+
+
+def _can_pass(facts: ModelFacts, reach: Reach, module: str, names: frozenset[str]) -> bool:
+    """Whether inputs of these names can go around the module: where all of its output is summed, nothing can."""
+    return not _holds_bare(reach, module) and all(f"{module}.{name}" in facts.inputs() for name in names)
 
 
 def _entry_owners(reach: Reach) -> set[str]:
