@@ -184,7 +184,13 @@ class _Builder:
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Inputs of which a rank gets its own part; tried without, too: the layer that made them may have cut them."""
         for name, dim in find_sliced_inputs(self.facts, self.reach, entries).items():
+            if self._is_aside(name, entries):
+                continue
             yield _rule(name, f"split({dim})", "each rank uses its own part of it")
+
+    def _is_aside(self, name: str, entries: Mapping[str, str]) -> bool:
+        owner, _, argument = name.rpartition(".")
+        return entries.get(owner) == "region" and argument in (self.reach.passing(owner) or ())
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: what always works, at the price of communication for each."""

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
+from shardwise.plan.structure import parent_of
 from shardwise.split.facts import argument_names
 from shardwise.split.sizes import MADE, Sizing, counted, sizings_of
 
@@ -134,8 +135,7 @@ def watch(
             stack.enter_context(counted(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
         model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
-    for layer in watcher.layers.values():  # the first is the hidden states; attention maps may be kept for the caller
-        layer.outputs = [out for at, out in enumerate(layer.outputs) if at == 0 or id(out) in watcher.consumed]
+    watcher.forget_unused()
     return [layer for layer in watcher.layers.values() if layer.outputs]
 
 
@@ -158,6 +158,18 @@ class _Watcher(TorchFunctionMode):
             layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
             if layer is not None and parameter.is_floating_point():
                 layer.parameters[name] = parameter
+
+    def forget_unused(self) -> None:
+        """Drops what layers returned and nothing used in any layer of their stack, such as attention maps.
+
+        The hidden states come first and are kept.
+        """
+        used: dict[str, set[int]] = {}
+        for layer in self.layers.values():
+            positions = {at for at, out in enumerate(layer.outputs) if id(out) in self.consumed}
+            used.setdefault(parent_of(layer.fqn), {0}).update(positions)
+        for layer in self.layers.values():
+            layer.outputs = [out for at, out in enumerate(layer.outputs) if at in used[parent_of(layer.fqn)]]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
