@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,14 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
+from shardwise.split.along import sequence_plans
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
 from shardwise.split.influence import find_row_products
+from shardwise.split.lift import lifted
 from shardwise.split.plans import vocabulary_plan
-from shardwise.split.trace import layers_of
+from shardwise.split.trace import Layer, layers_of, watch
 
 __all__ = ["Derivation", "derive_plan"]
 
@@ -79,10 +82,12 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             continue
         if best is not None and share <= best[0]:
             continue
-        verdict = trial.run(plan, sequence_parallel=sequence_parallel)
-        if verdict.passed:
-            best = (share, plan)
-        reasons.append(verdict.reason)
+        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
+            verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
+            reasons.append(verdict.reason)
+            if verdict.passed:
+                best = (share, candidate)
+                break
         if best is not None and best[0] >= _WELL_SPLIT:
             break
     if best is None:
@@ -172,6 +177,21 @@ class _Candidates:
             logger.warning("%s: %s", type(self.twin).__name__, reason)
             self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
             return []
+
+    def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
+        """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
+        parts = self.trial.parts
+        for each in dict.fromkeys((lifted(plan, self.facts, parts=parts), plan)):
+            if sequence_parallel:
+                yield from sequence_plans(
+                    self.twin, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
+                )
+            else:
+                yield each
+
+    @functools.cached_property
+    def _layers(self) -> list[Layer]:
+        return watch(_eager(self.twin), self.trial.inputs(), thorough=True)
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""

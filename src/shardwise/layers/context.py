@@ -26,9 +26,12 @@ class SplitContext:
         size: ranks in it.
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
-        sequence_parallel: whether hidden states between blocks are split along the sequence.
-        sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded
-            to equal lengths, and the padding is cut off inside every region.
+        sequence_parallel: whether what is under way works on a part of the sequence: in layers of a split stack, but
+            for the modules there that are given all of it.
+        sequence_length: true length of the sequence under way, set where a layer is entered: parts are padded to equal
+            lengths, and the padding is cut off inside every region.
+        rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
+        partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
@@ -50,6 +53,8 @@ class SplitContext:
     mesh: dist.DeviceMesh | None = None
     sequence_parallel: bool = False
     sequence_length: int = 0
+    rows: int = 0
+    partial_behind: bool = False
     keep_logits_split: bool = False
     defer_embedding: bool = False
     holds_partial_rows: bool = False
@@ -81,15 +86,16 @@ class SplitContext:
 
     def forget_forward(self) -> None:
         """Ends what a forward that raised has left under way."""
-        self.defer_embedding = self.holds_partial_rows = False
+        self.defer_embedding = self.holds_partial_rows = self.sequence_parallel = False
         self.end_draws("region")
+        self.end_draws("whole")
         self.end_draws("layer")
 
     def begin_draws(self, level: str, module: nn.Module, *, alike: bool = False) -> None:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
-            level: "layer" or "region", of which the layer is outside.
+            level: "layer", "whole" or "region", from the outside in.
             module: what draws them; nothing happens unless it trains and something in the model drops.
             alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks.
         """

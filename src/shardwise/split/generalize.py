@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from functools import reduce
@@ -9,6 +10,7 @@ from functools import reduce
 from torch import nn
 
 from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.split_style import is_split_style
 from shardwise.split.trace import layers_of
 
 __all__ = ["generalize"]
@@ -24,6 +26,7 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
 
     That is the layer of the same name where it is the same, else the first of the kind; lists inside of it (experts)
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
+    Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
     twin_layers, layers = layers_of(twin), layers_of(model)
     inside: dict[str, list[_Suffixed]] = {layer: [] for layer in twin_layers}
@@ -44,6 +47,8 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
             rules = inside[layer]
         else:
             rules = _merged([_for_any_length(inside[each], _names(twin, each)) for each in alike])
+        held = frozenset[str]().union(*(_names(twin, each) for each in alike))
+        rules = _with_inputs(rules, [inside[each] for each in alike], held)
         found += (replace(rule, pattern=layer + suffix) for suffix, rule in rules)
     return Plan((*outside, *_folded(found, layers)))
 
@@ -77,6 +82,19 @@ def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
     """
     first, others = (alike or [[]])[0], alike[1:]
     return [(reduce(_joined, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
+
+
+def _with_inputs(rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str]) -> list[_Suffixed]:
+    """`rules`, with the rules on inputs that other layers of the kind have.
+
+    Args:
+        own: names of what the layers hold; rules on anything else that split it are rules on inputs.
+    """
+    found = dict(rules)
+    for suffix, rule in itertools.chain.from_iterable(others):
+        if rule.style in ("aside", "sequence") or (is_split_style(rule.style) and suffix not in own):
+            found.setdefault(suffix, rule)
+    return list(found.items())
 
 
 def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) -> list[str]:

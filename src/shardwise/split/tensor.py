@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -19,6 +19,7 @@ from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.resolve import SplitPlan
+from shardwise.plan.structure import parent_of
 from shardwise.split.heads import apply_divided, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
@@ -56,7 +57,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces=reduces)
     for region in plan.regions:
         module = modules[region.fqn]
-        install_region(module, region.edge, context)
+        asides = _names_of(plan.asides, region.fqn)
+        parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
+        install_region(module, region.edge, context, asides=asides, parts=parts)
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
@@ -68,6 +71,11 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     return model
+
+
+def _names_of(inputs: Iterable[str], module: str) -> set[str]:
+    """The names of those inputs that are the module's."""
+    return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
 
 
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
