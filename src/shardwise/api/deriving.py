@@ -210,7 +210,7 @@ class _Candidates:
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
         """The rules of blocks of one kind with the first guess that passes; none where no guess does."""
         plans = [[plan for plan in block.plans() if self._fits(plan)] for block in alike]
-        reason = "its sections are of unequal size, which a rule cannot say for other sizes yet"
+        reason = ""
         tried: set[Plan] = set()
         for index in range(max(map(len, plans)) if all(plans) else 0):
             together = Plan(())
@@ -222,7 +222,8 @@ class _Candidates:
             verdict = self.trial.run(together)
             if verdict.passed:
                 return together
-            reason = f"no split passes: {verdict.reason}"
+            reason = reason or f"no split passes: {verdict.reason}"  # the best guess says most
+        reason = reason or "its sections are of unequal size, which a rule cannot say for other sizes yet"
         names = sorted(frozenset[str]().union(*(block.parameters for block in alike)))
         logger.info("%s and so on stay whole: %s", ", ".join(names[:3]), reason)
         self.reasons |= dict.fromkeys(names, reason)

@@ -25,6 +25,7 @@ __all__ = ["Trial", "Verdict"]
 _LOSS = 1e-4
 _GRADIENT = 1e-3
 _GRADIENT_FLOOR = 1e-6
+_REASON = 200  # letters of an error that are kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ class Trial:
         try:
             results = run_ranks(rank, self.parts)
         except ShardwiseError as error:
-            return Verdict(passed=False, reason=str(error).splitlines()[0])
+            return Verdict(passed=False, reason=" ".join(str(error).split())[:_REASON])
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:200]}")
+            return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:_REASON]}")
         for loss, gradients in results:
             reason = self._difference(loss, gradients)
             if reason:
