@@ -6,7 +6,7 @@ all-gather and reduce-scatter, and everything between regions works on a part of
 # [Note: sequence lengths]
 Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
 Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
-set where a layer is entered; every stack has its own, microbatches of one step share it.
+set where a stack of layers is entered; microbatches of one step share it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -78,12 +77,14 @@ def install_region(
     edge: str,
     context: SplitContext,
     *,
+    stack: str | None = None,
     asides: Collection[str] = frozenset(),
     parts: Collection[str] = frozenset(),
 ) -> None:
     """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside.
 
     Args:
+        stack: the stack of layers of whose sequence it is given a part.
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
@@ -95,6 +96,7 @@ def install_region(
         return _enter_part(given, context) if name in parts else changed
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        context.enter_stack(stack)
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
 
@@ -152,43 +154,26 @@ def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitCo
     module.register_forward_hook(leave)
 
 
-def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behind: bool) -> None:
+def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_behind: bool) -> None:
     """Splits the hidden states along the sequence where they enter the first layer, joins them behind the last.
 
     Args:
+        stack: the name of the layers.
         partial_behind: whether gradients behind the stack are partial (a split head follows), so that the join must sum
             them; else every rank's gradient is complete and the join takes its slice.
     """
-    stack = _Stack()
 
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        changed = _map_inputs(args, kwargs, lambda x: _split_sequence(x, context), lambda x: x)
-        stack.length = context.sequence_length
-        return changed
+        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context), lambda x: x)
 
     def join(module: nn.Module, args: Any, output: Any) -> Any:
-        return _map_first(output, lambda x: _join_sequence(x, context, partial_behind=partial_behind))
-
-    def enter(module: nn.Module, args: Any) -> None:
-        context.sequence_parallel, context.sequence_length = True, stack.length
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        context.sequence_parallel = False
+        length = context.lengths[stack]
+        return _map_first(output, lambda x: _join_sequence(x, length, context, partial_behind=partial_behind))
 
     layers[0].register_forward_pre_hook(split, with_kwargs=True)
-    for layer in layers:
-        layer.register_forward_pre_hook(enter)
-        if context.has_dropout:
-            _install_draws(layer, context)
-        layer.register_forward_hook(leave, always_call=True)
+    for layer in layers if context.has_dropout else ():
+        _install_draws(layer, context)
     layers[-1].register_forward_hook(join)
-
-
-@dataclass
-class _Stack:
-    """What the layers of a stack share; a layer that is run again in backward finds it as it was."""
-
-    length: int = 0
 
 
 def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
@@ -207,25 +192,25 @@ def install_parts(layer: nn.Module, names: Collection[str], context: SplitContex
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def install_whole(module: nn.Module, context: SplitContext) -> None:
+def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
     """Gives `module`, inside a layer of a stack, the whole sequence; it computes alike on every rank.
 
     Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        changed = _map_inputs(args, kwargs, lambda x: _join_sequence(x, context, partial_behind=False), lambda x: x)
-        context.sequence_parallel = False
+        length = context.lengths[stack]
         context.begin_draws("whole", module, alike=True)
-        return changed
+        return _map_inputs(
+            args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False), lambda x: x
+        )
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.end_draws("whole")
-        context.sequence_parallel = True
         return output if output is None else _map_first(output, lambda x: _own_part(x, context))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _install_draws(layer: nn.Module, context: SplitContext) -> None:
@@ -241,8 +226,8 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
     layer.register_forward_hook(leave, always_call=True)
 
 
-def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
-    context.sequence_length = x.shape[1]
+def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
+    context.lengths[stack] = x.shape[1]
     context.defer_embedding = False
     if context.holds_partial_rows:
         context.holds_partial_rows = False
@@ -257,12 +242,12 @@ def _own_part(x: Tensor, context: SplitContext) -> Tensor:
     return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
 
 
-def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) -> Tensor:
+def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_behind: bool) -> Tensor:
     if partial_behind:
         whole = gather_to_region(x, context.group, dim=1)
     else:
         whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
-    return _cut(whole, 1, context.sequence_length)
+    return _cut(whole, 1, length)
 
 
 def _map_inputs(

@@ -87,6 +87,10 @@ class SplitPlan:
         """Whether hidden states between blocks are split along the sequence."""
         return self.sequence is not None
 
+    def stack_of(self, module: str) -> str | None:
+        """The stack of layers of whose sequence `module` is given a part."""
+        return self.sequence.stack_of(module) if self.sequence is not None else None
+
 
 def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False) -> SplitPlan:
     """Decides every parameter and module of the model that `facts` describe.

@@ -51,12 +51,17 @@ class SequencePlan:
     inputs: tuple[str, ...] = ()
     behind: frozenset[str] = frozenset()
 
+    def stack_of(self, module: str) -> str | None:
+        """The stack of whose sequence `module` is given a part; None outside, and in what is given all of it."""
+        if any(_is_within(module, each) for each in self.whole):
+            return None
+        return next((stack.fqn for stack in self.stacks if _is_within(module, stack.fqn)), None)
+
     def sees_a_part(self, parameter: str, module: str) -> bool:
         """Whether the gradient of a parameter of `module` is partial because of the sequence."""
         if any(_is_within(module, each) for each in self.whole):
             return False
-        inside = any(_is_within(module, stack.fqn) for stack in self.stacks)
-        return inside or parameter in self.behind or module in self.behind
+        return self.stack_of(module) is not None or parameter in self.behind or module in self.behind
 
     @property
     def partial_behind(self) -> bool:

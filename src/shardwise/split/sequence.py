@@ -39,10 +39,11 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         return model
     context.partial_behind = plan.partial_behind
     for fqn in plan.whole:
-        install_whole(model.get_submodule(fqn), context)
+        stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
+        install_whole(model.get_submodule(fqn), stack_around, context)
     for stack in plan.stacks:
         layers = _layers(model, stack.fqn)
-        install_stack(layers, context, partial_behind=stack.partial_behind)
+        install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)
         owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
         owner.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
         if embedding is not None:
