@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise.errors import UnsupportedError
+from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, expect_gradients
 from shardwise.layout.placement import Chunk, Replicate
 from shardwise.layout.tensor import Layout, Step
@@ -197,8 +198,8 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
         ends = [unit[0] for unit in units if head in unit] + (blocks[-1:] if policy.keep_last_block else [])
         for module in ends:  # their backward follows their forward at once
             _as_fsdp(module).set_reshard_after_forward(False, recurse=False)
-        if isinstance(embedding, nn.Embedding) and (embedding,) in units:
-            _as_fsdp(embedding).set_unshard_in_backward(False)  # its gradient does not depend on it
+        if embedding is not None and (embedding,) in units and _is_plain_embedding(embedding):
+            _as_fsdp(embedding).set_unshard_in_backward(False)
     for number, module in enumerate(blocks if policy.prefetch > 1 else []):
         module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
         module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
@@ -211,6 +212,13 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
                 module.set_symm_mem_for_comm()
     if policy.separate_reduce_group:
         _as_fsdp(model).set_separate_reduce_scatter_group(True)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether it only looks rows up, so that its gradient does not depend on its weight."""
+    forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
+    ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
+    return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
 
 
 def _as_fsdp(module: nn.Module) -> Any:
