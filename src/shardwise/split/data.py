@@ -28,6 +28,7 @@ from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, exp
 from shardwise.layout.placement import Chunk, Replicate
 from shardwise.layout.tensor import Layout, Step
 from shardwise.mesh import Mesh
+from shardwise.plan.families.undivided import UNDIVIDED
 from shardwise.plan.options import FsdpPolicy
 from shardwise.split.blocks import find_blocks
 from shardwise.topology.axes import DATA_AXES
@@ -72,6 +73,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     """What is gathered together (see [Note: units]), without the rest that belongs to the model itself, in order of
     registration. Modules of a unit share parameters.
     """
+    if getattr(getattr(model, "config", None), "model_type", None) in UNDIVIDED:
+        return []
     candidates = [block for block in find_blocks(model) if any(True for _ in block.parameters())]
     inside = {id(module) for block in candidates for module in block.modules()}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -106,7 +109,7 @@ def _get(model: nn.Module, getter: str) -> nn.Module | None:
         module = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
         return None
-    return module if isinstance(module, nn.Module) else None
+    return module if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
 
 
 def _with_data_steps(entry: ParameterEntry, num_dims: int) -> ParameterEntry:
