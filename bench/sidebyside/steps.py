@@ -21,7 +21,7 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from sidebyside.ranks import SCRATCH
 
-__all__ = ["ONE", "OURS", "OURS_SP", "THEIRS", "Seen", "Size", "measure"]
+__all__ = ["ONE", "OURS", "OURS_SP", "THEIRS", "Contender", "Seen", "Size", "measure", "seconds_of"]
 
 OURS, OURS_SP, THEIRS, ONE = "shardwise", "shardwise sp", "transformers", "one process"
 
@@ -85,7 +85,7 @@ def measure(size: Size, tp_size: int, rounds: int, device: str, optimizer: str) 
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds + 2):
             for name, contender in contenders.items():
-                taken = _time(contender, batch, mesh.device)
+                taken = seconds_of(contender, batch, mesh.device)
                 if number >= 2:  # the first rounds allocate
                     times[name].append(taken)
     return {
@@ -187,7 +187,7 @@ def _count(contender: Contender, batch: Mapping[str, Tensor]) -> CommunicationCo
     return count
 
 
-def _time(contender: Contender, batch: Mapping[str, Tensor], device: torch.device) -> tuple[float, float]:
+def seconds_of(contender: Contender, batch: Mapping[str, Tensor], device: torch.device) -> tuple[float, float]:
     if dist.is_initialized():
         dist.barrier()
     start, busy_start = time.perf_counter(), time.process_time()

@@ -135,7 +135,12 @@ def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str, problems: list[
         converted = _convert(value, hints[key], name, problems)
         if converted is not _WRONG:
             values[key] = converted
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ConfigError as error:  # an option that checks itself
+        why = f" ({error.why})" if error.why else ""
+        problems.append(Problem(prefix.rstrip("."), error.summary + why, error.fix or ""))
+        return cls()
 
 
 def _elsewhere(key: str) -> str:

@@ -23,6 +23,9 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     problems: list[Problem] = []
     if config.data.path is not None:
         problems += _caught("data.path", lambda: find_files(Path(str(config.data.path)), config.data.include))
+    if config.evaluation.path is not None:
+        found = Path(config.evaluation.path)
+        problems += _caught("evaluation.path", lambda: find_files(found, config.data.include))
     if config.log.tensorboard:
         problems += _caught("log.tensorboard", check_tensorboard)
     for key, place in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):

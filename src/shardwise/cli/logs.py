@@ -38,7 +38,8 @@ class JsonlLog:
 
     def report(self, record: StepRecord) -> None:
         """Write the record."""
-        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        known = {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+        self._file.write(json.dumps(known) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -58,8 +59,9 @@ class TensorBoardLog:
     def report(self, record: StepRecord) -> None:
         """Write every quantity of the record."""
         for name, value in dataclasses.asdict(record).items():
-            if name != "step":
-                self._writer.add_scalar(f"train/{name}", value, record.step)
+            if name != "step" and value is not None:
+                where = name.replace("eval_", "eval/") if name.startswith("eval_") else f"train/{name}"
+                self._writer.add_scalar(where, value, record.step)
 
     def close(self) -> None:
         """Write what is still buffered, and close."""
@@ -115,6 +117,9 @@ class Screen:
                 highlight=False,
                 soft_wrap=True,
             )
+        if record.eval_loss is not None:
+            held_out = f"loss {record.eval_loss:.4f}  perplexity {record.eval_perplexity:,.2f}"
+            self._console.print(f"held out, step {record.step}: {held_out}", highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the bar as it stands."""

@@ -14,6 +14,7 @@ from shardwise.api.proving import describe
 from shardwise.cli.config import config_error
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
+from shardwise.plan.options import Precision
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
 
@@ -73,9 +74,19 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         mesh,
         plan=given.plan or "auto",
         sequence_parallel=config.sequence_parallel,
+        fsdp=config.fsdp,
+        precision=_precision(config, mesh.device),
+        recompute=config.recompute,
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
     )
+
+
+def _precision(config: TrainConfig, device: torch.device) -> Precision:
+    asked = config.precision
+    automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
+    compute = automatic if asked.compute == "auto" else asked.compute
+    return Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite)
 
 
 def check_model(config: TrainConfig) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -40,19 +41,29 @@ def _rows(cls: type[Any], prefix: str) -> Iterator[tuple[str, str, str]]:
 
 def _default(field: dataclasses.Field[Any]) -> str:
     value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    if value is None or value == {}:
+    if value is None or value in ({}, ()):
         return ""
     if isinstance(value, tuple):
-        return " ".join(value)
+        return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _field_docstrings(cls: type[Any]) -> dict[str, str]:
-    """The string below each field: Python drops it, so it is read from the source."""
+    """The string below each field, which Python drops, so it is read from the source; or else what the class's own
+    docstring says of the field.
+    """
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(definition, ast.ClassDef)
-    texts = {}
+    texts = _documented_attributes(cls)
     for field, after in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             texts[field.target.id] = " ".join(ast.literal_eval(after.value).split())
     return texts
+
+
+def _documented_attributes(cls: type[Any]) -> dict[str, str]:
+    """What a Google-style docstring says of each attribute."""
+    _, _, section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+    section = section.partition("\n\n")[0]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}

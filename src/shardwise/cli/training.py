@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
 from shardwise.cli.sources import open_source
-from shardwise.layers.registry import registry_of
+from shardwise.errors import ConfigError
+from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
 from shardwise.train.data import PackedBatches
+from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Parts, Reporter, StepRecord, run_loop
 from shardwise.train.once import once_per_machine
 from shardwise.train.optimizer import build_optimizer
@@ -63,14 +66,49 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         model = build_model(config, mesh, tokenizer)
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         parts = _build_parts(config, model, mesh, batches)
+        if config.evaluation.path is not None:
+            held_out = _read_held_out(config, build_encoder(tokenizer), local_rank=local_rank, console=console)
+            parts = replace(parts, evaluate=_build_evaluation(config, model, mesh, held_out))
         _print_head(console, config, model, batches)
         reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []
-        record = run_loop(parts, num_steps=config.steps, settings=config.optimizer, reporters=reporters)
+        record = run_loop(
+            parts,
+            num_steps=config.steps,
+            settings=config.optimizer,
+            reporters=reporters,
+            eval_every=config.evaluation.every,
+        )
         open_logs.close()  # the bar ends before anything else is printed
         if config.export is not None:
             export_pretrained(model, config.export, tokenizer=tokenizer)
             console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
         return record
+
+
+def _read_held_out(config: TrainConfig, encoder: Encoder, *, local_rank: int, console: Console) -> NDArray[Any]:
+    data = replace(config.data, path=config.evaluation.path, dataset=None, subset=None)
+    return _prepare_tokens(replace(config, data=data), encoder, local_rank=local_rank, console=console)
+
+
+def _build_evaluation(
+    config: TrainConfig, model: torch.nn.Module, mesh: Mesh, tokens: NDArray[Any]
+) -> Callable[[], float]:
+    if len(tokens) < config.data.seq_length:
+        raise ConfigError(
+            f"the text held out has {len(tokens):,} tokens, fewer than one row of {config.data.seq_length:,}",
+            at="evaluation.path",
+            fix="hold out more text, or use a smaller data.seq_length",
+        )
+    read = functools.partial(
+        evaluation_batches,
+        tokens,
+        seq_length=config.data.seq_length,
+        batch_size=config.batch_size,
+        max_batches=config.evaluation.max_batches,
+        data_rank=mesh.data_rank,
+        data_size=mesh.data_size,
+    )
+    return build_evaluation(model, mesh, read)
 
 
 def _prepare_tokens(config: TrainConfig, encoder: Encoder, *, local_rank: int, console: Console) -> NDArray[Any]:
@@ -110,9 +148,15 @@ def _build_parts(config: TrainConfig, model: torch.nn.Module, mesh: Mesh, batche
     return Parts(
         step=TrainStep(model, mesh, num_microbatches=config.num_microbatches),
         clip=functools.partial(clip_grad_norm_, model),
-        optimizer=build_optimizer(model, optimizer_class, **optimizer_arguments(config.optimizer, optimizer_class)),
+        optimizer=build_optimizer(
+            model,
+            optimizer_class,
+            groups=config.optimizer.groups,
+            **optimizer_arguments(config.optimizer, optimizer_class),
+        ),
         batches=iter(batches),
         device=mesh.device,
+        skips_nonfinite=config.precision.nonfinite == "skip" or config.precision.compute == "float16",
     )
 
 
@@ -130,7 +174,7 @@ def _open_reporters(config: TrainConfig, open_logs: ExitStack, console: Console)
 
 def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches) -> None:
     num_whole = sum(math.prod(entry.layout.shape) for entry in registry_of(model).entries.values())
-    num_held = sum(parameter.numel() for parameter in model.parameters())
+    num_held = sum(local_part(parameter).numel() for parameter in model.parameters())
     sequence = ", sequence parallel" if config.sequence_parallel else ""
     passes = config.steps * config.batch_size / batches.num_rows
     lines = (

@@ -178,6 +178,11 @@ class Registry:
         copied.entries.update({fqn: replace(entry, registry=copied) for fqn, entry in self.entries.items()})
         return copied
 
+    @functools.cached_property
+    def needs_sums(self) -> bool:
+        """Whether any gradient waits for a sum of ours: known once the model is split."""
+        return any(entry.needs_sum for entry in self.entries.values())
+
     def home(self, fqn: str) -> torch.device:
         """Where a parameter or buffer lies at rest: the mesh's device, or host memory for what is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
@@ -257,6 +262,8 @@ def expect_gradients(model: nn.Module) -> None:
     """
     registry = registry_of(model)
     registry.norm = None
+    if not registry.needs_sums:
+        return
     for name, parameter in model.named_parameters():
         share_out(parameter, registry.entry(name))
     registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)

@@ -120,8 +120,8 @@ class Recompute:
         "selective"   blocks are, but for what is dear to compute: matrix products, attention and collectives are kept
 
     Attributes:
-        mode: one of those.
-        every: of the blocks, only every so manieth from the first on.
+        mode: "none", "full", "attention" or "selective".
+        every: recompute only every so manieth block, from the first on.
         modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), of which no
             one may lie within another.
 

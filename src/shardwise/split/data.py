@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardwise.errors import UnsupportedError
+from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, expect_gradients
 from shardwise.layout.placement import Chunk, Replicate
 from shardwise.layout.tensor import Layout, Step
 from shardwise.mesh import Mesh
+from shardwise.plan.families.undivided import UNDIVIDED
 from shardwise.plan.options import FsdpPolicy
 from shardwise.split.blocks import find_blocks
 from shardwise.topology.axes import DATA_AXES
@@ -71,6 +73,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     """What is gathered together (see [Note: units]), without the rest that belongs to the model itself, in order of
     registration. Modules of a unit share parameters.
     """
+    if getattr(getattr(model, "config", None), "model_type", None) in UNDIVIDED:
+        return []
     candidates = [block for block in find_blocks(model) if any(True for _ in block.parameters())]
     inside = {id(module) for block in candidates for module in block.modules()}
     for getter in ("get_input_embeddings", "get_output_embeddings"):
@@ -105,7 +109,7 @@ def _get(model: nn.Module, getter: str) -> nn.Module | None:
         module = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
         return None
-    return module if isinstance(module, nn.Module) else None
+    return module if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
 
 
 def _with_data_steps(entry: ParameterEntry, num_dims: int) -> ParameterEntry:
@@ -197,8 +201,8 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
         ends = [unit[0] for unit in units if head in unit] + (blocks[-1:] if policy.keep_last_block else [])
         for module in ends:  # their backward follows their forward at once
             _as_fsdp(module).set_reshard_after_forward(False, recurse=False)
-        if isinstance(embedding, nn.Embedding) and (embedding,) in units:
-            _as_fsdp(embedding).set_unshard_in_backward(False)  # its gradient does not depend on it
+        if embedding is not None and (embedding,) in units and _is_plain_embedding(embedding):
+            _as_fsdp(embedding).set_unshard_in_backward(False)
     for number, module in enumerate(blocks if policy.prefetch > 1 else []):
         module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
         module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
@@ -211,6 +215,13 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
                 module.set_symm_mem_for_comm()
     if policy.separate_reduce_group:
         _as_fsdp(model).set_separate_reduce_scatter_group(True)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether it only looks rows up, so that its gradient does not depend on its weight."""
+    forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
+    ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
+    return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
 
 
 def _as_fsdp(module: nn.Module) -> Any:

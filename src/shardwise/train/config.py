@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardwise.errors import MeshError
+from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
     "DataConfig",
+    "EvaluationConfig",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PrecisionConfig",
     "Problem",
     "ScheduleConfig",
     "TrainConfig",
@@ -57,7 +60,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Tokenizer directory or hub id; by default the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights, gradients and optimizer state."""
+    """Type of weights, gradients and optimizer state; `precision` says what is computed in."""
     plan: dict[str, str] = field(default_factory=dict)
     """Rules laid over the automatic plan: name pattern -> style."""
 
@@ -85,11 +88,37 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Text that is held out, and how often the loss on it is told."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them; null evaluates nothing."""
+    every: int = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    max_batches: int = 50
+    """Most batches of one evaluation, of `batch_size` rows each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """What is computed in, beside the weights' own type `model.dtype`."""
+
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of forward and backward; `auto` is bfloat16 on GPUs and `model.dtype` on CPUs, where it is slower."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over data-parallel ranks."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What happens to a step whose gradients are infinite or NaN; with float16 it is skipped in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """How the learning rate moves over the run."""
 
-    name: Literal["constant", "linear", "cosine"] = "cosine"
-    """Shape of the decay after the warmup."""
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
+    """Shape of the decay after the warmup; warmup_stable_decay falls linearly over the last `decay_steps`."""
+    decay_steps: int = 0
+    """Of warmup_stable_decay: how many steps at the end of the run the rate falls."""
     warmup_steps: int = 0
     """Steps over which the rate rises from 0."""
     final_ratio: float = 0.1
@@ -108,6 +137,9 @@ class OptimizerConfig:
     """Weight decay."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class, such as `betas: [0.9, 0.95]`."""
+    groups: tuple[dict[str, Any], ...] = ()
+    """Other arguments for some parameters, by name pattern or number of dims, the first that fits:
+    `[{max_dims: 1, weight_decay: 0}, {params: "**.embed_tokens.*", lr: 1.0e-4}]`."""
     max_grad_norm: float | None = 1.0
     """Gradients with a larger norm are scaled down to it; null leaves them."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -133,6 +165,10 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
+    recompute: Recompute = field(default_factory=Recompute)
     layout: str = "tp1"
     """Ranks along each axis, outermost first, such as `tp2`."""
     sequence_parallel: bool = False
@@ -160,6 +196,9 @@ def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
         return (step + 1) / (schedule.warmup_steps + 1)
     if schedule.name == "constant":
         return 1.0
+    if schedule.name == "warmup_stable_decay":
+        left = (num_steps - step) / (schedule.decay_steps + 1)
+        return min(1.0, schedule.final_ratio + (1 - schedule.final_ratio) * left)
     progress = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
     left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return schedule.final_ratio + (1 - schedule.final_ratio) * left
@@ -195,6 +234,8 @@ def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
         "batch_size": config.batch_size,
         "num_microbatches": config.num_microbatches,
         "log.every": config.log.every,
+        "evaluation.every": config.evaluation.every,
+        "evaluation.max_batches": config.evaluation.max_batches,
     }
     for key, count in counts.items():
         if count < 1:
@@ -218,6 +259,11 @@ def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
             "optimizer.schedule.warmup_steps",
             f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})",
         )
+    elif not 0 <= schedule.decay_steps <= config.steps - schedule.warmup_steps:
+        yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps}, which does not fit into the steps")
+    elif (is_wsd := schedule.name == "warmup_stable_decay") != (schedule.decay_steps > 0):
+        fix = "say over how many steps the rate falls" if is_wsd else "it belongs to warmup_stable_decay"
+        yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps} with {schedule.name}", fix)
     if not 0 <= schedule.final_ratio <= 1:
         yield Problem("optimizer.schedule.final_ratio", f"is {schedule.final_ratio}, must be between 0 and 1")
 

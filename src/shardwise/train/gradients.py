@@ -34,6 +34,8 @@ def reduce_gradients(model: nn.Module) -> None:
     that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced.
     """
     registry = registry_of(model)
+    if not registry.needs_sums:
+        return
     _note_strangers(model, registry)
     sum_gradients([(registry.entry(name), parameter) for name, parameter in model.named_parameters()], registry)
 

@@ -10,7 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -32,6 +32,9 @@ class Parts:
         optimizer: already holds the model's parameters.
         batches: an endless stream of this rank's batches.
         device: where the model computes, and so where memory counts.
+        evaluate: returns the validation loss; None where nothing is held out.
+        skips_nonfinite: whether the optimizer leaves out steps whose gradients are infinite or NaN, and so the run
+            goes on.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]
@@ -39,6 +42,8 @@ class Parts:
     optimizer: torch.optim.Optimizer
     batches: Iterator[Mapping[str, torch.Tensor]]
     device: torch.device
+    evaluate: Callable[[], float] | None = None
+    skips_nonfinite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,8 @@ class StepRecord:
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
         memory_bytes: most that this rank has held so far: on its GPU, or of the process where there is none.
+        eval_loss: mean over the tokens held out, behind this step's update; None where none was due.
+        eval_perplexity: its exponential.
     """
 
     step: int
@@ -62,6 +69,8 @@ class StepRecord:
     tokens: int
     tokens_per_second: float
     memory_bytes: int
+    eval_loss: float | None = None
+    eval_perplexity: float | None = None
 
 
 class Reporter(Protocol):
@@ -71,7 +80,13 @@ class Reporter(Protocol):
 
 
 def run_loop(
-    parts: Parts, *, num_steps: int, settings: OptimizerConfig, reporters: Sequence[Reporter] = (), first_step: int = 0
+    parts: Parts,
+    *,
+    num_steps: int,
+    settings: OptimizerConfig,
+    reporters: Sequence[Reporter] = (),
+    first_step: int = 0,
+    eval_every: int = 0,
 ) -> StepRecord | None:
     """Runs steps `first_step` to `num_steps` (counted from 0) and returns the last one's record.
 
@@ -81,28 +96,34 @@ def run_loop(
         settings: the learning rate, its schedule and the clipping.
         reporters: told of each step, in this order; usually on one rank only.
         first_step: steps already taken.
+        eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
     Raises:
         BatchError: the loss or the gradient norm is not finite. The weights are still those of the step before.
     """
     record = None
     for index in range(first_step, num_steps):
-        lr = settings.lr * lr_factor(settings.schedule, step=index, num_steps=num_steps)
-        record = _run_step(parts, index + 1, lr=lr, max_grad_norm=settings.max_grad_norm)
+        factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
+        record = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
+        is_due = eval_every and ((index + 1) % eval_every == 0 or index + 1 == num_steps)
+        if parts.evaluate is not None and is_due:
+            loss = parts.evaluate()
+            record = replace(record, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
         for reporter in reporters:
             reporter.report(record)
     return record
 
 
-def _run_step(parts: Parts, step: int, *, lr: float, max_grad_norm: float | None) -> StepRecord:
+def _run_step(parts: Parts, step: int, *, lr: float, factor: float, max_grad_norm: float | None) -> StepRecord:
     started = time.perf_counter()
-    for group in parts.optimizer.param_groups:
-        group["lr"] = lr
+    lr *= factor
+    for group in parts.optimizer.param_groups:  # a group with a rate of its own keeps its ratio to the others
+        group["lr"] = lr * group.setdefault("lr_ratio", group["lr"] / parts.optimizer.defaults["lr"])
     result = parts.step(next(parts.batches))
     # An infinite bound changes nothing, and the norm is worth knowing all the same.
     grad_norm = float(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
     loss = float(result.loss)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not parts.skips_nonfinite:
         raise BatchError(
             f"training diverged: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
             at=f"step {step}",

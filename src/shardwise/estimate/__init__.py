@@ -1,0 +1,1 @@
+"""What a layout costs, computed without torch: bytes a rank holds."""

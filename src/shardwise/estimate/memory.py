@@ -1,0 +1,46 @@
+"""Bytes that a rank holds while it trains, from layouts alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardwise.layout.boxes import shape_of
+from shardwise.layout.tensor import Layout
+
+__all__ = ["StateBytes", "state_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What one rank keeps from step to step, in bytes.
+
+    Attributes:
+        parameters: at rest.
+        gradients: as large as the parameters, in their dtype.
+        optimizer: its states.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+def state_bytes(
+    layouts: Iterable[Layout], coords: Mapping[str, int], *, itemsize: int = 4, states_per_parameter: int = 2
+) -> StateBytes:
+    """The bytes of the rank at `coords`.
+
+    Args:
+        layouts: of every parameter, tied ones once.
+        itemsize: bytes of an element of parameters, gradients and states.
+        states_per_parameter: elements an optimizer keeps for each; 2 for Adam, 1 for SGD with momentum, 0 for SGD.
+    """
+    held = sum(math.prod(shape_of(piece.local)) for layout in layouts for piece in layout.pieces(coords)) * itemsize
+    return StateBytes(parameters=held, gradients=held, optimizer=held * states_per_parameter)

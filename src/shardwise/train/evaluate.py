@@ -1,0 +1,78 @@
+"""Validation: the loss on rows that training does not see, the same for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from shardwise.comm.operations import all_reduce_
+from shardwise.mesh import Mesh
+from shardwise.topology.axes import DATA_AXES
+from shardwise.train.batch import IGNORED, count_targets
+
+__all__ = ["build_evaluation", "evaluation_batches"]
+
+
+def build_evaluation(
+    model: nn.Module, mesh: Mesh, batches: Callable[[], Iterator[dict[str, Tensor]]]
+) -> Callable[[], float]:
+    """A function that returns the mean loss over all target tokens of `batches()`, the same number on every rank.
+
+    The model runs in eval mode and is left in the mode it was in. NaN where there is no target.
+
+    Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
+    """
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        was_training = model.training
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+        try:
+            for batch in batches():
+                count = count_targets(model, batch)
+                labels = (
+                    batch["labels"] if count else torch.zeros_like(batch["labels"])
+                )  # other ranks wait for this one
+                loss = model(**_placed(batch | {"labels": labels}, mesh.device)).loss
+                totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
+        finally:
+            model.train(was_training)
+        group = mesh.group(*DATA_AXES)
+        if group is not None:
+            all_reduce_(totals, group)
+        return float(totals[0] / totals[1])
+
+    return evaluate
+
+
+def evaluation_batches(
+    tokens: NDArray[np.unsignedinteger[Any]],
+    *,
+    seq_length: int,
+    batch_size: int,
+    max_batches: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+) -> Iterator[dict[str, Tensor]]:
+    """This data rank's share of every global batch of rows in order, the last one short of rows filled up with rows
+    whose labels are all ignored: every rank gets as many batches of equal shape.
+    """
+    num_rows = min(len(tokens) // seq_length, batch_size * max_batches)
+    share = batch_size // data_size
+    for first in range(0, num_rows, batch_size):
+        places = range(first + data_rank * share, first + (data_rank + 1) * share)
+        rows = [tokens[min(p, num_rows - 1) * seq_length :][:seq_length] for p in places]
+        input_ids = torch.from_numpy(np.stack(rows).astype(np.int64))
+        labels = input_ids.clone()
+        labels[[place >= num_rows for place in places]] = IGNORED
+        yield {"input_ids": input_ids, "labels": labels}
+
+
+def _placed(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
