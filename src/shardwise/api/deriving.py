@@ -94,7 +94,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
         raise PlanError(
             f"{type(model).__name__} cannot {what}: no declared or derived plan computes what the whole model does",
-            why="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
+            why=f"of {len(reasons)} tried: " + "; ".join(dict.fromkeys(reason for reason in reasons if reason)),
             fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
         )
     findings = Findings(
