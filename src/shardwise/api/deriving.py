@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -19,12 +20,14 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
+from shardwise.split.along import sequence_plans
 from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
 from shardwise.split.generalize import generalize
 from shardwise.split.influence import find_row_products
+from shardwise.split.lift import lifted
 from shardwise.split.plans import vocabulary_plan
-from shardwise.split.trace import layers_of
+from shardwise.split.trace import Layer, layers_of, watch
 
 __all__ = ["derive_plan"]
 
@@ -55,7 +58,8 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     layers = tuple(layers_of(twin))
     best: tuple[float, Plan] | None = None
     reasons: list[str] = []
-    for plan in _Candidates(twin, facts, trial, portable=not own_size).plans(declared):
+    candidates = _Candidates(twin, facts, trial, portable=not own_size)
+    for plan in candidates.plans(declared):
         try:
             share = _share(plan, facts, layers, tp_size)
         except PlanError as error:
@@ -63,17 +67,19 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             continue
         if best is not None and share <= best[0]:
             continue
-        verdict = trial.run(plan, sequence_parallel=sequence_parallel)
-        if verdict.passed:
-            best = (share, plan)
-        reasons.append(verdict.reason)
+        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
+            verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
+            reasons.append(verdict.reason)
+            if verdict.passed:
+                best = (share, candidate)
+                break
         if best is not None and best[0] >= _WELL_SPLIT:
             break
     if best is None:
         what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
         raise PlanError(
             f"{type(model).__name__} cannot {what}: no declared or derived plan computes what the whole model does",
-            why="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
+            why=f"of {len(reasons)} tried: " + "; ".join(dict.fromkeys(reason for reason in reasons if reason)),
             fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
         )
     return generalize(best[1], twin, model)
@@ -138,6 +144,21 @@ class _Candidates:
         layer_names = tuple(layers_of(self.twin))
         yield vocabulary | _unreached(self.facts, blocks, layer_names) | self._all_that_pass(blocks)
         yield vocabulary
+
+    def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
+        """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
+        parts = self.trial.parts
+        for each in dict.fromkeys((lifted(plan, self.facts, parts=parts), plan)):
+            if sequence_parallel:
+                yield from sequence_plans(
+                    self.twin, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
+                )
+            else:
+                yield each
+
+    @functools.cached_property
+    def _layers(self) -> list[Layer]:
+        return watch(_eager(self.twin), self.trial.inputs(), thorough=True)
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""

@@ -33,7 +33,7 @@ __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_FORMAT = 1
+_FORMAT = 2
 """Raised when derivation finds other plans than before: what is kept is then derived anew."""
 
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")

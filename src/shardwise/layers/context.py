@@ -26,9 +26,14 @@ class SplitContext:
         size: ranks in it.
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
-        sequence_parallel: whether hidden states between blocks are split along the sequence.
-        sequence_length: true length of the sequence under way, set where the layer stack is entered: parts are padded
-            to equal lengths, and the padding is cut off inside every region.
+        sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
+            layers, and in no module there that is given all of it. Every region says so itself when it is entered,
+            because a layer that is run again in backward is not entered through its hooks.
+        sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is cut
+            off inside every region.
+        lengths: FQN of every stack to the length of its sequence, set where it is entered.
+        rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
+        partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
         keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
@@ -50,6 +55,9 @@ class SplitContext:
     mesh: dist.DeviceMesh | None = None
     sequence_parallel: bool = False
     sequence_length: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    partial_behind: bool = False
     keep_logits_split: bool = False
     defer_embedding: bool = False
     holds_partial_rows: bool = False
@@ -67,6 +75,11 @@ class SplitContext:
         # A copied model runs on the same ranks; process groups cannot be copied.
         return self
 
+    def enter_stack(self, stack: str | None) -> None:
+        """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
+        self.sequence_parallel = stack is not None
+        self.sequence_length = self.lengths[stack] if stack is not None else 0
+
     def enter_loss_mode(self, build_mode: Callable[[SplitContext], TorchFunctionMode]) -> None:
         """Makes the mode active until `leave_loss_mode`, once for each forward."""
         if self._loss_mode is None:
@@ -83,13 +96,14 @@ class SplitContext:
         """Ends what a forward that raised has left under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.end_draws("region")
+        self.end_draws("whole")
         self.end_draws("layer")
 
     def begin_draws(self, level: str, module: nn.Module, *, alike: bool = False) -> None:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
-            level: "layer" or "region", of which the layer is outside.
+            level: "layer", "whole" or "region", from the outside in.
             module: what draws them; nothing happens unless it trains and something in the model drops.
             alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks.
         """

@@ -6,18 +6,21 @@ all-gather and reduce-scatter, and everything between regions works on a part of
 # [Note: sequence lengths]
 Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
 Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
-set where the layer stack is entered; microbatches of one step share it.
+set where a stack of layers is entered; microbatches of one step share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import itertools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import (
+    all_gather_padded,
     copy_to_region,
     gather_full,
     gather_to_region,
@@ -27,7 +30,15 @@ from shardwise.comm.collectives import (
 )
 from shardwise.layers.context import SplitContext
 
-__all__ = ["enter_region", "install_region", "install_stack", "leave_region"]
+__all__ = [
+    "enter_region",
+    "install_gathered",
+    "install_parts",
+    "install_region",
+    "install_stack",
+    "install_whole",
+    "leave_region",
+]
 
 _Change = Callable[[Tensor], Tensor]
 
@@ -41,6 +52,7 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     if not context.sequence_parallel:
         return copy_to_region(x, context.group)
     dim = _sequence_dim(x)
+    context.rows = x.shape[0] if dim else 0
     whole = gather_to_region(x, context.group, dim=dim)
     return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
 
@@ -53,21 +65,48 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
     """
     if not context.sequence_parallel:
         return reduce_from_region(x, context.group)
+    if x.ndim == 2 and context.rows:  # flattened inside: the parts are parts of every sequence all the same
+        return leave_region(x.unflatten(0, (context.rows, -1)), context).flatten(0, 1)
     dim = _sequence_dim(x)
     return scatter_from_region(_pad(x, dim, context.size), context.group, dim=dim)
 
 
-def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
-    """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside."""
+def install_region(
+    module: nn.Module,
+    edge: str,
+    context: SplitContext,
+    *,
+    stack: str | None = None,
+    asides: Collection[str] = frozenset(),
+    parts: Collection[str] = frozenset(),
+) -> None:
+    """Makes `module` a split region that is left at its own output (`edge` "output") or at row-split modules inside.
+
+    Args:
+        stack: the stack of layers of whose sequence it is given a part.
+        asides: names of inputs that do not enter the region: they are added behind the sum.
+        parts: names of inputs that are parts of the sequence where the hidden states are.
+    """
+    names = _argument_names(module)
+
+    def on_input(name: str, given: Any, changed: Any) -> Any:
+        if name in asides or not isinstance(given, Tensor):
+            return given if name in asides else changed
+        return _enter_part(given, context) if name in parts else changed
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        context.enter_stack(stack)
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
 
         def on_hidden(x: Tensor) -> Tensor:
             return enter_region(x, context).clone() if jitters else enter_region(x, context)
 
+        given, given_by_name = args, kwargs
         args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
+        if asides or parts:
+            args = (*itertools.starmap(on_input, zip(names, given, args, strict=False)), *args[len(names) :])
+            kwargs = {name: on_input(name, given_by_name[name], value) for name, value in kwargs.items()}
         if edge != "output":
             context.begin_draws("region", module)
         elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
@@ -84,33 +123,88 @@ def install_region(module: nn.Module, edge: str, context: SplitContext) -> None:
     module.register_forward_hook(leave, with_kwargs=True, always_call=True)
 
 
+def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
+    """Another input of a region that is along the sequence as the hidden states are, which have entered already."""
+    if not context.sequence_parallel:
+        return copy_to_region(x, context.group) if x.is_floating_point() else x
+    dim = 1 if context.rows else 0
+    if x.is_floating_point():
+        whole = gather_to_region(x, context.group, dim=dim)
+    else:
+        whole = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
+    return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
+
+
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
-    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward."""
+    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward.
+
+    Under sequence parallelism it was given the whole sequence, and hands on this rank's part.
+    """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+        whole = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+        return _own_part(whole, context) if context.sequence_parallel else whole
 
     module.register_forward_hook(leave)
 
 
-def install_stack(layers: nn.ModuleList, context: SplitContext, *, partial_behind: bool) -> None:
+def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_behind: bool) -> None:
     """Splits the hidden states along the sequence where they enter the first layer, joins them behind the last.
 
     Args:
+        stack: the name of the layers.
         partial_behind: whether gradients behind the stack are partial (a split head follows), so that the join must sum
             them; else every rank's gradient is complete and the join takes its slice.
     """
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, context), lambda x: x)
+    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context), lambda x: x)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        return _map_first(output, lambda x: _join_sequence(x, context, partial_behind=partial_behind))
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        length = context.lengths[stack]
+        return _map_first(output, lambda x: _join_sequence(x, length, context, partial_behind=partial_behind))
 
-    layers[0].register_forward_pre_hook(enter, with_kwargs=True)
-    layers[-1].register_forward_hook(leave)
+    layers[0].register_forward_pre_hook(split, with_kwargs=True)
     for layer in layers if context.has_dropout else ():
         _install_draws(layer, context)
+    layers[-1].register_forward_hook(join)
+
+
+def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
+    """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
+    positions = [position for position, name in enumerate(_argument_names(layer)) if name in names]
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def part(value: Any) -> Any:
+            return _own_part(value, context) if isinstance(value, Tensor) else value
+
+        return (
+            tuple(part(value) if position in positions else value for position, value in enumerate(args)),
+            {name: part(value) if name in names else value for name, value in kwargs.items()},
+        )
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
+    """Gives `module`, inside a layer of a stack, the whole sequence; it computes alike on every rank.
+
+    Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        length = context.lengths[stack]
+        context.begin_draws("whole", module, alike=True)
+        return _map_inputs(
+            args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False), lambda x: x
+        )
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        context.end_draws("whole")
+        return output if output is None else _map_first(output, lambda x: _own_part(x, context))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
 
 
 def _install_draws(layer: nn.Module, context: SplitContext) -> None:
@@ -126,22 +220,28 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
     layer.register_forward_hook(leave, always_call=True)
 
 
-def _split_sequence(x: Tensor, context: SplitContext) -> Tensor:
-    context.sequence_length = x.shape[1]
+def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
+    context.lengths[stack] = x.shape[1]
     context.defer_embedding = False
-    padded = _pad(x, 1, context.size)
     if context.holds_partial_rows:
         context.holds_partial_rows = False
-        return scatter_from_region(padded, context.group, dim=1)
-    return split_full(padded, context.group, dim=1, sizes=context.even_sizes(padded.shape[1]))
+        return scatter_from_region(_pad(x, 1, context.size), context.group, dim=1)
+    return _own_part(x, context)
 
 
-def _join_sequence(x: Tensor, context: SplitContext, *, partial_behind: bool) -> Tensor:
+def _own_part(x: Tensor, context: SplitContext) -> Tensor:
+    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
+    dim = _sequence_dim(x)
+    padded = _pad(x, dim, context.size)
+    return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
+
+
+def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_behind: bool) -> Tensor:
     if partial_behind:
         whole = gather_to_region(x, context.group, dim=1)
     else:
         whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
-    return _cut(whole, 1, context.sequence_length)
+    return _cut(whole, 1, length)
 
 
 def _map_inputs(
@@ -171,6 +271,10 @@ def _map_first(output: Any, change: _Change) -> Any:
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
 
 
 def _sequence_dim(x: Tensor) -> int:

@@ -30,7 +30,7 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if context.sequence_parallel:
+        if context.partial_behind:
             return args
         return (copy_to_region(args[0], context.group), *args[1:])
 

@@ -27,6 +27,7 @@ class RowSplit:
     """
 
     _split: SplitContext
+    _stack: str | None
     _reduces: bool
     _reenters: bool
     _input_sizes: tuple[int, ...] | None
@@ -45,6 +46,7 @@ class RowSplit:
         if self._reenters:
             out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
             return out if bias is None else out + bias
+        context.enter_stack(self._stack)
         out = leave_region(self._product(x, None), context)
         context.end_draws("region")  # what the module drops behind this is whole again
         return out if bias is None else out + bias

@@ -19,6 +19,7 @@ from shardwise.plan.regions import (
     Region,
     find_regions,
 )
+from shardwise.plan.sequence import ASIDE, STACK_STYLES, SequencePlan, find_sequence
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
@@ -59,9 +60,10 @@ class SplitPlan:
         modules: FQN to the style of the modules whose forward changes.
         heads: attention module to its heads before and after the split.
         head: the output embedding if its logits are split over the vocabulary.
-        stack: the layer list whose hidden states are split along the sequence; None without sequence parallelism.
+        sequence: where hidden states are split along the sequence; None without sequence parallelism.
         attributes: FQN of every attribute that counts what is split, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
+        asides: FQNs of inputs of regions that do not enter them.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
@@ -72,16 +74,21 @@ class SplitPlan:
     modules: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[str, tuple[Heads, Heads]] = field(default_factory=dict)
     head: str | None = None
-    stack: str | None = None
+    sequence: SequencePlan | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    asides: frozenset[str] = frozenset()
     added: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
 
     @property
     def sequence_parallel(self) -> bool:
         """Whether hidden states between blocks are split along the sequence."""
-        return self.stack is not None
+        return self.sequence is not None
+
+    def stack_of(self, module: str) -> str | None:
+        """The stack of layers of whose sequence `module` is given a part."""
+        return self.sequence.stack_of(module) if self.sequence is not None else None
 
 
 def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False) -> SplitPlan:
@@ -97,7 +104,6 @@ class _Resolver:
     def __init__(self, plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool) -> None:
         self.facts = facts
         self.tp_size = tp_size
-        self.sequence_parallel = sequence_parallel and tp_size > 1
         self.problems: list[PlanError] = []
         matcher = Matcher(facts.names())
         self.unmatched = matcher.unmatched(plan)
@@ -111,7 +117,7 @@ class _Resolver:
         }
         blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
         self.regions = find_regions(facts, blocks)
-        self.stack = self._find_stack() if self.sequence_parallel else None
+        self.sequence = self._find_sequence() if sequence_parallel and tp_size > 1 else None
 
     def result(self) -> SplitPlan:
         parameters = {
@@ -135,9 +141,10 @@ class _Resolver:
             },
             heads=heads,
             head=self.head,
-            stack=self.stack,
+            sequence=self.sequence,
             attributes=attributes,
             inputs=inputs,
+            asides=frozenset(name for name, rule in self.rules.items() if rule.style == ASIDE),
             added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
             unmatched=self.unmatched,
         )
@@ -155,7 +162,7 @@ class _Resolver:
             problem.summary = f"cannot split {fqn} over tp={self.tp_size}: {problem.summary}"
             self.problems.append(problem)
         return ParameterPlan(
-            fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, module, name, placement)
+            fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, fqn, placement)
         )
 
     def _placement(self, rule: Rule, fqn: str, shape: Shape) -> Placement:
@@ -203,24 +210,17 @@ class _Resolver:
             return equal_sections(style.dim, size, num_sections=style.num_sections, parts=self.tp_size)
         return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
 
-    def _gradient(self, rule: Rule, module: str, name: str, placement: Placement) -> str:
+    def _gradient(self, rule: Rule, fqn: str, placement: Placement) -> str:
         """Whether a parameter's gradients differ between ranks. A split one's are complete (its replicas' aside)."""
         if self.tp_size == 1 or isinstance(placement, Split):
             return "whole"
+        module, _, name = fqn.rpartition(".")
         region = self._region_of(module)
         leaves = rule.style in ROW_STYLES and rule.style != "rowwise_reenter"
         after_reduce = name == "bias" and leaves and region is not None and region.edge == "row"
         if rule.style == "replicated_with_grad_allreduce" or (region is not None and not after_reduce):
             return "partial"
-        return "partial" if self.stack is not None and self._sees_part_of_the_sequence(module) else "whole"
-
-    def _sees_part_of_the_sequence(self, module: str) -> bool:
-        """Inside the layer stack, or behind it where a split head makes all gradients partial."""
-        assert self.stack is not None
-        if module.startswith(f"{self.stack}."):
-            return True
-        order = list(self.facts.modules)
-        return self.head is not None and order.index(module) > order.index(self.stack)
+        return "partial" if self.sequence is not None and self.sequence.sees_a_part(fqn, module) else "whole"
 
     def _heads_around(self, module: str) -> Heads | None:
         region = self._region_of(module)
@@ -321,8 +321,8 @@ class _Resolver:
         inputs = self.facts.inputs()
         found = {}
         for name, rule in self.rules.items():
-            if name not in inputs or rule.style == "replicate":  # whole is what an input is without a rule
-                continue
+            if name not in inputs or rule.style in ("replicate", ASIDE, *STACK_STYLES):
+                continue  # whole is what an input is without a rule
             heads = self.facts.heads_around(inputs[name])
             if not is_split_style(rule.style) or (heads is not None and heads.num_heads % self.tp_size):
                 self.problems.append(
@@ -349,23 +349,12 @@ class _Resolver:
                     )
                 )
 
-    def _find_stack(self) -> str | None:
-        stacks: list[str] = []
-        for name, facts in self.facts.modules.items():
-            split_inside = any(region.fqn.startswith(f"{name}.") for region in self.regions)
-            nested = any(name.startswith(f"{stack}.") for stack in stacks)
-            if facts.kind == "list" and split_inside and not nested:
-                stacks.append(name)
-        if len(stacks) != 1:
-            self.problems.append(
-                PlanError(
-                    "sequence parallelism needs one stack of layers",
-                    why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
-                    fix="use sequence_parallel=False",
-                )
-            )
+    def _find_sequence(self) -> SequencePlan | None:
+        try:
+            return find_sequence(self.facts, self.rules, self.regions, head=self.head)
+        except PlanError as problem:
+            self.problems.append(problem)
             return None
-        return stacks[0]
 
 
 def _all_problems(problems: list[PlanError]) -> PlanError:

@@ -42,6 +42,10 @@ STYLES: dict[str, str] = {
     "region_output": "a region whose output is a partial sum: reduced there and not at row-split modules inside",
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
     "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
+    "aside": "an input of a region that does not enter it: it is used behind the sum",
+    "sequence": "layers, or an input of a layer: split along the sequence (with sequence parallelism), joined behind",
+    "sequence_partial": "as sequence, in front of a split head; also what lies between: gradients there are partial",
+    "whole_sequence": "module in such layers that is given the whole sequence and computes alike on every rank",
     "divided": "an integer attribute of a module that counts what is split: divided by the number of ranks",
 }
 """Every style name, with its meaning."""

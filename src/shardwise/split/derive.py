@@ -165,6 +165,8 @@ class _Builder:
         rules: dict[str, Rule] = {}
         for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
             rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
+            for name in sorted(self.reach.passing(entry) or ()) if edge == "region" else ():
+                rules[f"{entry}.{name}"] = _rule(f"{entry}.{name}", "aside", "it is used behind the sum")
         for product in self.group:
             rules |= self._row_rules(product)
         weights = [name for name in self.holdings if self._is_weight(name)]
@@ -182,7 +184,13 @@ class _Builder:
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Inputs of which a rank gets its own part; tried without, too: the layer that made them may have cut them."""
         for name, dim in find_sliced_inputs(self.facts, self.reach, entries).items():
+            if self._is_aside(name, entries):
+                continue
             yield _rule(name, f"split({dim})", "each rank uses its own part of it")
+
+    def _is_aside(self, name: str, entries: Mapping[str, str]) -> bool:
+        owner, _, argument = name.rpartition(".")
+        return entries.get(owner) == "region" and argument in (self.reach.passing(owner) or ())
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: what always works, at the price of communication for each."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.split_style import is_split_style
 from shardwise.split.trace import layers_of
 
 __all__ = ["generalize"]
@@ -13,8 +16,10 @@ __all__ = ["generalize"]
 def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
     """`plan`, found on `twin`, for `model`: each of its layers gets the rules of the twin's first layer of its kind.
 
-    Rules that all layers of a stack share are written once, with `*` for the number.
+    Rules that all layers of a stack share are written once, with `*` for the number. Rules on inputs are those of all
+    layers of the kind: an input that only some are given is None in the others.
     """
+    own = {*(name for name, _ in twin.named_modules()), *(name for name, _ in twin.named_parameters())}
     examples: dict[tuple[str, frozenset[str]], str] = {}
     for layer in layers_of(twin):
         examples.setdefault(_kind(twin, layer), layer)
@@ -27,12 +32,24 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
             outside.append(rule)
         else:
             inside.setdefault(owner, []).append(rule)
+    for layer, rules in list(inside.items()):
+        example = examples[_kind(twin, layer)]
+        known = {rule.pattern[len(example) :] for rule in inside.get(example, [])}
+        for rule in rules if layer != example else ():
+            rest = rule.pattern[len(layer) :]
+            if rule.pattern not in own and _is_of_input(rule) and rest not in known:
+                inside.setdefault(example, []).append(replace(rule, pattern=example + rest))
+                known.add(rest)
     found: list[Rule] = []
     for layer in layers:
-        example = examples.get(_kind(model, layer))
-        for rule in inside.get(example, []) if example else []:
-            found.append(Rule(layer + rule.pattern[len(example or "") :], rule.style, rule.source, rule.reason))
+        likeness = examples.get(_kind(model, layer))
+        for rule in inside.get(likeness, []) if likeness else []:
+            found.append(replace(rule, pattern=layer + rule.pattern[len(likeness or "") :]))
     return Plan((*outside, *_folded(found, layers)))
+
+
+def _is_of_input(rule: Rule) -> bool:
+    return is_split_style(rule.style) or rule.style in ("aside", "sequence")
 
 
 def _kind(model: nn.Module, layer: str) -> tuple[str, frozenset[str]]:

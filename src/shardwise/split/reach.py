@@ -15,7 +15,7 @@ from shardwise.split.influence import Holding, RowProduct, run_of
 from shardwise.split.sizes import Sizing
 from shardwise.split.trace import Layer, ModuleCall
 
-__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs"]
+__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "gradients_of", "hidden_name"]
 
 _MAX_ADDED = 2
 
@@ -80,24 +80,34 @@ class Reach:
         split = [self.parameters[name] for name in self.holdings if self.parameters[name].requires_grad]
         if not value.requires_grad or not split:
             return False
-        return any(_nonzero(gradient) for gradient in _gradients(value.sum(), split))
+        return any(_nonzero(gradient) for gradient in gradients_of(value.sum(), split))
 
-    def leads_only_to_rows(self, module: str) -> bool:
-        """Whether nothing that `module` is given reaches the layer's outputs past the (cut) row products.
+    def passing(self, module: str) -> frozenset[str] | None:
+        """The inputs of `module` that reach the layer's outputs past the (cut) row products: they go around a region.
 
-        A module that holds other blocks' row products does not: they need regions of their own.
+        None where its hidden states, the first input, do so: then it is no region. Neither is a module that holds other
+        blocks' row products: they need regions of their own.
         """
         if any(f"{other.module}.".startswith(f"{module}.") for other in self.others):
-            return False
+            return None
         # Where the whole output is left at once, products may be weighted on the way: at zero they weigh nothing.
         layer = self.layer.hollow if self.bare and self.layer.hollow is not None else self.layer
         calls = [call for call in layer.calls if call.fqn == module]
-        inputs = [value for call in calls for value in call.inputs if value.requires_grad]
         outputs = [value for value in layer.outputs if value.requires_grad and value.grad_fn is not None]
-        if not inputs or not outputs:
-            return bool(calls) and not outputs
         total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
-        return not any(_nonzero(gradient) for gradient in _gradients(total, inputs))
+        found: set[str] = set()
+        for call in calls:
+            inputs = [value for value in call.inputs if value.requires_grad]
+            if not inputs:
+                return None
+            names = {id(value): name for name, value in call.named.items()}
+            for value, gradient in zip(inputs, gradients_of(total, inputs), strict=True):
+                if not _nonzero(gradient):
+                    continue
+                if id(value) not in names or names[id(value)] == hidden_name(call):
+                    return None
+                found.add(names[id(value)])
+        return frozenset(found) if calls else None
 
     def _part(self, tensor: Tensor, dim: int) -> Fraction | None:
         ranks = self.needs(tensor, dim)
@@ -125,7 +135,7 @@ class Reach:
             for use in uses:
                 start, stop = run_of(use.x.shape[-1], self.parts, rank)
                 total = total + (use.x[..., start:stop].float() * _signs(use.x)[..., start:stop]).sum()
-            for node, gradient in zip(nodes, _gradients(total, nodes), strict=True):
+            for node, gradient in zip(nodes, gradients_of(total, nodes), strict=True):
                 masks[id(node)].append(None if gradient is None else gradient != 0)
         return masks
 
@@ -141,7 +151,8 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
     for owner in sorted(owners | {product.module for product in reach.bare}):
         ladder, module = [owner], parent_of(owner)
         while module and module != reach.layer.fqn:
-            if facts.modules[module].kind != "list" and reach.leads_only_to_rows(module):
+            passing = reach.passing(module) if facts.modules[module].kind != "list" else None
+            if passing is not None and (not passing or _can_pass(facts, reach, module, passing)):
                 ladder.append(module)
             module = parent_of(module)
         ladders.append(ladder)
@@ -161,8 +172,16 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
 def _edge(reach: Reach, entry: str, owners: set[str]) -> str:
     if not any(f"{owner}.".startswith(f"{entry}.") for owner in owners):
         return "all_reduce"  # what it is given is split already
-    holds_bare = any(f"{product.module}.".startswith(f"{entry}.") for product in reach.bare)
-    return "region_output" if holds_bare else "region"
+    return "region_output" if _holds_bare(reach, entry) else "region"
+
+
+def _holds_bare(reach: Reach, module: str) -> bool:
+    return any(f"{product.module}.".startswith(f"{module}.") for product in reach.bare)
+
+
+def _can_pass(facts: ModelFacts, reach: Reach, module: str, names: frozenset[str]) -> bool:
+    """Whether inputs of these names can go around the module: where all of its output is summed, nothing can."""
+    return not _holds_bare(reach, module) and all(f"{module}.{name}" in facts.inputs() for name in names)
 
 
 def _entry_owners(reach: Reach) -> set[str]:
@@ -224,6 +243,11 @@ def _by_heads(facts: ModelFacts, module: str, size: int, ranks: Sequence[frozens
     return True
 
 
+def hidden_name(call: ModuleCall) -> str | None:
+    """The name of a call's hidden states: that name, or its first floating-point input."""
+    return "hidden_states" if "hidden_states" in call.named else next(iter(call.named), None)
+
+
 def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
     """Parameters that are added to the partial sum behind the row products, so that each rank would add them.
 
@@ -238,7 +262,7 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
         return ()
     total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
     names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
-    gradients = _gradients(total, [reach.parameters[name] for name in names])
+    gradients = gradients_of(total, [reach.parameters[name] for name in names])
     shares = {
         name: float((gradient * reach.parameters[name].detach()).sum())
         for name, gradient in zip(names, gradients, strict=True)
@@ -262,7 +286,7 @@ def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
     found = []
     for call in hollow.calls:
         inside = call.fqn.startswith(f"{entry}.") and isinstance(model.get_submodule(call.fqn), nn.Identity)
-        if inside and call.inputs and any(_nonzero(gradient) for gradient in _gradients(total, call.inputs)):
+        if inside and call.inputs and any(_nonzero(gradient) for gradient in gradients_of(total, call.inputs)):
             found.append(call.fqn)
     return tuple(dict.fromkeys(found))
 
@@ -275,7 +299,8 @@ def _is_linear_weight(model: nn.Module, name: str) -> bool:
     )
 
 
-def _gradients(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a sum, None for an input that it does not depend on."""
     if not total.requires_grad:
         return [None] * len(inputs)
     return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.layers.edges import install_stack
+from shardwise.layers.context import SplitContext
+from shardwise.layers.edges import install_parts, install_stack, install_whole
 from shardwise.layers.registry import Registry
 from shardwise.plan.resolve import SplitPlan
+from shardwise.plan.structure import parent_of
 
 __all__ = ["apply_sequence_parallelism", "is_direct"]
 
 
 class _ReachedError(Exception):
-    """The first layer was reached; carries its input."""
+    """The first layer was reached; carries its input, None where its other inputs are learned, too."""
 
-    def __init__(self, hidden_states: Tensor) -> None:
+    def __init__(self, hidden_states: Tensor | None) -> None:
         super().__init__()
         self.hidden_states = hidden_states
 
@@ -32,24 +34,46 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         embedding: the vocabulary embedding, if `is_direct` said of the model, before its modules changed, that its rows
             are all that enters the layers.
     """
-    plan, context = registry.plan, registry.context
-    if plan.stack is None:
+    plan, context = registry.plan.sequence, registry.context
+    if plan is None:
         return model
-    layers = model.get_submodule(plan.stack)
-    assert isinstance(layers, nn.ModuleList)
-    context.sequence_parallel = True
-    install_stack(layers, context, partial_behind=plan.head is not None)
-    owner = model.get_submodule(plan.stack.rpartition(".")[0])  # its forward embeds, then runs the layers
-    owner.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
-    if embedding is not None:
-        model.get_submodule(embedding)._may_defer = True  # type: ignore[assignment]
-
-        def defer(module: nn.Module, args: Any) -> None:
-            # A layer that is run again in backward must not ask whether its input was summed already.
-            context.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
-
-        owner.register_forward_pre_hook(defer)
+    context.partial_behind = plan.partial_behind
+    for fqn in plan.whole:
+        stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
+        install_whole(model.get_submodule(fqn), stack_around, context)
+    for stack in plan.stacks:
+        layers = _layers(model, stack.fqn)
+        install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)
+        owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
+        owner.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+        if embedding is not None:
+            _defer_sum(model.get_submodule(embedding), owner, layers, context)
+    inputs: dict[str, list[str]] = {}
+    regions = {region.fqn for region in registry.plan.regions}  # these see to their own inputs
+    for fqn in plan.inputs:
+        if parent_of(fqn) in regions:
+            continue
+        inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
+    for layer, names in inputs.items():
+        install_parts(model.get_submodule(layer), names, context)
     return model
+
+
+def _layers(model: nn.Module, fqn: str) -> nn.ModuleList:
+    layers = model.get_submodule(fqn)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
+def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, context: SplitContext) -> None:
+    """Lets the embedding, where `owner` calls it on the way to its layers, leave the sum over ranks to their entry."""
+    embedding._may_defer = True  # type: ignore[assignment]
+
+    def defer(module: nn.Module, args: Any) -> None:
+        # A layer that is run again in backward must not ask whether its input was summed already.
+        context.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
+
+    owner.register_forward_pre_hook(defer)
 
 
 def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
@@ -58,13 +82,14 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
     Then their sum over ranks can wait until the stack splits it along the sequence: a reduce-scatter instead of an
     all-reduce and a slice. Found by running what comes before the first layer on made-up rows.
     """
-    if plan.stack is None or embedding is None or plan.modules.get(embedding) != "embedding_rowwise":
+    stacks = plan.sequence.stacks if plan.sequence is not None else ()
+    if len(stacks) != 1 or embedding is None or plan.modules.get(embedding) != "embedding_rowwise":
         return False
-    layers, module = model.get_submodule(plan.stack), model.get_submodule(embedding)
-    assert isinstance(layers, nn.ModuleList)
+    layers, module = _layers(model, stacks[0].fqn), model.get_submodule(embedding)
     weight = module.get_parameter("weight")
     # Of mixed signs and magnitudes, and drawn from no stream of the caller's.
     rows = torch.arange(4 * weight.shape[1], device=weight.device).cos().to(weight.dtype).view(1, 4, -1)
+    rows = rows.requires_grad_() * 1.0  # what else is computed from them needs a gradient, too
     hidden = _prologue(model, module, layers, rows)
     if hidden is rows:
         return True
@@ -75,10 +100,15 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
 
 
 def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, rows: Tensor) -> Tensor | None:
-    """The first layer's input when the embedding gives `rows`; None where the model cannot run on its own like this."""
+    """The first layer's input when the embedding gives `rows`.
+
+    None where the model cannot run on its own like this, or where its other inputs are computed from rows, too.
+    """
 
     def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _ReachedError(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        others = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not hidden]
+        raise _ReachedError(None if any(value.requires_grad for value in others) else hidden)
 
     hooks = [
         embedding.register_forward_hook(lambda module, args, output: rows, prepend=True),
@@ -86,7 +116,7 @@ def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, row
     ]
     training = model.training
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
     except _ReachedError as stop:
         return stop.hidden_states

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -20,6 +20,7 @@ from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.resolve import SplitPlan
+from shardwise.plan.structure import parent_of
 from shardwise.split.heads import apply_divided, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
@@ -54,10 +55,13 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         _fit_sizes(module)
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
-            _apply_style(module, plan.modules[name], _split_of(registry, name), context, reduces=reduces)
+            split, stack = _split_of(registry, name), plan.stack_of(name)
+            _apply_style(module, plan.modules[name], split, context, stack=stack, reduces=reduces)
     for region in plan.regions:
         module = modules[region.fqn]
-        install_region(module, region.edge, context)
+        asides = _names_of(plan.asides, region.fqn)
+        parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
+        install_region(module, region.edge, context, stack=plan.stack_of(region.fqn), asides=asides, parts=parts)
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
@@ -69,6 +73,11 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     return model
+
+
+def _names_of(inputs: Iterable[str], module: str) -> set[str]:
+    """The names of those inputs that are the module's."""
+    return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
 
 
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
@@ -84,13 +93,22 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         install_shares(modules[owner], tuple(names), context)
 
 
-def _apply_style(module: nn.Module, style: str, split: Split | None, context: SplitContext, *, reduces: bool) -> None:
+def _apply_style(
+    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, reduces: bool
+) -> None:
     if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
         sizes = _sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None
+        reenters = style == "rowwise_reenter"
         become(
-            module, RowSplit, _split=context, _reduces=reduces, _reenters=style == "rowwise_reenter", _input_sizes=sizes
+            module,
+            RowSplit,
+            _split=context,
+            _stack=stack,
+            _reduces=reduces,
+            _reenters=reenters,
+            _input_sizes=sizes,
         )
     elif style == "embedding_rowwise" and split is not None:
         _split_vocabulary(module, split, context)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
+from shardwise.plan.structure import parent_of
 from shardwise.split.facts import argument_names
 from shardwise.split.sizes import MADE, Sizing, counted, sizings_of
 
@@ -59,11 +60,18 @@ class Use:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names."""
+    """One call of a module inside a layer: its inputs as nodes of the graph, and by its forward's argument names.
+
+    Attributes:
+        tensors: all of its tensors by name, as they were given, integers included.
+        carried: names of those that an earlier layer returned.
+    """
 
     fqn: str
     inputs: list[Tensor] = field(default_factory=list)
     named: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    carried: frozenset[str] = frozenset()
     outputs: list[Tensor] = field(default_factory=list)
 
 
@@ -73,7 +81,7 @@ class Layer:
 
     Attributes:
         fqn: its name.
-        outputs: what it returned.
+        outputs: what it returned, and something later used.
         uses: its products with parameters.
         calls: the modules that ran.
         parameters: all below the layer, by their names there: of tied ones each layer has its own.
@@ -127,6 +135,7 @@ def watch(
             stack.enter_context(counted(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
         model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+    watcher.forget_unused()
     return [layer for layer in watcher.layers.values() if layer.outputs]
 
 
@@ -142,15 +151,31 @@ class _Watcher(TorchFunctionMode):
         self.model = model
         self.names: dict[int, list[str]] = {}
         self.selected: dict[int, tuple[Tensor, Tensor]] = {}
+        self.handed: dict[int, Tensor] = {}
+        self.consumed: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
             layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
             if layer is not None and parameter.is_floating_point():
                 layer.parameters[name] = parameter
 
+    def forget_unused(self) -> None:
+        """Drops what layers returned and nothing used in any layer of their stack, such as attention maps.
+
+        The hidden states come first and are kept.
+        """
+        used: dict[str, set[int]] = {}
+        for layer in self.layers.values():
+            positions = {at for at, out in enumerate(layer.outputs) if id(out) in self.consumed}
+            used.setdefault(parent_of(layer.fqn), {0}).update(positions)
+        for layer in self.layers.values():
+            layer.outputs = [out for at, out in enumerate(layer.outputs) if at in used[parent_of(layer.fqn)]]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self.handed and getattr(func, "__name__", "") != "__get__":
+            self.consumed.update(id(value) for value in _flat([args, kwargs]) if id(value) in self.handed)
         if self.thorough and self.running is not None:
             out = self._sized(func, args, kwargs, out)
         picks = getattr(func, "__name__", "") == "__getitem__" and isinstance(out, Tensor)
@@ -264,8 +289,12 @@ class _Watcher(TorchFunctionMode):
             if is_layer:
                 self.running = self.layers[name]
             self.stack.append(name)
+            names = argument_names(module)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            call.tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+            call.carried = frozenset(key for key, value in call.tensors.items() if id(value) in self.handed)
             changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
-            named = {**dict(zip(argument_names(module), changed[0], strict=False)), **changed[1]}
+            named = {**dict(zip(names, changed[0], strict=False)), **changed[1]}
             call.named = {
                 key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad
             }
@@ -285,6 +314,7 @@ class _Watcher(TorchFunctionMode):
                     call.outputs = tensors
             if name in self.layers:
                 self.layers[name].outputs = tensors
+                self.handed |= {id(value): value for value in tensors}
                 self.running = None
 
         return leave

@@ -1,0 +1,123 @@
+"""Where hidden states are split along the sequence: stacks of layers, what in them needs all of it, what comes behind.
+
+A plan may say so by rules, as derived plans do, which are told by what runs when. Without such rules the one list of
+layers that holds split blocks is the stack, and what is registered behind it runs behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import PlanError
+from shardwise.plan.regions import Region
+from shardwise.plan.spec import Rule
+from shardwise.plan.structure import ModelFacts
+
+__all__ = ["ASIDE", "STACK_STYLES", "SequencePlan", "Stack", "find_sequence", "stacks_of"]
+
+STACK_STYLES = frozenset({"sequence", "sequence_partial"})
+ASIDE = "aside"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A list of layers that work on parts of the sequence.
+
+    Attributes:
+        fqn: the `ModuleList`.
+        partial_behind: whether gradients behind it are partial (a split head follows), so that the join must sum them;
+            else every rank's are complete and the join takes its slice.
+    """
+
+    fqn: str
+    partial_behind: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """Everything that sequence parallelism changes.
+
+    Attributes:
+        stacks: in model order.
+        whole: modules inside of them that are given the whole sequence and compute alike on every rank.
+        inputs: FQNs of inputs of layers of which a rank uses its part of the sequence.
+        behind: modules and parameters whose gradients are partial because they lie between the last stack and a split
+            head.
+    """
+
+    stacks: tuple[Stack, ...] = ()
+    whole: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    behind: frozenset[str] = frozenset()
+
+    def stack_of(self, module: str) -> str | None:
+        """The stack of whose sequence `module` is given a part; None outside, and in what is given all of it."""
+        if any(_is_within(module, each) for each in self.whole):
+            return None
+        return next((stack.fqn for stack in self.stacks if _is_within(module, stack.fqn)), None)
+
+    def sees_a_part(self, parameter: str, module: str) -> bool:
+        """Whether the gradient of a parameter of `module` is partial because of the sequence."""
+        if any(_is_within(module, each) for each in self.whole):
+            return False
+        return self.stack_of(module) is not None or parameter in self.behind or module in self.behind
+
+    @property
+    def partial_behind(self) -> bool:
+        """Whether the head's input gradient is summed where the last stack is left, and not at the head."""
+        return any(stack.partial_behind for stack in self.stacks)
+
+
+def find_sequence(
+    facts: ModelFacts, rules: Mapping[str, Rule], regions: Sequence[Region], *, head: str | None
+) -> SequencePlan:
+    """What the rules say of the sequence, or what the order of registration implies where they say nothing.
+
+    Raises:
+        PlanError: nothing is said, and there is not just one list of layers with split blocks.
+    """
+    lists = [name for name, rule in rules.items() if _is_list(name, facts) and rule.style in STACK_STYLES]
+    if not lists:
+        return _implied(facts, regions, head=head)
+    inputs = facts.inputs()
+    return SequencePlan(
+        stacks=tuple(Stack(fqn=name, partial_behind=rules[name].style == "sequence_partial") for name in lists),
+        whole=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
+        inputs=tuple(name for name, rule in rules.items() if name in inputs and rule.style == "sequence"),
+        behind=frozenset(n for n, rule in rules.items() if n not in lists and rule.style == "sequence_partial"),
+    )
+
+
+def stacks_of(facts: ModelFacts, regions: Sequence[Region]) -> list[str]:
+    """The outermost lists of layers that hold regions."""
+    stacks: list[str] = []
+    for name in facts.modules:
+        split_inside = any(region.fqn.startswith(f"{name}.") for region in regions)
+        if _is_list(name, facts) and split_inside and not any(_is_within(name, stack) for stack in stacks):
+            stacks.append(name)
+    return stacks
+
+
+def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) -> SequencePlan:
+    stacks = stacks_of(facts, regions)
+    if len(stacks) != 1:
+        raise PlanError(
+            "sequence parallelism needs one stack of layers, or rules that name the stacks",
+            why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
+            fix="use sequence_parallel=False",
+        )
+    order = list(facts.modules)
+    behind = order[order.index(stacks[0]) + 1 :] if head is not None else []
+    return SequencePlan(
+        stacks=(Stack(fqn=stacks[0], partial_behind=head is not None),),
+        behind=frozenset(name for name in behind if not _is_within(name, stacks[0])),
+    )
+
+
+def _is_list(name: str, facts: ModelFacts) -> bool:
+    return name in facts.modules and facts.modules[name].kind == "list"
+
+
+def _is_within(fqn: str, ancestor: str) -> bool:
+    return f"{fqn}.".startswith(f"{ancestor}.")

@@ -1,0 +1,36 @@
+"""Regions made larger: a block of experts with its router and shared experts is one region, not one for each."""
+
+from __future__ import annotations
+
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.structure import ModelFacts, parent_of
+
+__all__ = ["lifted"]
+
+_EDGES = ("region", "region_output", "aside")
+
+
+def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
+    """`plan` with every region that is left at its output raised to the module around it, to be tried.
+
+    What else is split there joins it: one collective in each direction instead of one for each, and tokens are routed
+    where all of the sequence is seen. A module that is a layer, or a list, is no such module.
+    """
+    raised = []
+    for region in resolve(plan, facts, tp_size=parts).regions:
+        block = parent_of(region.fqn)
+        is_layer = facts.modules[block].kind == "list" or facts.modules[parent_of(block)].kind == "list"
+        if region.edge == "output" and block and not is_layer and block not in raised:
+            raised.append(block)
+    if not raised:
+        return plan
+    kept = [
+        rule
+        for rule in plan.rules
+        if rule.style not in _EDGES or not any(f"{rule.pattern}.".startswith(f"{block}.") for block in raised)
+    ]
+    reason = "its parts add up to one sum"
+    return Plan(tuple(Rule(block, "region_output", source="structure", reason=reason) for block in raised)) | Plan(
+        tuple(kept)
+    )
