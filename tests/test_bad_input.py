@@ -39,9 +39,11 @@ EXPECTED = {
     "layout no text": (MeshError, "a layout cannot be a int", '"fsdp2.tp4"'),
     "layout too large": (MeshError, "tp4 needs 4 ranks, but 2 are running", "--nproc-per-node 4"),
     "layout too small": (MeshError, "tp1 needs 1 ranks, but 2 are running", 'use the layout "tp2"'),
-    "axis pp": (UnsupportedError, "pp2", "use tp2"),
-    "axis fsdp": (UnsupportedError, "fsdp2", "use tp2"),
-    "axis ddp": (UnsupportedError, "ddp2", "use tp2"),
+    "axis pp": (UnsupportedError, "pp2", "fsdp2 or tp2"),
+    "axis cp": (UnsupportedError, "cp2", "fsdp2 or tp2"),
+    "zero stage": (ConfigError, "zero_stage is 4", "use 1, 2 or 3"),
+    "precision": (ConfigError, "'bf16'", "use one of float32, bfloat16"),
+    "recompute": (ConfigError, "'blocks'", "use one of none, full"),
     "heads": (PlanError, "self_attn over tp=2", "3 query heads do not divide among 2 ranks", "use tp_size 1, 3"),
     "key/value heads": (PlanError, "3 key-value heads do not divide among 2 ranks", "use tp_size 1, 3, 6, 12"),
     "plan name": (PlanError, "unknown plan 'atuo' (did you mean 'auto'?)", 'use "auto"'),
@@ -148,7 +150,10 @@ def plan_cases(mesh, whole):
         return shardwise.parallelize(copy.deepcopy(whole), shardwise.Mesh.open(layout))
 
     return {
-        **{f"axis {axis}": lambda axis=axis: on(f"{axis}2") for axis in ("pp", "fsdp", "ddp")},
+        **{f"axis {axis}": lambda axis=axis: on(f"{axis}2") for axis in ("pp", "cp")},
+        "zero stage": lambda: shardwise.FsdpPolicy(zero_stage=4),
+        "precision": lambda: shardwise.Precision(compute="bf16"),
+        "recompute": lambda: shardwise.Recompute(mode="blocks"),
         "heads": lambda: split(hidden_size=48, num_attention_heads=3, num_key_value_heads=3),
         "key/value heads": lambda: split(hidden_size=96, head_dim=8, num_attention_heads=12, num_key_value_heads=3),
         "plan name": lambda: split("atuo"),

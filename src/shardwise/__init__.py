@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from shardwise.api.state import full_state_dict as full_state_dict
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
+    from shardwise.plan.options import FsdpPolicy as FsdpPolicy
+    from shardwise.plan.options import Precision as Precision
+    from shardwise.plan.options import Recompute as Recompute
     from shardwise.plan.spec import Plan as Plan
     from shardwise.topology.shape import MeshShape as MeshShape
     from shardwise.train.clip import clip_grad_norm_ as clip_grad_norm_
@@ -27,9 +30,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "FsdpPolicy": "plan.options",
     "Mesh": "mesh",
     "MeshShape": "topology.shape",
     "Plan": "plan.spec",
+    "Precision": "plan.options",
+    "Recompute": "plan.options",
     "ShardwiseError": "errors",
     "TrainStep": "train.step",
     "build_optimizer": "train.optimizer",
@@ -43,9 +49,12 @@ _HOMES = {
 }
 
 __all__ = [
+    "FsdpPolicy",
     "Mesh",
     "MeshShape",
     "Plan",
+    "Precision",
+    "Recompute",
     "ShardwiseError",
     "TrainStep",
     "build_optimizer",

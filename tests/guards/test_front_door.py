@@ -11,9 +11,12 @@ import pytest
 pytestmark = pytest.mark.single
 
 PUBLIC = [
+    "FsdpPolicy",
     "Mesh",
     "MeshShape",
     "Plan",
+    "Precision",
+    "Recompute",
     "ShardwiseError",
     "TrainStep",
     "build_optimizer",

@@ -206,6 +206,9 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     for number, module in enumerate(blocks if policy.prefetch > 1 else []):
         module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
         module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
+    for unit in units:
+        if any(_chooses_modules(module) for module in unit) and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            _as_fsdp(unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if policy.gradient_divide_factor is not None:
@@ -215,6 +218,13 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
                 module.set_symm_mem_for_comm()
     if policy.separate_reduce_group:
         _as_fsdp(model).set_separate_reduce_scatter_group(True)
+
+
+def _chooses_modules(block: nn.Module) -> bool:
+    """Whether a block may run other modules for other rows, as experts that are modules of their own do: then a rank
+    reduces zeros for those it has not run.
+    """
+    return any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in block.modules())
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

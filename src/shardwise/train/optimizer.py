@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError, GradientError
+from shardwise.errors import ConfigError, GradientError, UnsupportedError
 from shardwise.layers.registry import Registry, local_part, own_memory, registry_of
 from shardwise.plan.match import match
 from shardwise.train.clip import clip_grad_norm_
@@ -44,6 +44,7 @@ def build_optimizer(
     Raises:
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
         ConfigError: a rule names no parameter, or does not say which.
+        UnsupportedError: the class cannot update what FSDP2 holds (Rprop).
         LayoutError: the model is not split by Shardwise.
 
     Communicates: nothing itself; `step` first sums gradients that are still partial (see [Note: one gradient phase]),
@@ -52,6 +53,12 @@ def build_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     own_memory(model)
+    if issubclass(optimizer_class, torch.optim.Rprop) and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise UnsupportedError(
+            f"{optimizer_class.__name__} over fsdp or ddp",
+            why="it writes into gradients by index, which torch cannot do where they are DTensors",
+            fix="use another optimizer, or tp alone",
+        )
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = optimizer_class(_grouped(trained, groups), **options)
     registry = registry_of(model)

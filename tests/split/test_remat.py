@@ -1,0 +1,147 @@
+"""Recomputation keeps less for backward, computes the same, and says so where it cannot be done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.comm.count import CommunicationCount
+from shardwise.errors import ConfigError
+from shardwise.testing.spawn import spawn
+from tests.families import tiny_batch, tiny_model
+
+LAYERS, LENGTH = 4, 32
+
+
+def saved_bytes(model, batch):
+    """Bytes of distinct tensors that autograd keeps between forward and backward, parameters aside."""
+    held = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**batch).loss
+    total = sum(nbytes for nbytes, _ in held.values())
+    loss.backward()
+    return total
+
+
+def save(mode, **options):
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        batch = tiny_batch(model, length=LENGTH)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode, **options))
+        nbytes = saved_bytes(model.train(), batch)
+        return nbytes, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.single
+def test_every_mode_keeps_less_and_computes_the_same():
+    found = {
+        "none": save("none"),
+        "attention": save("attention"),
+        "selective": save("selective"),
+        "every other": save("full", every=2),
+        "mlps": save("full", modules=("model.layers.*.mlp",)),
+        "full": save("full"),
+    }
+    nbytes = {name: count for name, (count, _) in found.items()}
+    assert nbytes["full"] < nbytes["every other"] < nbytes["none"]
+    assert nbytes["selective"] < nbytes["none"] and nbytes["attention"] < nbytes["none"]
+    assert nbytes["mlps"] < nbytes["none"]
+    hidden = 2 * LENGTH * 64 * 4
+    assert nbytes["full"] < nbytes["none"] / 4 and nbytes["full"] >= LAYERS * hidden
+    for _, gradients in found.values():
+        for name, gradient in found["none"][1].items():
+            torch.testing.assert_close(gradients[name], gradient)
+
+
+def count_collectives(mode):
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode))
+        with CommunicationCount() as count:
+            shardwise.TrainStep(model, mesh)(batch)
+        return count.num_calls("all_reduce", at_least_elements=2 * 13 * 64)
+
+
+@pytest.mark.spawn
+def test_full_recomputation_repeats_a_blocks_collectives_and_selective_keeps_them():
+    assert spawn(count_collectives, 2, "none") == [4 * LAYERS + 2] * 2
+    assert spawn(count_collectives, 2, "selective") == [4 * LAYERS + 2] * 2
+    # The last reduction of a block is followed by nothing that backward needs, so checkpointing stops before it.
+    repeated = spawn(count_collectives, 2, "full")[0] - (4 * LAYERS + 2)
+    assert 0 < repeated <= 2 * LAYERS
+
+
+def drop_out(mode):
+    """Gradients of a model with dropout, from equal seeds."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = tiny_model("llama", attention_dropout=0.3)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode)).train()
+        torch.manual_seed(7)
+        shardwise.TrainStep(model, mesh)(batch)
+        return shardwise.full_gradients(model)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
+def test_dropout_is_the_same_when_it_is_drawn_again(mode):
+    for kept, recomputed in zip(spawn(drop_out, 2, "none"), spawn(drop_out, 2, mode), strict=True):
+        for name, gradient in kept.items():
+            torch.testing.assert_close(recomputed[name], gradient)
+
+
+def freeze(layout):
+    """A frozen model with a trained part, as adapters make it."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = tiny_model("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1.mlp" in name)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"))
+        mine = {key: value[mesh.data_rank :][: 2 // mesh.data_size] for key, value in batch.items()}
+        shardwise.TrainStep(model, mesh)(mine)
+        found = shardwise.full_gradients(model)
+        whole = tiny_model("llama")
+        whole(**batch).loss.backward()
+        assert set(found) == {f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+        return max(float((found[name] - whole.get_parameter(name).grad).abs().max()) for name in found)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_frozen_bases_are_recomputed_too(layout):
+    assert max(spawn(freeze, 2, layout)) < 1e-6
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "ful"}, "did you mean 'full'"),
+        ({"mode": "full", "every": 0}, "every is 0"),
+        ({"mode": "attention", "modules": ("a",)}, "modules with mode"),
+    ],
+)
+def test_choices_that_make_no_sense_are_errors(options, message):
+    with pytest.raises(ConfigError, match=message):
+        shardwise.Recompute(**options)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [(("model.layers.*.mpl",), "matches no module"), (("model.layers.*", "model.layers.*.mlp"), "lies within")],
+)
+def test_patterns_that_cannot_be_followed_are_errors(modules, message):
+    with shardwise.Mesh.open("tp1") as mesh, pytest.raises(ConfigError, match=message):
+        shardwise.parallelize(tiny_model("llama"), mesh, recompute=shardwise.Recompute(mode="full", modules=modules))

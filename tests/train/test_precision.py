@@ -1,0 +1,155 @@
+"""Mixed precision keeps float32 parameters and computes in a narrower dtype, the same on every layout."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.errors import ConfigError, GradientError
+from shardwise.layers.registry import LossScale, registry_of
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.families import tiny_batch, tiny_model
+
+ROWS = 4
+
+
+def rows_of(batch, mesh):
+    rows = ROWS // mesh.data_size
+    return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
+
+
+def train_mixed(layout, compute, mode):
+    """The loss, and the worst gradient relative to that of the whole model in the dtype of computation."""
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("llama")
+        batch = tiny_batch(whole, rows=ROWS)
+        model = shardwise.parallelize(
+            copy.deepcopy(whole),
+            mesh,
+            precision=shardwise.Precision(compute=compute),
+            recompute=shardwise.Recompute(mode=mode),
+        )
+        reference = copy.deepcopy(whole).to(getattr(torch, compute))
+        loss = reference(**batch).loss
+        loss.backward()
+        result = shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
+        gradients = shardwise.full_gradients(model)
+        norms = {name: parameter.grad.float() for name, parameter in reference.named_parameters()}
+        worst = max(
+            float((gradients[name] - norm).abs().max() / norm.abs().max().clamp(min=1e-3))
+            for name, norm in norms.items()
+        )
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+        optimizer.step()
+        return float(loss.detach()), float(result.loss), worst
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2", "fsdp2.tp2"])
+def test_masters_stay_in_float32_and_gradients_are_those_of_the_narrow_model(layout):
+    for compute, mode in (("bfloat16", "none"), ("bfloat16", "full"), ("float16", "none")):
+        for loss, found, worst in spawn(train_mixed, MeshShape.parse(layout).world_size, layout, compute, mode):
+            assert found == pytest.approx(loss, rel=5e-3)
+            assert worst < (0.04 if compute == "bfloat16" else 0.01)
+
+
+def step_on_nonfinite(policy):
+    """Whether the step raised, and whether parameters moved, where only rank 1 sees an infinite gradient."""
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        model = shardwise.parallelize(
+            tiny_model("llama"), mesh, precision=shardwise.Precision(compute="float32", nonfinite=policy)
+        )
+        optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        before = shardwise.full_state_dict(model)
+        shardwise.TrainStep(model, mesh)(rows_of(tiny_batch(model, rows=ROWS), mesh))
+        if mesh.rank == 1:
+            next(model.parameters()).grad.to_local()[0] = math.inf
+        error = ""
+        try:
+            optimizer.step()
+        except GradientError as raised:
+            error = str(raised)
+        after = shardwise.full_state_dict(model)
+        return error, max(float((after[name] - before[name]).abs().nan_to_num(nan=9.0).max()) for name in before)
+
+
+@pytest.mark.spawn
+def test_what_happens_to_infinite_gradients_is_decided_alike_on_every_rank():
+    first, second = spawn(step_on_nonfinite, 2, "raise")
+    assert "gradient norm is inf" in first[0] and "gradient norm is inf" in second[0]
+    assert "on another rank" in first[0] and "model.embed_tokens.weight" in second[0]
+    assert first[1] == second[1] == 0
+    assert spawn(step_on_nonfinite, 2, "skip") == [("", 0.0)] * 2
+    for error, moved in spawn(step_on_nonfinite, 2, "ignore"):
+        assert not error and moved > 0
+
+
+@pytest.mark.single
+def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh, precision=shardwise.Precision(compute="float16"))
+        optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1)
+        step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model)
+        scale = registry_of(model).loss_scale
+        scale.value = 2.0**40
+        before = shardwise.full_state_dict(model)
+        step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = shardwise.full_state_dict(model)
+        assert scale.value == 2.0**39 and all(torch.equal(before[name], after[name]) for name in before)
+        scale.value = 2.0**10
+        step(batch)
+        optimizer.step()
+        assert not torch.equal(before["lm_head.weight"], shardwise.full_state_dict(model)["lm_head.weight"])
+
+
+@pytest.mark.single
+def test_the_scale_is_doubled_behind_enough_good_steps():
+    scale = LossScale(value=8.0, interval=2)
+    for overflowed, expected in ((False, 8.0), (False, 16.0), (True, 8.0), (False, 8.0), (False, 16.0)):
+        scale.update(overflowed=overflowed)
+        assert scale.value == expected
+
+
+@pytest.mark.single
+def test_narrow_masters_draw_a_warning_and_float16_ones_an_error():
+    precision = shardwise.Precision(params="bfloat16", compute="bfloat16")
+    with shardwise.Mesh.open("tp1") as mesh, pytest.warns(UserWarning, match="lost to rounding"):
+        model = shardwise.parallelize(tiny_model("llama"), mesh, precision=precision)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match="updates are lost"):
+        shardwise.Precision(params="float16")
+
+
+def autocast(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("llama")
+        batch = tiny_batch(whole)
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected, found = whole(**batch).loss, shardwise.TrainStep(model, mesh)(batch).loss
+        expected.backward()
+        gradients = shardwise.full_gradients(model)
+        return (
+            float(expected.detach()),
+            float(found),
+            max(
+                float((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
+                for name, parameter in whole.named_parameters()
+            ),
+        )
+
+
+@pytest.mark.spawn
+def test_autocast_works_around_a_step():
+    for expected, found, worst in spawn(autocast, 2, "tp2"):
+        assert found == pytest.approx(expected, rel=5e-3)
+        assert worst < 0.05
