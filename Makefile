@@ -68,7 +68,7 @@ demo: $(READY)
 	$(PY) examples/demo.py
 
 bench: $(READY)
-	for file in bench/tp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
+	for file in bench/tp.py bench/fsdp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
 
 coverage: $(READY)
 	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base --table docs/architectures.md

@@ -15,6 +15,7 @@ KIN = {
     "LayoutError": ValueError,
     "ConfigError": ValueError,
     "BatchError": ValueError,
+    "GradientError": ArithmeticError,
     "LoadError": OSError,
     "UnsupportedError": NotImplementedError,
     "VerificationError": ArithmeticError,
