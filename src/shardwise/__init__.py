@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.api.state import full_state_dict as full_state_dict
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
+    from shardwise.plan.options import Compile as Compile
     from shardwise.plan.options import FsdpPolicy as FsdpPolicy
     from shardwise.plan.options import Precision as Precision
     from shardwise.plan.options import Recompute as Recompute
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Compile": "plan.options",
     "FsdpPolicy": "plan.options",
     "Mesh": "mesh",
     "MeshShape": "topology.shape",
@@ -49,6 +51,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Compile",
     "FsdpPolicy",
     "Mesh",
     "MeshShape",

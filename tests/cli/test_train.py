@@ -180,12 +180,14 @@ def test_the_command_starts_its_ranks_and_shows_the_first_failure_once(tree, tmp
     assert err.count("training diverged") == 1 and err.startswith("error: ") and "Traceback" not in err
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, is_split):
+SHARDED = ["layout=fsdp2", "sequence_parallel=false"]
+
+
+@pytest.mark.parametrize("layout", [[], SHARDED, ["layout=tp1", "sequence_parallel=false"]])
+def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, layout):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    alone = [] if is_split else ["layout=tp1", "sequence_parallel=false"]
-    run = start(path, "steps=100000", f"export={tmp_path / 'exported'}", *alone)
+    run = start(path, "steps=100000", f"export={tmp_path / 'exported'}", *layout)
     while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
         assert run.poll() is None, run.stderr.read()
     run.send_signal(signal.SIGINT)
@@ -197,10 +199,11 @@ def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, 
     assert losses_of(tree), "every line so far is whole JSON"
 
 
-def test_a_rank_that_is_killed_is_named(tree, tmp_path):
+@pytest.mark.parametrize("layout", [[], SHARDED])
+def test_a_rank_that_is_killed_is_named(tree, tmp_path, layout):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    run = start(path, "steps=100000")
+    run = start(path, "steps=100000", *layout)
     while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
         assert run.poll() is None, run.stderr.read()
     psutil.Process(run.pid).children()[-1].kill()

@@ -11,6 +11,7 @@ import pytest
 pytestmark = pytest.mark.single
 
 PUBLIC = [
+    "Compile",
     "FsdpPolicy",
     "Mesh",
     "MeshShape",

@@ -18,10 +18,11 @@ from shardwise.comm.agree import failing_together
 from shardwise.errors import ConfigError
 from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
-from shardwise.plan.options import FsdpPolicy, Precision, Recompute
+from shardwise.plan.options import Compile, FsdpPolicy, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
+from shardwise.split.compiled import apply_compilation
 from shardwise.split.data import apply_data_parallelism
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
@@ -42,6 +43,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     fsdp: FsdpPolicy | None = None,
     precision: Precision | None = None,
     recompute: Recompute | None = None,
+    compilation: Compile | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     **options: Any,
@@ -53,7 +55,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
-        fsdp, precision, recompute: as in `parallelize`.
+        fsdp, precision, recompute, compilation: as in `parallelize`.
         dtype: what floating-point weights are converted to; by default `precision.params`, or without a `precision`
             the config's, or else the checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
@@ -75,7 +77,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         auto_class,
         plan,
         sequence_parallel,
-        _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute()),
+        _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute(), compilation),
         dtype if dtype is not None or precision is None else precision.params,
         seed,
         options,
@@ -93,11 +95,13 @@ class _Choices:
     fsdp: FsdpPolicy
     precision: Precision | None
     recompute: Recompute
+    compilation: Compile | None
 
     def apply(self, model: nn.Module, registry: Registry) -> None:
         """From the inside out: FSDP2 gathers a unit before anything in it runs, or runs again."""
         apply_precision(model, registry, self.precision)
         apply_recomputation(model, self.recompute)
+        apply_compilation(model, self.compilation)
         apply_data_parallelism(model, registry, self.fsdp)
 
 
@@ -155,7 +159,7 @@ def _stored_dtype(index: CheckpointIndex) -> torch.dtype | None:
     return next((entry.dtype for entry in index.values() if entry.dtype.is_floating_point), None)
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913 - as above
     model: nn.Module,
     mesh: Mesh,
     *,
@@ -164,6 +168,7 @@ def parallelize(
     fsdp: FsdpPolicy | None = None,
     precision: Precision | None = None,
     recompute: Recompute | None = None,
+    compilation: Compile | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Splits an existing transformers model over `mesh`, in place; parameter names stay.
@@ -177,6 +182,7 @@ def parallelize(
         fsdp: how the `fsdp` and `ddp` axes shard parameters, gradients and optimizer states; see `FsdpPolicy`.
         precision: the dtypes of parameters, computation and gradient reduction; see `Precision`.
         recompute: what forward does not keep, but backward computes again; see `Recompute`.
+        compilation: have `torch.compile` compile every block; see `Compile`.
         dtype: what the parameters are converted to; by default `precision.params`, or their own.
 
     Returns:
@@ -197,7 +203,7 @@ def parallelize(
         model.to(dtype)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
-    _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute()).apply(model, registry)
+    _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute(), compilation).apply(model, registry)
     _open_subgroups(registry)
     return model
 

@@ -136,6 +136,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if gives_values(ctx.group):
+            return all_reduce_value(gradient, ctx.group), None
         # A copy: the incoming gradient may be shared with other consumers of the same tensor.
         summed = gradient.clone(memory_format=torch.contiguous_format)
         all_reduce_(summed, ctx.group)

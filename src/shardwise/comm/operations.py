@@ -74,8 +74,8 @@ def as_values() -> Iterator[None]:
 
 
 def gives_values(group: Group) -> TypeGuard[dist.ProcessGroup]:
-    """Whether regions are to use the functional forms below."""
-    return _AS_VALUES.get() and not isinstance(group, SimulatedGroup)
+    """Whether regions are to use the functional forms below: compiled graphs can hold no others."""
+    return not isinstance(group, SimulatedGroup) and (torch.compiler.is_compiling() or _AS_VALUES.get())
 
 
 def all_reduce_value(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, did_you_mean
 
-__all__ = ["FsdpPolicy", "Precision", "Recompute"]
+__all__ = ["Compile", "FsdpPolicy", "Precision", "Recompute"]
 
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -148,3 +148,16 @@ class Recompute:
                 why="patterns say which modules are recomputed in place of blocks",
                 fix='use mode="full" or mode="selective" with them',
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """How `torch.compile` compiles each block.
+
+    Attributes:
+        backend: of torch.compile; "inductor" needs a C++ compiler on CPUs.
+        dynamic: whether sequence lengths are left open: None compiles for the first length, and for any at the second.
+    """
+
+    backend: str = "inductor"
+    dynamic: bool | None = None

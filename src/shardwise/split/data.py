@@ -167,6 +167,8 @@ def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
     head = _get(model, "get_output_embeddings")
 
     def own(value: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return value  # what a graph puts out is its own
         if isinstance(value, Tensor):
             return value.clone() if value.requires_grad and value._is_view() else value
         return type(value)(map(own, value)) if type(value) in (tuple, list) else value

@@ -1,0 +1,58 @@
+"""Compiled blocks compute the same, keep their names, and hold their collectives in one graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.split.compiled import count_compilation
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.families import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+ROWS = 2
+
+
+def train_compiled(layout, mode):
+    """Worst gradient against the whole model's, relative, and what was compiled in two steps of equal shape."""
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("llama")
+        batch = tiny_batch(whole, rows=ROWS)
+        # aot_eager traces and differentiates as inductor does, and generates no code: that takes a minute here.
+        model = shardwise.parallelize(
+            copy.deepcopy(whole),
+            mesh,
+            compilation=shardwise.Compile(backend="aot_eager"),
+            recompute=shardwise.Recompute(mode=mode),
+        )
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+        whole(**batch).loss.backward()
+        rows = ROWS // mesh.data_size
+        step = shardwise.TrainStep(model, mesh)
+        mine = {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
+        for _ in range(2):
+            model.zero_grad()
+            step(mine)
+        gradients = shardwise.full_gradients(model)
+        worst = max(
+            float((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
+            for name, parameter in whole.named_parameters()
+        )
+        found = count_compilation()
+        torch.compiler.reset()
+        return worst, found.frames, sum(found.graph_breaks.values())
+
+
+# torch's tracing looks at .grad of what FSDP2 has gathered, and warns of itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("layout", "mode"), [("tp2", "none"), ("tp2", "selective"), ("fsdp2", "full")])
+def test_blocks_are_compiled_whole_and_compute_the_same(layout, mode):
+    for worst, frames, graph_breaks in spawn(train_compiled, MeshShape.parse(layout).world_size, layout, mode):
+        assert worst < 1e-4
+        assert graph_breaks == 0
+        assert frames >= 1
