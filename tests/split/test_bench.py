@@ -35,6 +35,14 @@ def test_steps_are_compared_and_counted(tmp_path):
     assert contenders["shardwise"]["to_transformers"]["median"] > 0
 
 
+def test_data_parallel_steps_are_compared_and_counted(tmp_path):
+    (record,) = run("fsdp.py", tmp_path, "--rounds", "2", "--layouts", "fsdp2")["records"]
+    ours, by_hand = record["contenders"]["shardwise"], record["contenders"]["FSDP2 by hand"]
+    assert ours["calls"] == {**by_hand["calls"], "all_reduce": 2}
+    assert ours["held_bytes"] == pytest.approx(ours["expected_bytes"], rel=0.05)
+    assert ours["busy_to_by_hand"]["median"] > 0
+
+
 def test_loads_are_compared(tmp_path):
     ours = run("load.py", tmp_path, "--rounds", "2")["contenders"]["shardwise"]
     assert ours["requested_to_owned"] == pytest.approx(1.0, abs=0.05)
