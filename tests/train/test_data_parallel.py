@@ -6,6 +6,7 @@ import copy
 import functools
 import itertools
 import math
+import os
 
 import pytest
 import torch
@@ -28,6 +29,20 @@ STAGES = (3, 1, 2)
 ACCUMULATION = (1, 3)
 RECOMPUTED = ("none", "full", "selective")
 ROWS = 12
+
+
+FULL = "SHARDWISE_FULL_PRODUCT" in os.environ
+"""Whether every cell of the product is proved, as `make coverage` does."""
+
+
+def runs():
+    """Layouts, each with the cells that are proved together."""
+    if not FULL:
+        return [pytest.param(layout, [cell for cell in cases() if cell[1] == layout], id=layout) for layout in LAYOUTS]
+    return [
+        pytest.param(layout, [(family, layout, *choice) for family in FAMILIES], id=f"{layout}-{choice}")
+        for layout, *choice in itertools.product(LAYOUTS, STAGES, ACCUMULATION, RECOMPUTED)
+    ]
 
 
 def cases():
@@ -84,9 +99,8 @@ def measure_layout(layout, chosen):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_parallel_layouts_train_as_one_process(layout):
-    chosen = [cell for cell in cases() if cell[1] == layout]
+@pytest.mark.parametrize(("layout", "chosen"), runs())
+def test_data_parallel_layouts_train_as_one_process(layout, chosen):
     size = MeshShape.parse(layout.removesuffix("+sp")).world_size
     for rank in spawn(measure_layout, size, layout, chosen, timeout=110):
         for family, *cell in chosen:
