@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.api.planning import plan_for
 from shardwise.comm.operations import all_reduce_
+from shardwise.estimate.memory import state_bytes
+from shardwise.layout.placement import Chunk
+from shardwise.layout.tensor import Layout, Step
 from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
-from shardwise.plan.resolve import resolve
+from shardwise.plan.resolve import SplitPlan, resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure
@@ -58,7 +61,27 @@ def describe(
     facts = read_facts(model)
     rules = plan_for(model, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
     split_plan = resolve(rules, facts, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
-    return explain(split_plan, facts, layout=str(shape))
+    return explain(split_plan, facts, layout=str(shape), memory=_memory(split_plan, shape))
+
+
+def _memory(plan: SplitPlan, shape: MeshShape) -> str:
+    """What rank 0, which holds most, keeps from step to step with AdamW, in words."""
+    layouts = [
+        Layout(
+            planned.shape,
+            (Step("tp", plan.tp_size, planned.placement), Step("fsdp", shape.fsdp_size, Chunk(0)))
+            if planned.shape
+            else (),
+        )
+        for planned in plan.parameters.values()
+    ]
+    found = state_bytes(layouts, shape.coords(0))
+    parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
+    return f"a rank keeps {_mib(found.total)} from step to step in float32: {parts}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def verify(

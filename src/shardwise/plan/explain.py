@@ -11,6 +11,7 @@ from shardwise.layout.placement import Split
 from shardwise.plan.resolve import ParameterPlan, SplitPlan
 from shardwise.plan.spec import Rule
 from shardwise.plan.structure import ModelFacts
+from shardwise.topology.shape import MeshShape
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -25,7 +26,7 @@ class Row:
         name: their FQN with `*` for the number.
         count: how many they are.
         num_elements: of all of them together, whole.
-        local_elements: of all of them together, on tp rank 0.
+        local_elements: of all of them together, on rank 0.
     """
 
     name: str
@@ -51,13 +52,15 @@ class Explanation:
 
     Attributes:
         unmatched: automatic rules that match nothing in this model.
-        collectives: for every region edge or boundary, what is communicated forward and backward in one step.
+        collectives: for every region edge or boundary, what is communicated over tp forward and backward in one step.
+        memory: what a rank keeps from step to step, in words; may be empty.
     """
 
     layout: str
     rows: tuple[Row, ...]
     unmatched: tuple[Rule, ...]
     collectives: tuple[str, ...]
+    memory: str = ""
 
     @property
     def share_split(self) -> float:
@@ -67,7 +70,7 @@ class Explanation:
 
     @property
     def share_held(self) -> float:
-        """Elements that tp rank 0 holds over all elements."""
+        """Elements that rank 0 holds over all elements."""
         total = sum(row.num_elements for row in self.rows)
         return sum(row.local_elements for row in self.rows) / max(1, total)
 
@@ -79,7 +82,8 @@ class Explanation:
         ]
         lines = [f"plan for {self.layout}", "", *_table([header, *body]), ""]
         whole = [row for row in self.rows if not row.is_split]
-        if whole and self.layout != "tp1":
+        shape = MeshShape.parse(self.layout)
+        if whole and shape.tp_size > 1:
             lines += ["stay whole:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
@@ -88,33 +92,41 @@ class Explanation:
             if self.collectives
             else []
         )
-        lines.append(
-            f"{self.share_split:.1%} of all parameters are split; each rank holds {self.share_held:.1%} of the model"
-        )
+        if shape.fsdp_size > 1:
+            kept = "sharded over fsdp: parameters are gathered, and gradients reduce-scattered, block by block"
+            lines += [kept, ""]
+        over = " over tp" if shape.data_size > 1 else ""
+        split = f"{self.share_split:.1%} of all parameters are split{over}; "
+        lines.append(f"{split}each rank holds {self.share_held:.1%} of the model")
+        if self.memory:
+            lines.append(self.memory)
         return "\n".join(lines)
 
 
-def explain(plan: SplitPlan, facts: ModelFacts, *, layout: str) -> Explanation:
+def explain(plan: SplitPlan, facts: ModelFacts, *, layout: str, memory: str = "") -> Explanation:
     """Explains `plan`, which was resolved for `facts`, under the layout's text form."""
+    fsdp_size = MeshShape.parse(layout).fsdp_size
     grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for planned in plan.parameters.values():
         key = (_NUMBER.sub("*", planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
         grouped.setdefault(key, []).append(planned)
     return Explanation(
         layout=layout,
-        rows=tuple(_row(same) for same in grouped.values()),
+        rows=tuple(_row(same, fsdp_size) for same in grouped.values()),
         unmatched=plan.unmatched,
         collectives=tuple(_collectives(plan)),
+        memory=memory,
     )
 
 
-def _row(same: list[ParameterPlan]) -> Row:
+def _row(same: list[ParameterPlan], fsdp_size: int) -> Row:
     first = same[0]
     size = math.prod(first.shape)
-    local = size
+    local = list(first.shape)
     if isinstance(first.placement, Split):
-        split = first.placement
-        local = size // max(1, split.size) * split.local_size_of(0)
+        local[first.placement.dim] = first.placement.local_size_of(0)
+    if local:
+        local[0] = -(-local[0] // fsdp_size)
     return Row(
         name=_NUMBER.sub("*", first.fqn) if len(same) > 1 else first.fqn,
         count=len(same),
@@ -125,7 +137,7 @@ def _row(same: list[ParameterPlan]) -> Row:
         source=first.rule.source,
         reason=first.rule.meaning,
         num_elements=size * len(same),
-        local_elements=local * len(same),
+        local_elements=math.prod(local) * len(same),
     )
 
 
