@@ -56,3 +56,19 @@ def test_rules_of_all_experts_are_for_any_number_of_them(depth):
     rules = {rule.pattern: rule.style for rule in generalize(Plan.of(found), Choosing(2, 2), Choosing(5, depth)).rules}
     layer = "*" if depth > 1 else "0"
     assert rules == {f"layers.{layer}.experts.*.up": "colwise", f"layers.{layer}.experts.0.down": "rowwise"}
+
+
+class Gated(nn.Module):
+    """Layers with an activation, whose input only a layer that keeps its gate whole has to cut."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(2, 4), "act": nn.SiLU(), "mixer": nn.Linear(2, 2)}) for _ in range(depth)
+        )
+
+
+def test_inputs_of_parameterless_modules_are_cut_only_where_the_layer_itself_said_so():
+    found = Plan.of({"layers.0.act.input": "split(2)", "layers.1.gate": "split(0)", "layers.1.mixer.extra": "split(2)"})
+    rules = {rule.pattern for rule in generalize(found, Gated(2), Gated(2)).rules}
+    assert rules == {"layers.0.act.input", "layers.1.gate", "layers.*.mixer.extra"}

@@ -43,12 +43,13 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
     found: list[Rule] = []
     for layer in layers:
         alike = examples.get(_kind(model, layer), [])
-        if layer in alike and _names(twin, layer) == _names(model, layer):
+        is_known = layer in alike and _names(twin, layer) == _names(model, layer)
+        if is_known:
             rules = inside[layer]
         else:
             rules = _merged([_for_any_length(inside[each], _names(twin, each)) for each in alike])
         held = frozenset[str]().union(*(_names(twin, each) for each in alike))
-        rules = _with_inputs(rules, [inside[each] for each in alike], held)
+        rules = _with_inputs(rules, [inside[each] for each in alike], held, is_known=is_known)
         found += (replace(rule, pattern=layer + suffix) for suffix, rule in rules)
     return Plan((*outside, *_folded(found, layers)))
 
@@ -84,15 +85,22 @@ def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
     return [(reduce(_joined, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
 
 
-def _with_inputs(rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str]) -> list[_Suffixed]:
+def _with_inputs(
+    rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str], *, is_known: bool
+) -> list[_Suffixed]:
     """`rules`, with the rules on inputs that other layers of the kind have.
 
     Args:
         own: names of what the layers hold; rules on anything else that split it are rules on inputs.
+        is_known: whether the rules are the layer's very own. Then it lacks only inputs that it is not always given,
+            which are those of modules with parameters; what a function like an activation is given, it always is.
     """
     found = dict(rules)
     for suffix, rule in itertools.chain.from_iterable(others):
-        if rule.style in ("aside", "sequence") or (is_split_style(rule.style) and suffix not in own):
+        splits_input = is_split_style(rule.style) and suffix not in own
+        if is_known and suffix.rpartition(".")[0] not in {"", *own}:
+            splits_input = False
+        if rule.style in ("aside", "sequence") or splits_input:
             found.setdefault(suffix, rule)
     return list(found.items())
 
