@@ -16,20 +16,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.trial import Trial, copied
 from shardwise.api.unsplit import Findings, explained, problem_of
+from shardwise.derive.along import sequence_plans
+from shardwise.derive.generalize import generalize
+from shardwise.derive.influence import find_row_products
+from shardwise.derive.lift import lifted
+from shardwise.derive.rules import Block, find_blocks
+from shardwise.derive.trace import Layer, layers_of, watch
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
-from shardwise.split.along import sequence_plans
-from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
-from shardwise.split.generalize import generalize
-from shardwise.split.influence import find_row_products
-from shardwise.split.lift import lifted
 from shardwise.split.plans import vocabulary_plan
-from shardwise.split.trace import Layer, layers_of, watch
 
 __all__ = ["Derivation", "derive_plan"]
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.derive.sizes import MADE, Sizing, counted, sizings_of
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
 from shardwise.plan.structure import parent_of
 from shardwise.split.facts import argument_names
-from shardwise.split.sizes import MADE, Sizing, counted, sizings_of
 
 __all__ = ["Layer", "ModuleCall", "Use", "layers_of", "watch"]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardwise.derive.reach import gradients_of, hidden_name
+from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import SplitPlan, resolve
 from shardwise.plan.sequence import stacks_of
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.split.reach import gradients_of, hidden_name
-from shardwise.split.trace import Layer, ModuleCall
 
 __all__ = ["sequence_plans"]
 

@@ -13,13 +13,13 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.api.deriving import derive_plan
 from shardwise.api.trial import Trial, copied
+from shardwise.derive.generalize import generalize
+from shardwise.derive.lift import lifted
 from shardwise.errors import PlanError
 from shardwise.plan.sequence import Stack, find_sequence
 from shardwise.plan.spec import Plan, Rule
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
 from shardwise.split.facts import read_facts
-from shardwise.split.generalize import generalize
-from shardwise.split.lift import lifted
 
 pytestmark = pytest.mark.single
 

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 
+from shardwise.derive.influence import Holding, RowProduct, find_row_products
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
-from shardwise.split.influence import Holding, RowProduct, find_row_products
 
 pytestmark = pytest.mark.single
 

@@ -10,10 +10,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
+from shardwise.derive.influence import Holding, RowProduct, run_of
+from shardwise.derive.sizes import Sizing
+from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.split.influence import Holding, RowProduct, run_of
-from shardwise.split.sizes import Sizing
-from shardwise.split.trace import Layer, ModuleCall
 
 __all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "gradients_of", "hidden_name"]
 

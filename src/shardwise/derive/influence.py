@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.split.trace import Layer, Use, watch
+from shardwise.derive.trace import Layer, Use, watch
 
 __all__ = ["Holding", "RowProduct", "find_row_products", "run_of"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from shardwise.derive.generalize import generalize
 from shardwise.plan.spec import Plan
-from shardwise.split.generalize import generalize
 
 pytestmark = pytest.mark.single
 

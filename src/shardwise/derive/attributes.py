@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fractions import Fraction
 
+from shardwise.derive.reach import Reach
+from shardwise.derive.sizes import Equation, solve
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.split.reach import Reach
-from shardwise.split.sizes import Equation, solve
 
 __all__ = ["guess_attributes"]
 

@@ -9,9 +9,9 @@ from functools import reduce
 
 from torch import nn
 
+from shardwise.derive.trace import layers_of
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import is_split_style
-from shardwise.split.trace import layers_of
 
 __all__ = ["generalize"]
 

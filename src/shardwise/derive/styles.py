@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardwise.derive.influence import Holding
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.boxes import Interval
 from shardwise.layout.placement import Split, equal_sections
 from shardwise.plan.features import feature_split, qkv_split
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import Heads, ModelFacts, parent_of
-from shardwise.split.influence import Holding
 
 __all__ = ["Styler"]
 

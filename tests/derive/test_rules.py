@@ -16,12 +16,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.api.trial import Trial, copied
+from shardwise.derive.influence import find_row_products
+from shardwise.derive.rules import Block, find_blocks
+from shardwise.derive.sizes import Count, Equation, solve
 from shardwise.plan.spec import Plan
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
-from shardwise.split.derive import Block, find_blocks
 from shardwise.split.facts import read_facts
-from shardwise.split.influence import find_row_products
-from shardwise.split.sizes import Count, Equation, solve
 
 pytestmark = pytest.mark.single
 

@@ -1,6 +1,6 @@
 """A plan from structure: what a tiny twin's graph says can be split, as rules.
 
-Takes the row products and holdings of `shardwise.split.influence` and names them: which module a region is entered at,
+Takes the row products and holdings of `shardwise.derive.influence` and names them: which module a region is entered at,
 which style splits each parameter, which integer attributes of modules count what is split. The graph does not tell
 everything, so a block has several plans, best guess first, for whoever can run a split to try.
 """
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from shardwise.derive.attributes import guess_attributes
+from shardwise.derive.influence import Holding, RowProduct
+from shardwise.derive.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs
+from shardwise.derive.styles import Styler
+from shardwise.derive.trace import Layer, layers_of
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.split.attributes import guess_attributes
-from shardwise.split.influence import Holding, RowProduct
-from shardwise.split.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs
-from shardwise.split.styles import Styler
-from shardwise.split.trace import Layer, layers_of
 
 __all__ = ["Block", "find_blocks"]
 
