@@ -34,7 +34,7 @@ __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_ROOMS = ("api", "layers", "plan", "proof", "split")
+_ROOMS = ("api", "layers", "plan", "proof", "derive", "split")
 """The rooms whose code decides which plan is found."""
 
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
