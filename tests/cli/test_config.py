@@ -90,6 +90,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("data.include=[/etc/*]", "data.include", "no pattern below"),
         ("batch_size=9", "batch_size", "use a multiple of 4"),
         ("layout=tp1", "sequence_parallel", "needs tp_size of at least 2"),
+        ("layout=pp2.tp2", "layout", "pp is not supported yet"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),
         ("seed=-1", "seed", "between 0"),
         ("optimizer.lr=.inf", "optimizer.lr", "positive"),

@@ -133,7 +133,7 @@ def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Reg
     with index or nullcontext():
         dtype = _as_dtype(request.dtype) or config.dtype or (_stored_dtype(index) if index is not None else None)
         model = build_meta_model(config, request.auto_class, dtype=dtype, options=options)
-        check_axes(mesh)
+        check_axes(mesh.shape)
         rules = plan_for(model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel)
         registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
         request.choices.apply(model, registry)
@@ -194,7 +194,7 @@ def parallelize(  # noqa: PLR0913 - as above
 
     Communicates: nothing (the first use of replicated key/value heads creates their groups).
     """
-    check_axes(mesh)
+    check_axes(mesh.shape)
     rules = plan_for(model, plan, tp_size=mesh.size("tp"), sequence_parallel=sequence_parallel)
     registry = apply_layout(model, mesh, rules, sequence_parallel=sequence_parallel)
     if dtype is None and precision is not None:

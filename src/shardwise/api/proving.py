@@ -28,6 +28,7 @@ from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
+from shardwise.split.apply import check_axes
 from shardwise.split.build import build_meta_model, read_config
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
@@ -54,8 +55,10 @@ def describe(
 
     Raises:
         PlanError: the plan cannot be followed; every problem is listed.
+        UnsupportedError: the layout has an axis that is not supported yet.
     """
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    check_axes(shape)
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     facts = read_facts(model)

@@ -14,6 +14,8 @@ from shardwise.split.door import guard_door
 from shardwise.split.facts import read_facts
 from shardwise.split.sequence import apply_sequence_parallelism, is_direct
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
+from shardwise.topology.axes import UNSERVED_AXES
+from shardwise.topology.shape import MeshShape
 
 __all__ = ["apply_layout", "check_axes"]
 
@@ -27,7 +29,7 @@ def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel
         PlanError: the plan cannot be followed; lists every problem.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
-    check_axes(mesh)
+    check_axes(mesh.shape)
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
     facts = read_facts(model)
@@ -52,14 +54,14 @@ def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel
     return registry
 
 
-def check_axes(mesh: Mesh) -> None:
+def check_axes(shape: MeshShape) -> None:
     """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
-    waiting = {axis: mesh.size(axis) for axis in ("pp", "cp") if mesh.size(axis) > 1}
+    waiting = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
     if waiting:
         raise UnsupportedError(
-            f"layout {mesh.shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
+            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
             why="only ddp, fsdp and tp are supported so far",
-            fix=f"use fsdp{mesh.shape.world_size} or tp{mesh.shape.world_size}",
+            fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
         )
 
 

@@ -2,13 +2,16 @@
 
 from shardwise.errors import MeshError, did_you_mean
 
-__all__ = ["AXES", "DATA_AXES", "SIZE_NAMES", "check_axis"]
+__all__ = ["AXES", "DATA_AXES", "SIZE_NAMES", "UNSERVED_AXES", "check_axis"]
 
 AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
 """Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
 
 DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
 """Axes along which ranks see different rows of a batch."""
+
+UNSERVED_AXES: tuple[str, ...] = ("pp", "cp")
+"""Axes that layouts can name and that nothing serves yet."""
 
 SIZE_NAMES: dict[str, str] = {
     "pp": "pp_size",

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shardwise.errors import MeshError
 from shardwise.plan.options import FsdpPolicy, Recompute
+from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
@@ -274,6 +275,9 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
     except MeshError as error:
         yield Problem("layout", str(error))
         return
+    for axis in UNSERVED_AXES:
+        if shape.size(axis) > 1:
+            yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use ddp, fsdp and tp")
     if config.batch_size < 1 or config.num_microbatches < 1:
         return
     parts = shape.data_size * config.num_microbatches
