@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+import shardwise
+
 COMMON = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -101,3 +103,9 @@ def tiny_batch(model: nn.Module, *, rows: int = 2, length: int = 13, seed: int =
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def rows_of(batch: dict[str, torch.Tensor], mesh: shardwise.Mesh) -> dict[str, torch.Tensor]:
+    """This data rank's rows of a batch."""
+    rows = batch["labels"].shape[0] // mesh.data_size
+    return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}

@@ -11,18 +11,16 @@ import shardwise
 from shardwise.split.compiled import count_compilation
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
-
-ROWS = 2
 
 
 def train_compiled(layout, mode):
     """Worst gradient against the whole model's, relative, and what was compiled in two steps of equal shape."""
     with shardwise.Mesh.open(layout) as mesh:
         whole = tiny_model("llama")
-        batch = tiny_batch(whole, rows=ROWS)
+        batch = tiny_batch(whole)
         # aot_eager traces and differentiates as inductor does, and generates no code: that takes a minute here.
         model = shardwise.parallelize(
             copy.deepcopy(whole),
@@ -32,9 +30,8 @@ def train_compiled(layout, mode):
         )
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
         whole(**batch).loss.backward()
-        rows = ROWS // mesh.data_size
         step = shardwise.TrainStep(model, mesh)
-        mine = {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
+        mine = rows_of(batch, mesh)
         for _ in range(2):
             model.zero_grad()
             step(mine)

@@ -13,7 +13,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.split.data import find_units
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYOUTS = ("fsdp2", "ddp2", "fsdp2.tp2")
 
@@ -40,7 +40,7 @@ def go_through(layout, directory, out):
         state = shardwise.full_state_dict(model, rank0_only=True)
         assert len(state) == (len(expected) if mesh.rank == 0 else 0)
         assert all(torch.equal(state[name], changed[name]) for name in state)
-        mine = {name: value[mesh.data_rank :][: 2 // mesh.data_size] for name, value in batch.items()}
+        mine = rows_of(batch, mesh)
         whole.load_state_dict(changed)
         loss = float(shardwise.TrainStep(model, mesh)(mine).loss)
         assert loss == pytest.approx(float(whole(**batch).loss.detach()), rel=1e-5)

@@ -9,7 +9,7 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import ConfigError
 from shardwise.testing.spawn import spawn
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYERS, LENGTH = 4, 32
 
@@ -108,7 +108,7 @@ def freeze(layout):
             parameter.requires_grad_("layers.1.mlp" in name)
         batch = tiny_batch(model)
         model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"))
-        mine = {key: value[mesh.data_rank :][: 2 // mesh.data_size] for key, value in batch.items()}
+        mine = rows_of(batch, mesh)
         shardwise.TrainStep(model, mesh)(mine)
         found = shardwise.full_gradients(model)
         whole = tiny_model("llama")

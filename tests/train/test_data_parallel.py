@@ -19,7 +19,7 @@ from shardwise.proof.objective import objective_of
 from shardwise.proof.parity import measure
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
 
@@ -56,12 +56,6 @@ def test_every_pair_of_choices_meets():
     choices = (FAMILIES, LAYOUTS, STAGES, ACCUMULATION, RECOMPUTED)
     for (a, first), (b, second) in itertools.combinations(enumerate(choices), 2):
         assert {(cell[a], cell[b]) for cell in found} == set(itertools.product(first, second))
-
-
-def rows_of(batch, mesh):
-    """This data rank's rows."""
-    rows = batch["labels"].shape[0] // mesh.data_size
-    return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
 
 
 def loss_of_parts(model, batch, *, num_parts):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.testing.spawn import spawn
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 
 def build(groups):
@@ -63,7 +63,7 @@ def update(layout):
             options = {"lr": 1e-3, **({"eps": 1e-4} if "eps" in cls.__init__.__code__.co_varnames else {})}
             optimizers = cls(whole.parameters(), **options), shardwise.build_optimizer(model, cls, **options)
             batch = tiny_batch(whole)
-            mine = {key: value[mesh.data_rank :][: 2 // mesh.data_size] for key, value in batch.items()}
+            mine = rows_of(batch, mesh)
             for _ in range(2):
                 whole(**batch).loss.backward()
                 shardwise.TrainStep(model, mesh)(mine)

@@ -13,14 +13,9 @@ from shardwise.errors import ConfigError, GradientError
 from shardwise.layers.registry import LossScale, registry_of
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_batch, tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 4
-
-
-def rows_of(batch, mesh):
-    rows = ROWS // mesh.data_size
-    return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
 
 
 def train_mixed(layout, compute, mode):
