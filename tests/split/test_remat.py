@@ -8,48 +8,35 @@ import torch
 import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import ConfigError
+from shardwise.split.held import MemoryCount
 from shardwise.testing.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYERS, LENGTH = 4, 32
 
 
-def saved_bytes(model, batch):
-    """Bytes of distinct tensors that autograd keeps between forward and backward, parameters aside."""
-    held = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            held[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(**batch).loss
-    total = sum(nbytes for nbytes, _ in held.values())
-    loss.backward()
-    return total
-
-
-def save(mode, **options):
+def hold(mode, **options):
+    """Bytes held between forward and backward, and the gradients."""
     with shardwise.Mesh.open("tp1") as mesh:
         model = tiny_model("llama", num_hidden_layers=LAYERS)
         batch = tiny_batch(model, length=LENGTH)
-        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode, **options))
-        nbytes = saved_bytes(model.train(), batch)
-        return nbytes, {name: parameter.grad for name, parameter in model.named_parameters()}
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode, **options)).train()
+        with MemoryCount(model) as count:
+            loss = model(**batch).loss
+            held = count.held().activations
+        loss.backward()
+        return held, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.single
 def test_every_mode_keeps_less_and_computes_the_same():
     found = {
-        "none": save("none"),
-        "attention": save("attention"),
-        "selective": save("selective"),
-        "every other": save("full", every=2),
-        "mlps": save("full", modules=("model.layers.*.mlp",)),
-        "full": save("full"),
+        "none": hold("none"),
+        "attention": hold("attention"),
+        "selective": hold("selective"),
+        "every other": hold("full", every=2),
+        "mlps": hold("full", modules=("model.layers.*.mlp",)),
+        "full": hold("full"),
     }
     nbytes = {name: count for name, (count, _) in found.items()}
     assert nbytes["full"] < nbytes["every other"] < nbytes["none"]

@@ -22,12 +22,9 @@ from shardwise.plan.options import Compile, FsdpPolicy, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
-from shardwise.split.compiled import apply_compilation
-from shardwise.split.data import apply_data_parallelism
+from shardwise.split.choices import Choices
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
-from shardwise.split.precision import apply_precision
-from shardwise.split.remat import apply_recomputation
 from shardwise.weights.index import CheckpointIndex
 
 __all__ = ["load", "parallelize"]
@@ -77,7 +74,9 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         auto_class,
         plan,
         sequence_parallel,
-        _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute(), compilation),
+        Choices(
+            fsdp=fsdp or FsdpPolicy(), precision=precision, recompute=recompute or Recompute(), compilation=compilation
+        ),
         dtype if dtype is not None or precision is None else precision.params,
         seed,
         options,
@@ -89,23 +88,6 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
 
 @dataclass(frozen=True)
-class _Choices:
-    """What is done to a model once tp has split it."""
-
-    fsdp: FsdpPolicy
-    precision: Precision | None
-    recompute: Recompute
-    compilation: Compile | None
-
-    def apply(self, model: nn.Module, registry: Registry) -> None:
-        """From the inside out: FSDP2 gathers a unit before anything in it runs, or runs again."""
-        apply_precision(model, registry, self.precision)
-        apply_recomputation(model, self.recompute)
-        apply_compilation(model, self.compilation)
-        apply_data_parallelism(model, registry, self.fsdp)
-
-
-@dataclass(frozen=True)
 class _LoadRequest:
     """The arguments of `load`."""
 
@@ -113,7 +95,7 @@ class _LoadRequest:
     auto_class: Any
     plan: str | Plan | Mapping[str, str]
     sequence_parallel: bool
-    choices: _Choices
+    choices: Choices
     dtype: torch.dtype | str | None
     seed: int
     options: dict[str, Any]
@@ -203,7 +185,9 @@ def parallelize(  # noqa: PLR0913 - as above
         model.to(dtype)
     if not any(parameter.is_meta for parameter in model.parameters()):
         model.to(mesh.device)
-    _Choices(fsdp or FsdpPolicy(), precision, recompute or Recompute(), compilation).apply(model, registry)
+    Choices(
+        fsdp=fsdp or FsdpPolicy(), precision=precision, recompute=recompute or Recompute(), compilation=compilation
+    ).apply(model, registry)
     _open_subgroups(registry)
     return model
 

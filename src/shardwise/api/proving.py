@@ -16,12 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from shardwise.api.building import parallelize
 from shardwise.api.planning import plan_for
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.operations import all_reduce_
+from shardwise.errors import UnsupportedError
 from shardwise.estimate.memory import state_bytes
 from shardwise.layout.placement import Chunk
 from shardwise.layout.tensor import Layout, Step
 from shardwise.mesh import Mesh
 from shardwise.plan.explain import Explanation, explain
+from shardwise.plan.options import FsdpPolicy, Precision, Recompute
 from shardwise.plan.resolve import SplitPlan, resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import has_loss, objective_of
@@ -30,6 +33,7 @@ from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.split.apply import check_axes
 from shardwise.split.build import build_meta_model, read_config
+from shardwise.split.choices import Choices
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
 from shardwise.topology.axes import DATA_AXES
@@ -41,17 +45,26 @@ from shardwise.train.step import TrainStep
 __all__ = ["Proof", "describe", "verify"]
 
 
-def describe(
+def describe(  # noqa: PLR0913 - as `load`, whose choices it explains
     source: str | os.PathLike[str] | PreTrainedConfig,
     layout: str | MeshShape,
     *,
     auto_class: Any = None,
     plan: str | Plan | Mapping[str, str] = "auto",
     sequence_parallel: bool = False,
+    fsdp: FsdpPolicy | None = None,
+    precision: Precision | None = None,
+    recompute: Recompute | None = None,
+    batch: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
     """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole
-    and why.
+    and why, and the bytes a rank holds.
+
+    Args:
+        batch: rows of one microbatch on a data rank, and tokens in each: adds what is held between its forward and its
+            backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
+        fsdp, precision, recompute: as in `load`; they only matter for that.
 
     Raises:
         PlanError: the plan cannot be followed; every problem is listed.
@@ -64,10 +77,23 @@ def describe(
     facts = read_facts(model)
     rules = plan_for(model, plan, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
     split_plan = resolve(rules, facts, tp_size=shape.size("tp"), sequence_parallel=sequence_parallel)
-    return explain(split_plan, facts, layout=str(shape), memory=_memory(split_plan, shape))
+    memory = _at_rest(split_plan, shape, dtype="float32" if precision is None else precision.params)
+    if batch is not None:
+        rehearsal = Rehearsal(
+            source=config,
+            shape=shape,
+            plan=plan,
+            sequence_parallel=sequence_parallel,
+            choices=Choices(fsdp=fsdp or FsdpPolicy(), precision=precision, recompute=recompute or Recompute()),
+            dtype=None if precision is None else getattr(torch, precision.params),
+            auto_class=auto_class,
+            options=model_options,
+        )
+        memory += "\n" + _held(rehearsal, batch)
+    return explain(split_plan, facts, layout=str(shape), memory=memory)
 
 
-def _memory(plan: SplitPlan, shape: MeshShape) -> str:
+def _at_rest(plan: SplitPlan, shape: MeshShape, *, dtype: str) -> str:
     """What rank 0, which holds most, keeps from step to step with AdamW, in words."""
     layouts = [
         Layout(
@@ -78,9 +104,21 @@ def _memory(plan: SplitPlan, shape: MeshShape) -> str:
         )
         for planned in plan.parameters.values()
     ]
-    found = state_bytes(layouts, shape.coords(0))
+    found = state_bytes(layouts, shape.coords(0), itemsize=getattr(torch, dtype).itemsize)
     parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
-    return f"a rank keeps {_mib(found.total)} from step to step in float32: {parts}"
+    return f"a rank keeps {_mib(found.total)} from step to step in {dtype}: {parts}"
+
+
+def _held(rehearsal: Rehearsal, batch: tuple[int, int]) -> str:
+    """What rank 0 holds in the middle of a step, in words."""
+    num_rows, seq_length = batch
+    middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
+    try:
+        found = rehearsal.count_held(num_rows=num_rows, seq_length=seq_length)
+    except UnsupportedError as error:
+        return f"what it holds {middle} cannot be told: {error.why or error.summary}"
+    gathered = f", gathered or cast parameters {_mib(found.gathered)}" if found.gathered else ""
+    return f"{middle} it holds {_mib(found.total)} besides: activations {_mib(found.activations)}{gathered}"
 
 
 def _mib(nbytes: int) -> str:

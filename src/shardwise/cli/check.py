@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "layout" not in broken and not any(problem.key.split(".")[0] == "model" for problem in problems):
         from shardwise.cli.models import check_model
 
-        problems += check_model(config)
+        is_sound = not any(problem.key.startswith("optimizer") for problem in problems)
+        problems += check_model(config, with_optimizer=is_sound)
     if not problems:
         num_ranks = MeshShape.parse(config.layout).world_size
         print(f"{arguments.config}: no problems found ({config.layout}, {num_ranks} ranks)")

@@ -10,15 +10,19 @@ import torch
 import transformers
 
 from shardwise.api.building import load
-from shardwise.api.proving import describe
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.cli.config import config_error
+from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Precision
+from shardwise.split.choices import Choices
+from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
+from shardwise.train.optimizer import build_optimizer
 
-__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config"]
+__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config", "precision_of"]
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -75,22 +79,22 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         plan=given.plan or "auto",
         sequence_parallel=config.sequence_parallel,
         fsdp=config.fsdp,
-        precision=_precision(config, mesh.device),
+        precision=precision_of(config, mesh.device),
         recompute=config.recompute,
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
     )
 
 
-def _precision(config: TrainConfig, device: torch.device) -> Precision:
+def precision_of(config: TrainConfig, device: torch.device) -> Precision:
     asked = config.precision
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
     compute = automatic if asked.compute == "auto" else asked.compute
     return Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite)
 
 
-def check_model(config: TrainConfig) -> list[Problem]:
-    """What does not fit together in model, tokenizer, rows and layout; reads no weights."""
+def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:
+    """What does not fit together in model, tokenizer, rows, layout and optimizer; reads no weights."""
     given = config.model
     try:
         tokenizer = load_tokenizer(config)
@@ -101,12 +105,30 @@ def check_model(config: TrainConfig) -> list[Problem]:
         found = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
     except ShardwiseError as error:
         return [Problem("model", str(error))]
-    problems = _check_fit(found, config, tokenizer)
+    return [*_check_fit(found, config, tokenizer), *_rehearse(config, found, with_optimizer=with_optimizer)]
+
+
+def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -> list[Problem]:
+    """What goes wrong when the model and its optimizer are built as the run would build them."""
+    rehearsal = Rehearsal(
+        source=model_config,
+        shape=MeshShape.parse(config.layout),
+        plan=config.model.plan or "auto",
+        sequence_parallel=config.sequence_parallel,
+        choices=Choices(fsdp=config.fsdp, recompute=config.recompute),
+        dtype=getattr(torch, config.model.dtype),
+    )
+    optimizer_class = find_optimizer(config.optimizer.name) if with_optimizer else None
+    key = "model"
     try:
-        describe(found, config.layout, plan=given.plan or "auto", sequence_parallel=config.sequence_parallel)
+        with rehearsal.open() as model:
+            key = "optimizer"
+            if optimizer_class is not None:
+                arguments = optimizer_arguments(config.optimizer, optimizer_class)
+                build_optimizer(model, optimizer_class, groups=config.optimizer.groups, **arguments)
     except ShardwiseError as error:
-        problems.append(Problem("model", str(error)))
-    return problems
+        return [Problem("recompute" if key == "model" and isinstance(error, ConfigError) else key, str(error))]
+    return []
 
 
 def _read_model_config(place: str) -> Any:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from shardwise.cli import target
+from shardwise.errors import ConfigError
+from shardwise.plan.options import Precision, Recompute
+from shardwise.topology.shape import MeshShape
+from shardwise.train.config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -13,13 +18,20 @@ Print how a model is split: the rule for every parameter and where it comes from
 whole and why. Reads the model's configuration, not its weights.
 
   shardwise plan path/or/hub-id --layout tp2
+  shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full
   shardwise plan run.yaml
+
+With --batch (a run's file says it itself) a forward on fake tensors also tells what a rank holds between forward and
+backward of one microbatch.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise plan`."""
     target.add_arguments(parser)
+    parser.add_argument("--batch", metavar="ROWSxTOKENS", help="one microbatch of a data rank, such as 2x4096")
+    parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
+    parser.add_argument("--recompute", metavar="MODE", help="none, full, attention or selective")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -27,5 +39,40 @@ def run(arguments: argparse.Namespace) -> int:
     found = target.find_target(arguments)
     from shardwise.api.proving import describe  # torch and transformers are slow to import
 
-    print(describe(found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel))
+    choices: dict[str, Any] = {}
+    if found.run is not None:
+        choices = _choices_of(found.run)
+    if arguments.batch is not None:
+        choices["batch"] = _read_batch(arguments.batch)
+    if arguments.compute is not None:
+        choices["precision"] = Precision(compute=arguments.compute)
+    if arguments.recompute is not None:
+        choices["recompute"] = Recompute(mode=arguments.recompute)
+    explanation = describe(
+        found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel, **choices
+    )
+    print(explanation)
     return 0
+
+
+def _choices_of(config: TrainConfig) -> dict[str, Any]:
+    """What a run's file says of its microbatches, as arguments of `describe`."""
+    import torch
+
+    from shardwise.cli.models import precision_of
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    num_rows = config.batch_size // (MeshShape.parse(config.layout).data_size * config.num_microbatches)
+    return {
+        "batch": (num_rows, config.data.seq_length),
+        "fsdp": config.fsdp,
+        "precision": precision_of(config, device),
+        "recompute": config.recompute,
+    }
+
+
+def _read_batch(text: str) -> tuple[int, int]:
+    num_rows, times, seq_length = text.partition("x")
+    if not (times and num_rows.isdigit() and seq_length.isdigit() and int(num_rows) and int(seq_length)):
+        raise ConfigError(f"--batch {text} is no microbatch", fix="write rows x tokens, such as --batch 2x4096")
+    return int(num_rows), int(seq_length)

@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.cli.config import read_config
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.topology.shape import MeshShape
+from shardwise.train.config import TrainConfig
 
 __all__ = ["Target", "add_arguments", "find_target"]
 
@@ -24,12 +25,14 @@ class Target:
         shape: the layout.
         plan: rules laid over the automatic plan.
         sequence_parallel: whether activations are split along the sequence.
+        run: the whole configuration, where one was named.
     """
 
     model: Any
     shape: MeshShape
     plan: dict[str, str]
     sequence_parallel: bool
+    run: TrainConfig | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +59,7 @@ def find_target(arguments: argparse.Namespace) -> Target:
     plan: dict[str, str] = {}
     sequence_parallel = bool(arguments.sequence_parallel)
     model: Any = name
+    config: TrainConfig | None = None
     if Path(name).suffix in (".yaml", ".yml"):
         config = read_config(Path(name))
         model = _new_config(config.model.config) if config.model.path is None else config.model.path
@@ -68,7 +72,9 @@ def find_target(arguments: argparse.Namespace) -> Target:
         _check_model(name)
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
-    return Target(model=model, shape=MeshShape.parse(layout), plan=plan, sequence_parallel=sequence_parallel)
+    return Target(
+        model=model, shape=MeshShape.parse(layout), plan=plan, sequence_parallel=sequence_parallel, run=config
+    )
 
 
 def _check_model(name: str) -> None:

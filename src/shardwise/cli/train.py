@@ -60,13 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
             _run_rank(arguments)
         return 0
     config, problems = parse_config(arguments.config, arguments.overrides)
-    if not problems:
-        from shardwise.cli.inputs import check_inputs  # after the quick checks: it imports torch
+    if problems:
+        raise config_error(str(arguments.config), problems)
+    from shardwise.cli.inputs import check_inputs  # after the quick checks: torch and transformers are slow to import
+    from shardwise.cli.models import check_model
 
-        problems = check_inputs(config)
+    problems = check_inputs(config)
     if problems:
         raise config_error(str(arguments.config), problems)
     num_ranks = _num_ranks(MeshShape.parse(config.layout), arguments.nproc)
+    problems = check_model(config)  # a rehearsal costs a second or two; a run that fails behind its start costs more
+    if problems:
+        raise config_error(str(arguments.config), problems)
     if num_ranks == 1:
         _run_rank(arguments)
         return 0

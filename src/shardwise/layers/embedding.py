@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from shardwise.comm.collectives import gather_full, reduce_from_region
+from shardwise.layers.checks import check_index
 from shardwise.layers.context import SplitContext
 
 __all__ = ["FeatureEmbedding", "VocabularyEmbedding"]
@@ -46,12 +46,12 @@ class VocabularyEmbedding:
     def _check_ids(self, ids: Tensor) -> None:
         # Outside ids are somebody else's rows here, so an id of no rank would come back as silent zeros.
         valid = ((ids >= 0) & (ids < self._vocabulary_size)).all()
-        if ids.device.type != "cpu":
-            torch._assert_async(valid, "an id is outside the vocabulary")
-        elif not valid:
-            raise IndexError(
-                f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {self._vocabulary_size} entries"
-            )
+        size = self._vocabulary_size
+        check_index(
+            valid,
+            "an id is outside the vocabulary",
+            lambda: f"ids from {int(ids.min())} to {int(ids.max())}, but the vocabulary has {size} entries",
+        )
 
 
 class FeatureEmbedding:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.operations import all_reduce_
+from shardwise.layers.checks import check_index
 from shardwise.layers.context import SplitContext
 
 __all__ = ["SplitLossMode", "split_cross_entropy"]
@@ -190,11 +191,12 @@ class _SplitCrossEntropy(torch.autograd.Function):
 def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
     # A target of no rank would come back as a silent loss; where checking would stall a GPU, the device checks.
     valid = (~kept | ((target >= 0) & (target < num_classes))).all()
-    if target.device.type != "cpu":
-        torch._assert_async(valid, "a target is outside the classes")
-    elif not valid:
+
+    def say() -> str:
         bad = target[kept & ((target < 0) | (target >= num_classes))]
-        raise IndexError(f"Target {int(bad[0])} is out of bounds: there are {num_classes} classes")
+        return f"Target {int(bad[0])} is out of bounds: there are {num_classes} classes"
+
+    check_index(valid, "a target is outside the classes", say)
 
 
 def _class_dim(logits: Tensor) -> int:

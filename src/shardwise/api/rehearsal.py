@@ -1,0 +1,123 @@
+"""A run rehearsed: rank 0's model on fake tensors, for what its shapes alone can tell."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.api.planning import plan_for
+from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.plan.spec import Plan
+from shardwise.proof.twin_batch import make_batch
+from shardwise.split.apply import apply_layout, check_axes
+from shardwise.split.build import build_meta_model
+from shardwise.split.choices import Choices
+from shardwise.split.held import HeldBytes, MemoryCount
+from shardwise.testing.pretend import pretended_mesh
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["Rehearsal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What is to be rehearsed.
+
+    Attributes:
+        source: the model's config; no weights are read.
+        shape, plan, sequence_parallel, choices, dtype, auto_class, options: as in `load`.
+    """
+
+    source: PreTrainedConfig
+    shape: MeshShape
+    plan: str | Plan | Mapping[str, str] = "auto"
+    sequence_parallel: bool = False
+    choices: Choices = field(default_factory=Choices)
+    dtype: torch.dtype | None = None
+    auto_class: Any = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @contextmanager
+    def open(self) -> Iterator[PreTrainedModel]:
+        """Rank 0's split model in training mode, whose tensors have shapes and no values.
+
+        Raises:
+            MeshError: this process is a rank of some job.
+            ShardwiseError: as `load`.
+        """
+        check_axes(self.shape)
+        model = build_meta_model(
+            copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
+        )
+        fsdp = replace(self.choices.fsdp, symmetric_memory=False)  # only the devices themselves have it
+        rules = plan_for(model, self.plan, tp_size=self.shape.tp_size, sequence_parallel=self.sequence_parallel)
+        with pretended_mesh(self.shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+            _materialize(model)
+            registry = apply_layout(model, mesh, rules, sequence_parallel=self.sequence_parallel)
+            replace(self.choices, fsdp=fsdp).apply(model, registry)
+            yield model.train()
+
+    def count_held(self, *, num_rows: int, seq_length: int) -> HeldBytes:
+        """What rank 0 holds between the forward and the backward of one microbatch.
+
+        Args:
+            num_rows: rows of the microbatch on a data rank.
+            seq_length: tokens in each.
+
+        Raises:
+            UnsupportedError: what the model holds depends on values, such as which expert a token goes to.
+        """
+        with self.open() as model:
+            batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
+            batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are full
+            try:
+                with MemoryCount(model) as count, _AsOnDevices():
+                    loss = model(**batch).loss
+                    found = count.held()
+                    del loss
+            except ShardwiseError:
+                raise
+            except Exception as error:  # the model's own code fails in any way where values are missing
+                raise UnsupportedError(
+                    f"what {type(model).__name__} keeps for backward cannot be told from shapes",
+                    why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                ) from error
+        return found
+
+
+class _AsOnDevices(TorchDispatchMode):
+    """Mends two descriptions of torch: products of experts exist in every dtype, not in bfloat16 alone, and waiting for
+    a collective's result makes no other tensor of it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            described = func(*(each.bfloat16() for each in args[:2]), *args[2:], **(kwargs or {}))
+            return described.to(args[0].dtype)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _materialize(model: nn.Module) -> None:
+    """Puts every meta tensor on the CPU, as a fake one; what is shared stays shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is None or not value.is_meta:
+                    continue
+                if value not in made:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_parameter = held is module._parameters
+                    made[value] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+                held[name] = made[value]  # type: ignore[assignment]

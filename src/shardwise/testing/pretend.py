@@ -1,0 +1,42 @@
+"""One process that stands for rank 0 of a world that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import MeshError
+from shardwise.mesh import Mesh
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["pretended_mesh"]
+
+
+@contextmanager
+def pretended_mesh(shape: MeshShape) -> Iterator[Mesh]:
+    """The mesh of rank 0 on the CPU, whose collectives do nothing: for shapes and counts, not for values.
+
+    Raises:
+        MeshError: a process group is open already.
+    """
+    if dist.is_initialized():
+        raise MeshError(
+            f"this process is a rank already and cannot stand for one of {shape}",
+            fix="ask before the process group is opened, or in a process of its own",
+        )
+    if shape.world_size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
+    try:
+        mesh = Mesh(shape, rank=0, device=torch.device("cpu"), owns_processes=False)
+        if shape.world_size > 1:
+            mesh.device_mesh  # noqa: B018 - torch reads ranks off tensors to make it: do so before any is fake
+        yield mesh
+        mesh.close()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,89 @@
+"""A run rehearsed on fake tensors tells what real ranks hold, to the byte."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import transformers
+
+import shardwise
+from shardwise import FsdpPolicy, Precision, Recompute
+from shardwise.api.proving import describe
+from shardwise.api.rehearsal import Rehearsal
+from shardwise.errors import MeshError
+from shardwise.split.choices import Choices
+from shardwise.split.held import MemoryCount
+from shardwise.testing.spawn import spawn
+from tests.families import rows_of, tiny_batch, tiny_model
+
+ROWS, LENGTH = 2, 32
+CASES = {
+    "tp2": ("tp2", False, Choices()),
+    "tp2 sp": ("tp2", True, Choices()),
+    "tp2 full": ("tp2", False, Choices(recompute=Recompute(mode="full"))),
+    "tp2 selective": ("tp2", False, Choices(recompute=Recompute(mode="selective"))),
+    "tp2 bfloat16": ("tp2", False, Choices(precision=Precision())),
+    "fsdp2": ("fsdp2", False, Choices()),
+    "fsdp2 stage 2": ("fsdp2", False, Choices(fsdp=FsdpPolicy(zero_stage=2))),
+    "fsdp2 full bfloat16": ("fsdp2", False, Choices(recompute=Recompute(mode="full"), precision=Precision())),
+    "ddp2": ("ddp2", False, Choices()),
+}
+
+
+def hold(cases):
+    """What this rank really holds between forward and backward."""
+    found = {}
+    for name, (layout, sequence_parallel, choices) in cases.items():
+        with shardwise.Mesh.open(layout) as mesh:
+            model = tiny_model("llama")
+            batch = rows_of(tiny_batch(model, rows=ROWS * mesh.data_size, length=LENGTH), mesh)
+            model = shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel, **vars(choices)).train()
+            with MemoryCount(model) as count:
+                loss = model(**batch).loss
+                time.sleep(0.1)  # gloo's thread lets go of what it sent a moment later
+                found[name] = count.held()
+            loss.backward()
+    return found
+
+
+def rehearse(layout, sequence_parallel, choices):
+    shape = shardwise.MeshShape.parse(layout)
+    rehearsal = Rehearsal(
+        source=tiny_model("llama").config, shape=shape, sequence_parallel=sequence_parallel, choices=choices
+    )
+    return rehearsal.count_held(num_rows=ROWS, seq_length=LENGTH)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("num_ranks", "layouts"), [(2, CASES), (4, {"both": ("fsdp2.tp2", True, Choices())})])
+def test_what_is_rehearsed_is_what_ranks_hold(num_ranks, layouts):
+    held = spawn(hold, num_ranks, layouts)[0]
+    for name, case in layouts.items():
+        assert rehearse(*case) == held[name], name
+
+
+@pytest.mark.single
+def test_more_ranks_hold_less_each():
+    held = {layout: rehearse(layout, True, Choices()).activations for layout in ("tp1", "tp2", "tp4")}
+    assert held["tp4"] < held["tp2"] < held["tp1"]
+
+
+@pytest.mark.single
+def test_what_depends_on_values_is_said_to():
+    config = transformers.XmodConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=64, is_decoder=True
+    )
+    config.default_language = "en_XX"
+    assert "cannot be told: DynamicOutputShape" in describe(config, "tp1", batch=(2, 16)).memory
+
+
+def rehearse_as_rank():
+    with shardwise.Mesh.open("tp2"):
+        rehearse("tp2", False, Choices())
+
+
+@pytest.mark.spawn
+def test_a_rank_cannot_stand_for_others():
+    with pytest.raises(MeshError, match="is a rank already"):
+        spawn(rehearse_as_rank, 2)
