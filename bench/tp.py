@@ -3,6 +3,7 @@
     python bench/tp.py                          both sizes, on 2 CPU ranks of its own (some minutes)
     python bench/tp.py --quick                  a tiny size, seconds: does everything still run?
     python bench/tp.py --rounds 40 --json out.json
+    python bench/tp.py --compile inductor       also with every block compiled, ours and transformers' (minutes more)
     torchrun --nproc-per-node 4 bench/tp.py     the same on the ranks of a launcher
 
 A step is forward, loss and backward of a llama in fp32 (with `--optimizer adamw`, its update too). Every round runs
@@ -72,6 +73,7 @@ def judge(size: Size, per_rank: list[dict[str, Seen]]) -> dict[str, Any]:
                 "to_one_process": paired_ratio(seconds[name], seconds[ONE]),
                 "calls": seen.calls,
                 "wire_bytes": _wire_bytes(seen.comm_bytes, ranks),
+                "compiled": seen.compiled,
             }
             for name, seen in first.items()
         },
@@ -103,6 +105,9 @@ def show(record: Mapping[str, Any], console: Console) -> None:
         )
     table.add_row("minimum", "", "", "", str(minimum["calls"]), f"{minimum['wire_bytes'] / 2**20:.2f}")
     console.print(table)
+    for name, seen in record["contenders"].items():
+        if seen["compiled"]:
+            console.print(f"{name}: {seen['compiled']}", highlight=False)
     if target is not None:
         reached = record["contenders"][OURS]["to_transformers"]["median"]
         console.print(f"shardwise / transformers: {mark(reached, target)}\n")
@@ -123,9 +128,21 @@ def main() -> int:
         for size in sizes:
             with console.status(f"{size.name} on {device}, {arguments.rounds} rounds"):
                 seen = on_ranks(
-                    measure, size, world_size(), arguments.rounds, device, arguments.optimizer, device=device
+                    measure,
+                    size,
+                    world_size(),
+                    arguments.rounds,
+                    device,
+                    arguments.optimizer,
+                    arguments.compile,
+                    device=device,
                 )
-            record = {"on": describe_machine(device), "optimizer": arguments.optimizer, **judge(size, seen)}
+            record = {
+                "on": describe_machine(device),
+                "optimizer": arguments.optimizer,
+                "compile": arguments.compile,
+                **judge(size, seen),
+            }
             show(record, console)
             records.append(record)
     if not console.quiet:
@@ -139,6 +156,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--mlp", type=float, default=Size.mlp, help="intermediate / hidden size (default: LLaMA's, %(default)s)"
     )
+    parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile, such as inductor or aot_eager")
     parser.add_argument("--quick", action="store_true", help="one tiny size; its ratios mean nothing")
     parser.add_argument("--optimizer", choices=("none", "adamw"), default="none", help="what a step ends with")
     parser.add_argument(

@@ -19,11 +19,25 @@ from transformers.utils import logging as transformers_logging
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
+from shardwise.split.compiled import count_compilation
 from sidebyside.ranks import SCRATCH
 
-__all__ = ["ONE", "OURS", "OURS_SP", "THEIRS", "Contender", "Seen", "Size", "measure", "seconds_of"]
+__all__ = [
+    "ONE",
+    "OURS",
+    "OURS_COMPILED",
+    "OURS_SP",
+    "THEIRS",
+    "THEIRS_COMPILED",
+    "Contender",
+    "Seen",
+    "Size",
+    "measure",
+    "seconds_of",
+]
 
 OURS, OURS_SP, THEIRS, ONE = "shardwise", "shardwise sp", "transformers", "one process"
+OURS_COMPILED, THEIRS_COMPILED = "shardwise compiled", "transformers compiled"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +77,38 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank saw of one contender: of every round the time that passed, and that its processor worked."""
+    """What one rank saw of one contender: of every round the time that passed, and that its processor worked; and what
+    torch.compile did until then, in words.
+    """
 
     seconds: list[float]
     busy_seconds: list[float]
     loss: float
     calls: int
     comm_bytes: dict[str, int]
+    compiled: str
 
 
-def measure(size: Size, tp_size: int, rounds: int, device: str, optimizer: str) -> dict[str, Seen]:
-    """Runs on every rank. One process runs on rank 0, while the others wait."""
+def measure(
+    size: Size, tp_size: int, rounds: int, device: str, optimizer: str, backend: str | None = None
+) -> dict[str, Seen]:
+    """Runs on every rank. One process runs on rank 0, while the others wait.
+
+    With a `backend` of torch.compile compiled contenders take part too.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with shardwise.Mesh.open(f"tp{tp_size}", device=None if device == "cuda" else "cpu") as mesh:
-        contenders = dict(_contenders(size, mesh, optimizer))
+        contenders = dict(_contenders(size, mesh, optimizer, backend))
         ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids.to(mesh.device), "labels": ids.to(mesh.device)}
-        losses = {name: contender.step(batch) for name, contender in contenders.items()}
+        losses, compiled = {}, {}
+        for name, contender in contenders.items():
+            before = count_compilation()
+            losses[name] = contender.step(batch)
+            for _ in range(2 if contender.is_compiled else 0):  # whether later steps compile again
+                contender.step(batch)
+            compiled[name] = str(count_compilation() - before) if contender.is_compiled else ""
         counts = {name: _count(contender, batch) for name, contender in contenders.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds + 2):
@@ -95,6 +123,7 @@ def measure(size: Size, tp_size: int, rounds: int, device: str, optimizer: str) 
             loss=losses[name],
             calls=counts[name].num_calls(),
             comm_bytes=dict(counts[name].bytes),
+            compiled=compiled[name],
         )
         for name in contenders
     }
@@ -107,6 +136,7 @@ class Contender:
     model: nn.Module
     forward_backward: Callable[[Mapping[str, Tensor]], Tensor]
     optimizer: torch.optim.Optimizer | None
+    is_compiled: bool = False
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
         loss = self.forward_backward(batch).detach()
@@ -119,8 +149,12 @@ class Contender:
 IDLE = Contender(nn.Module(), lambda batch: torch.zeros(()), None)
 
 
-def _contenders(size: Size, mesh: shardwise.Mesh, optimizer: str) -> Iterator[tuple[str, Contender]]:
+def _contenders(
+    size: Size, mesh: shardwise.Mesh, optimizer: str, backend: str | None
+) -> Iterator[tuple[str, Contender]]:
     with _checkpoint(size, mesh) as directory:
+        if backend is not None:
+            yield from _compiled_contenders(directory, mesh, optimizer, backend)
         for name, sequence_parallel in ((OURS_SP, True), (OURS, False)):
             model = shardwise.load(directory, mesh, sequence_parallel=sequence_parallel).train()
             step = shardwise.TrainStep(model, mesh)
@@ -132,6 +166,20 @@ def _contenders(size: Size, mesh: shardwise.Mesh, optimizer: str) -> Iterator[tu
         # The other ranks take part in one process's turn by waiting for it.
         whole = AutoModelForCausalLM.from_pretrained(directory).to(mesh.device).train() if mesh.rank == 0 else None
         yield ONE, Contender(whole, _plain_step(whole), _optimizer(whole, optimizer)) if whole is not None else IDLE
+
+
+def _compiled_contenders(
+    directory: str, mesh: shardwise.Mesh, optimizer: str, backend: str
+) -> Iterator[tuple[str, Contender]]:
+    """Block by block, ours by its option and transformers' by hand."""
+    model = shardwise.load(directory, mesh, compilation=shardwise.Compile(backend=backend)).train()
+    step = shardwise.TrainStep(model, mesh)
+    yield OURS_COMPILED, Contender(model, lambda batch: step(batch).loss, _optimizer(model, optimizer), True)
+    tp = DistributedConfig(tp_size=mesh.size("tp"))
+    theirs = AutoModelForCausalLM.from_pretrained(directory, distributed_config=tp).train()
+    for block in theirs.model.layers:
+        block.compile(backend=backend)
+    yield THEIRS_COMPILED, Contender(theirs, _plain_step(theirs), _optimizer(theirs, optimizer), True)
 
 
 @contextlib.contextmanager

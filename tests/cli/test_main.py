@@ -93,6 +93,7 @@ def test_the_doctor_finds_this_machine_well():
     assert run.returncode == 0, run.stdout + run.stderr
     assert "ok      2-rank all-reduce  right sum over gloo" in run.stdout
     assert "torch" in run.stdout and "hub cache" in run.stdout
+    assert "1 graph(s), 0 recompiled, 0 graph break(s)" in run.stdout
 
 
 def test_the_doctor_names_what_is_broken(monkeypatch, capsys):

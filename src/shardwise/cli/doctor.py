@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -11,16 +12,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from shardwise.split.compiled import CompileCount
 
 __all__ = ["HELP", "Finding", "add_arguments", "run"]
 
 HELP = """\
-Look this machine over: versions, devices, communication backends, threads, the hub cache, and a real all-reduce between
-two CPU ranks. The exit code is 1 if something is broken.
+Look this machine over: versions, devices, communication backends, threads, the hub cache, what torch.compile makes of a
+block, and a real all-reduce between two CPU ranks. The exit code is 1 if something is broken.
 
   shardwise doctor
 """
@@ -72,12 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _examine() -> Iterator[Finding]:
-    """Everything, the slow all-reduce last."""
+    """Everything, what is slow last."""
     yield Finding(topic="python", state="ok", text=f"{platform.python_version()}, {platform.platform()}")
     yield from _check_packages()
     yield from _check_devices()
     yield from _check_threads()
     yield _check_hub_cache()
+    yield from _check_compilation()
     yield _check_all_reduce()
 
 
@@ -160,6 +166,48 @@ def _check_hub_cache() -> Finding:
     offline = ", offline (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else ""
     text = f"{cache}, {free_bytes / 2**30:.0f} GiB free{offline}"
     return Finding(topic="hub cache", state="note" if free_bytes < LOW_SPACE_BYTES else "ok", text=text)
+
+
+def _check_compilation() -> Iterator[Finding]:
+    """What torch.compile makes of a block, traced without generating code, and whether inductor could generate it."""
+    import torch
+
+    topic = "torch.compile"
+    try:
+        found = _compile_block()
+    except Exception as error:  # a broken compiler stack fails in any way  # noqa: BLE001
+        yield Finding(topic=topic, state="note", text=f"cannot trace a block: {type(error).__name__}: {error}")
+    else:
+        is_whole = not found.graph_breaks and not found.recompiles
+        yield Finding(topic=topic, state="ok" if is_whole else "note", text=f"the blocks of a llama: {found}")
+    needs = "triton" if torch.cuda.is_available() else "a C++ compiler"
+    has = importlib.util.find_spec("triton") is not None if torch.cuda.is_available() else _find_cpp_compiler()
+    text = f"{needs} found" if has else f"{needs} is missing, and inductor needs it; everything else works without"
+    yield Finding(topic="inductor", state="ok" if has else "note", text=text)
+
+
+def _compile_block() -> CompileCount:
+    """Two blocks, two steps: everything behind the first block's first run should be reuse."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from shardwise import Compile, Mesh, TrainStep, parallelize
+    from shardwise.split.compiled import count_compilation
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, pad_token_id=0)).train()
+    ids = torch.ones(2, 8, dtype=torch.long)
+    with warnings.catch_warnings(), Mesh.open("tp1", device="cpu") as mesh:
+        warnings.simplefilter("ignore")  # torch's tracing warns of what it does itself
+        step = TrainStep(parallelize(model, mesh, compilation=Compile(backend="aot_eager")), mesh)
+        for _ in range(2):
+            step({"input_ids": ids, "labels": ids})
+    return count_compilation()
+
+
+def _find_cpp_compiler() -> bool:
+    asked = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([asked] if asked else ["g++", "clang++", "c++", "cl"]))
 
 
 def _check_all_reduce() -> Finding:

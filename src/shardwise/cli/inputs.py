@@ -34,6 +34,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
         problems.append(Problem("model.config", f"there is no file {config.model.config}"))
     if isinstance(config.model.config, dict):
         problems += _check_model_config(config.model.config)
+    problems += _check_compilation(config.compilation.backend)
     return problems + _check_optimizer(config.optimizer) + _check_outputs(config)
 
 
@@ -112,6 +113,15 @@ def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
         for key in optimizer_arguments(config, cls)
         if key not in known
     ]
+
+
+def _check_compilation(backend: str | None) -> list[Problem]:
+    if backend is None:
+        return []
+    known = torch.compiler.list_backends(exclude_tags=())
+    if backend in known:
+        return []
+    return [Problem("compilation.backend", f"torch.compile has no backend {backend!r}{did_you_mean(backend, known)}")]
 
 
 def _check_outputs(config: TrainConfig) -> list[Problem]:

@@ -15,7 +15,7 @@ from shardwise.cli.config import config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.plan.options import Precision
+from shardwise.plan.options import Compile, Precision
 from shardwise.split.choices import Choices
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
@@ -81,6 +81,7 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         fsdp=config.fsdp,
         precision=precision_of(config, mesh.device),
         recompute=config.recompute,
+        compilation=_compilation(config),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
     )
@@ -91,6 +92,11 @@ def precision_of(config: TrainConfig, device: torch.device) -> Precision:
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
     compute = automatic if asked.compute == "auto" else asked.compute
     return Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite)
+
+
+def _compilation(config: TrainConfig) -> Compile | None:
+    chosen = config.compilation
+    return None if chosen.backend is None else Compile(backend=chosen.backend, dynamic=chosen.dynamic)
 
 
 def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:

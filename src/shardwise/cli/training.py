@@ -24,6 +24,7 @@ from shardwise.cli.sources import open_source
 from shardwise.errors import ConfigError
 from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
+from shardwise.split.compiled import count_compilation
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
@@ -79,6 +80,8 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
             eval_every=config.evaluation.every,
         )
         open_logs.close()  # the bar ends before anything else is printed
+        if config.compilation.backend is not None:
+            console.print(f"compiled {count_compilation()}", highlight=False, soft_wrap=True)
         if config.export is not None:
             export_pretrained(model, config.export, tokenizer=tokenizer)
             console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)

@@ -121,7 +121,7 @@ def install_region(
         return _map_first(output, lambda x: leave_region(x, context))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    module.register_forward_hook(leave, with_kwargs=True, always_call=context.has_dropout)
 
 
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
@@ -210,7 +210,7 @@ def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
         return output if output is None else _map_first(output, lambda x: _own_part(x, context))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
+    module.register_forward_hook(leave, always_call=context.has_dropout)
 
 
 def _install_draws(layer: nn.Module, context: SplitContext) -> None:

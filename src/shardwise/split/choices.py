@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.layers.registry import Registry
 from shardwise.plan.options import Compile, FsdpPolicy, Precision, Recompute
+from shardwise.split.caches import train_without_cache
 from shardwise.split.compiled import apply_compilation
 from shardwise.split.data import apply_data_parallelism
 from shardwise.split.precision import apply_precision
@@ -35,4 +36,5 @@ class Choices:
         apply_precision(model, registry, self.precision)
         apply_recomputation(model, self.recompute)
         apply_compilation(model, self.compilation)
+        train_without_cache(model, recomputes=self.recompute.mode != "none")
         apply_data_parallelism(model, registry, self.fsdp)

@@ -10,8 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from shardwise.layers.registry import registry_of
 from shardwise.plan.options import Compile
 from shardwise.split.blocks import find_blocks
 
@@ -20,32 +22,53 @@ __all__ = ["CompileCount", "apply_compilation", "count_compilation"]
 
 @dataclass(frozen=True)
 class CompileCount:
-    """What torch.compile has done in this process since `torch.compiler.reset()`.
+    """What torch.compile has done in this process; `str` says it in words.
 
     Attributes:
-        frames: pieces of code compiled, recompilations included.
-        recompiles: how many of them were compiled before, for other inputs.
+        graphs: pieces of code compiled, recompilations included.
+        recompiles: how many of them were compiled before, for other inputs; of the last 64 pieces.
         graph_breaks: reasons why a graph ended, each with how often.
     """
 
-    frames: int
+    graphs: int
     recompiles: int
     graph_breaks: Counter[str]
 
+    def __str__(self) -> str:
+        breaks = sum(self.graph_breaks.values())
+        reasons = "".join(f"; {count} x {reason}" for reason, count in self.graph_breaks.most_common(3))
+        return f"{self.graphs} graph(s), {self.recompiles} recompiled, {breaks} graph break(s){reasons}"
+
+    def __sub__(self, before: CompileCount) -> CompileCount:
+        """What has been done since `before`."""
+        return CompileCount(
+            graphs=self.graphs - before.graphs,
+            recompiles=self.recompiles - before.recompiles,
+            graph_breaks=self.graph_breaks - before.graph_breaks,
+        )
+
 
 def apply_compilation(model: nn.Module, choice: Compile | None) -> None:
-    """Compiles the blocks of `model` when they are first run. Communicates nothing."""
+    """Compiles the blocks of `model` when they are first run. Communicates nothing.
+
+    Where something drops under tp, graphs end at every change of the stream of random numbers: torch would compile them
+    anew for every seed.
+    """
     if choice is None:
         return
+    context: Any = registry_of(model).context
+    if context.has_dropout and context.size > 1:
+        context.begin_draws = torch.compiler.disable(context.begin_draws)
+        context.end_draws = torch.compiler.disable(context.end_draws)
     for block in find_blocks(model):
         block.compile(backend=choice.backend, dynamic=choice.dynamic)
 
 
 def count_compilation() -> CompileCount:
     """The counts of torch's own bookkeeping."""
-    from torch._dynamo.utils import counters  # slow to import, and not needed by anyone who does not compile
+    # slow to import, and not needed by anyone who does not compile
+    from torch._dynamo.utils import counters, get_compilation_metrics
 
-    frames: Counter[Any] = counters["frames"]
     breaks = Counter({str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()})
-    recompiles = sum(counters["recompiles"].values()) if "recompiles" in counters else 0
-    return CompileCount(frames=frames["ok"], recompiles=recompiles, graph_breaks=breaks)
+    recompiles = sum(metrics.recompile_reason is not None for metrics in get_compilation_metrics())
+    return CompileCount(graphs=counters["stats"]["unique_graphs"], recompiles=recompiles, graph_breaks=breaks)

@@ -5,13 +5,12 @@ A recomputed module checkpoints its own forward. What hangs on the module from o
 of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
 What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
 "selective"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
-twice, so training forwards build none.
+twice; training forwards build none (see `caches.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,8 +69,6 @@ def apply_recomputation(model: nn.Module, recompute: Recompute) -> None:
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
     for module in _chosen(model, recompute):
         become(module, Recomputed, _checkpoint=run)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def _chosen(model: nn.Module, recompute: Recompute) -> list[nn.Module]:
@@ -127,9 +124,3 @@ def _keep_the_dear() -> Any:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    if torch.is_grad_enabled():
-        kwargs["use_cache"] = False
-    return args, kwargs

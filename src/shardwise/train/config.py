@@ -16,6 +16,7 @@ from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
+    "CompilationConfig",
     "DataConfig",
     "EvaluationConfig",
     "LogConfig",
@@ -113,6 +114,16 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """Whether the blocks of the model are compiled."""
+
+    backend: str | None = None
+    """Backend of torch.compile, such as inductor; null compiles nothing."""
+    dynamic: bool | None = None
+    """Whether sequence lengths are left open; null opens them at the second one."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """How the learning rate moves over the run."""
 
@@ -170,6 +181,7 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
     recompute: Recompute = field(default_factory=Recompute)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
     layout: str = "tp1"
     """Ranks along each axis, outermost first, such as `tp2`."""
     sequence_parallel: bool = False

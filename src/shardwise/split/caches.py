@@ -1,0 +1,37 @@
+"""Training forwards build no cache of keys and values.
+
+transformers' models build one unless they are told not to. It holds keys and values a second time, grows twice where a
+block is computed again, and makes `torch.compile` compile every layer anew, since its state differs from layer to
+layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+__all__ = ["train_without_cache"]
+
+
+def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
+    """Makes forwards with gradients of a model in training mode pass `use_cache=False` unless the caller says more.
+
+    Args:
+        recomputes: whether blocks are computed again in backward, where a cache cannot be had at all.
+    """
+    if "use_cache" not in inspect.signature(model.forward).parameters:
+        return
+
+    def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled() or not (module.training or recomputes):
+            return args, kwargs
+        if recomputes and kwargs.get("use_cache"):
+            raise ConfigError("use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()")
+        return args, {"use_cache": False, **kwargs}
+
+    model.register_forward_pre_hook(without_cache, with_kwargs=True)
