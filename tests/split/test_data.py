@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -10,9 +12,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardwise
 from shardwise.errors import UnsupportedError
+from shardwise.split import data
 from shardwise.split.data import find_units
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
+from shardwise.train.batch import count_targets
 from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYOUTS = ("fsdp2", "ddp2", "fsdp2.tp2")
@@ -131,3 +135,44 @@ def test_units_are_blocks_and_ends_and_modules_that_share_are_one():
     assert units == [*((layer,) for layer in model.model.layers), (model.model.embed_tokens,), (model.lm_head,)]
     tied = tiny_model("llama", tied=True)
     assert find_units(tied)[-1] == (tied.model.embed_tokens, tied.lm_head)
+
+
+class Choosing(torch.nn.Module):
+    """One of two experts, by the sign of the first number that comes in."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([mlp, copy.deepcopy(mlp)])
+
+    def forward(self, x):
+        return self.experts[int(x.flatten()[0] > 0)](x)
+
+
+def choose(reduces_unused):
+    """Gradients of a model whose ranks run different experts, beside the whole model's, row by row."""
+    data._REDUCES_UNUSED = reduces_unused and data._REDUCES_UNUSED
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        whole = tiny_model("llama", num_hidden_layers=3)
+        for layer in whole.model.layers:
+            layer.mlp = Choosing(layer.mlp)
+        batch = tiny_batch(whole, rows=8)
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh)
+        runs = []
+        for expert in [expert for layer in whole.model.layers for expert in layer.mlp.experts]:
+            expert.register_forward_hook(lambda module, args, output: runs.append(module))
+        step = shardwise.TrainStep(model, mesh)
+        for row in range(4):
+            step({name: value[2 * row + mesh.data_rank, None] for name, value in batch.items()})
+            pair = [{name: value[2 * row + rank, None] for name, value in batch.items()} for rank in range(2)]
+            counts = [count_targets(whole, part) for part in pair]
+            for part, count in zip(pair, counts, strict=True):
+                (whole(**part).loss * count / sum(counts)).backward()
+        assert len(set(runs)) > 3, "some layer has run both"
+        for name, gradient in shardwise.full_gradients(model).items():
+            torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("reduces_unused", [True, False], ids=["torch", "ours"])
+def test_ranks_may_run_different_experts(reduces_unused):
+    spawn(choose, 2, reduces_unused)

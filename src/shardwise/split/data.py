@@ -31,11 +31,14 @@ from shardwise.mesh import Mesh
 from shardwise.plan.families.undivided import UNDIVIDED
 from shardwise.plan.options import FsdpPolicy
 from shardwise.split.blocks import find_blocks
+from shardwise.split.unused import reach_all_parameters
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["apply_data_parallelism", "find_units"]
 
 Unit = tuple[nn.Module, ...]
+
+_REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
@@ -57,6 +60,9 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     if kept_whole:
         _move(kept_whole, mesh.device)
     units, own_class = find_units(model), type(model)
+    if not _REDUCES_UNUSED:
+        for module in (module for unit in units for module in unit if _chooses_modules(module)):
+            reach_all_parameters(module)
     _own_outputs(model, units)
     for unit in units:
         _shard(unit, registry, kept_whole, frees=policy.zero_stage == 3)
@@ -209,7 +215,7 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
         module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
         module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
     for unit in units:
-        if any(_chooses_modules(module) for module in unit) and hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        if _REDUCES_UNUSED and any(_chooses_modules(module) for module in unit):
             _as_fsdp(unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
