@@ -75,6 +75,8 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("optimizer.name=LBFGS", "evaluates the loss itself"),
         ("optimizer.name=torch.optim.SDG", "no optimizer class"),
         ("recompute={mode: full, modules: [model.layers.*.mpl]}", "recompute: Recompute pattern"),
+        ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),
+        ("compilation.backend=indutcor", "did you mean 'inductor'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
     ],
 )

@@ -20,6 +20,7 @@ from shardwise.cli.config import build_config
 from shardwise.cli.training import train
 from shardwise.errors import ShardwiseError
 from shardwise.testing.spawn import spawn
+from shardwise.train.data import PackedBatches
 
 pytestmark = pytest.mark.spawn
 
@@ -136,14 +137,26 @@ def test_two_ranks_train_as_one_and_export_a_model_that_transformers_loads(tree,
     assert kept["model"]["config"]["model_type"] == "llama" and kept["optimizer"]["lr"] == 0.01
 
 
-def test_training_goes_on_from_an_exported_model_with_the_tokens_of_the_first_run(tree, tmp_path):
+def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_run(tree, tmp_path, monkeypatch):
     alone = {**tree, "layout": "tp1", "sequence_parallel": False}
     train_rank({**alone, "export": str(tmp_path / "exported")})
     first = losses_of(tree)
     (cached,) = (tmp_path / "logs" / "tokens").iterdir()
     stamp = cached.stat().st_mtime_ns
-    train_rank({**alone, "model": {"path": str(tmp_path / "exported")}, "seed": 1})
+    state = json.loads((tmp_path / "logs" / "data_state.json").read_text())
+    assert state["num_batches_read"] == tree["steps"], "in the middle of the first pass"
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(state))
+    read = []
+    monkeypatch.setattr(
+        PackedBatches, "_row", lambda self, place, own=PackedBatches._row: read.append(place) or own(self, place)
+    )
+    onward = {**alone, "model": {"path": str(tmp_path / "exported")}, "data": {**tree["data"], "state": str(kept)}}
+    train_rank(onward)
+    assert read == list(range(24, 48)), "the rows behind those of the first run"
     assert losses_of(tree)[0] < first[0] - 0.5
+    with pytest.raises(ShardwiseError, match="batch_size was 4, is 8"):
+        train_rank({**onward, "batch_size": 8})
     assert cached.stat().st_mtime_ns == stamp and len(list((tmp_path / "logs" / "tokens").iterdir())) == 1
 
 

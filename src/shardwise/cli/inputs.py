@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 
 from shardwise.cli.logs import check_tensorboard
-from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.errors import LoadError, ShardwiseError, did_you_mean
 from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
 
-__all__ = ["check_inputs", "find_optimizer", "optimizer_arguments"]
+__all__ = ["check_inputs", "find_optimizer", "optimizer_arguments", "read_data_state"]
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
@@ -26,6 +27,9 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if config.evaluation.path is not None:
         found = Path(config.evaluation.path)
         problems += _caught("evaluation.path", lambda: find_files(found, config.data.include))
+    if config.data.state is not None:
+        state = config.data.state
+        problems += _caught("data.state", lambda: read_data_state(state))
     if config.log.tensorboard:
         problems += _caught("log.tensorboard", check_tensorboard)
     for key, place in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
@@ -36,6 +40,23 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
         problems += _check_model_config(config.model.config)
     problems += _check_compilation(config.compilation.backend)
     return problems + _check_optimizer(config.optimizer) + _check_outputs(config)
+
+
+def read_data_state(place: str) -> dict[str, int]:
+    """What a run wrote to `place` of where its reading of the data stood.
+
+    Raises:
+        LoadError: there is no such file, or it holds something else.
+    """
+    try:
+        state = json.loads(Path(place).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise LoadError(f"cannot read {place}", why=str(error)) from error
+    except ValueError as error:
+        raise LoadError(f"{place} is not JSON", why=str(error)) from error
+    if not (isinstance(state, dict) and "num_batches_read" in state and all(type(v) is int for v in state.values())):
+        raise LoadError(f"{place} does not say where reading stood", fix="name the data_state.json of an earlier run")
+    return state
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer] | None:

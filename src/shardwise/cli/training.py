@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from shardwise.api.state import export_pretrained
 from shardwise.cli.config import dump_config
-from shardwise.cli.inputs import find_optimizer, optimizer_arguments
+from shardwise.cli.inputs import find_optimizer, optimizer_arguments, read_data_state
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
 from shardwise.cli.sources import open_source
@@ -64,6 +65,8 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
             data_size=mesh.data_size,
             seed=config.seed,
         )
+        if config.data.state is not None:
+            batches.load_state_dict(read_data_state(config.data.state))
         model = build_model(config, mesh, tokenizer)
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         parts = _build_parts(config, model, mesh, batches)
@@ -79,6 +82,9 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
             reporters=reporters,
             eval_every=config.evaluation.every,
         )
+        if mesh.rank == 0:
+            with whole_file(Path(config.log.dir) / "data_state.json") as partial:
+                partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
         open_logs.close()  # the bar ends before anything else is printed
         if config.compilation.backend is not None:
             console.print(f"compiled {count_compilation()}", highlight=False, soft_wrap=True)

@@ -87,6 +87,8 @@ class DataConfig:
     """Tokens in a row."""
     cache_dir: str | None = None
     """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
+    state: str | None = None
+    """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +164,8 @@ class LogConfig:
     """Where a run writes down what happens."""
 
     dir: str = "runs/latest"
-    """Holds train.jsonl (one object a step), config.yaml and, if asked for, tensorboard/."""
+    """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands behind
+    the last step) and, if asked for, tensorboard/."""
     every: int = 10
     """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
     tensorboard: bool = False
