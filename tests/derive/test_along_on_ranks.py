@@ -11,6 +11,7 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
 from shardwise.testing.spawn import spawn
+from tests.families import checkpoint_layers
 
 pytestmark = pytest.mark.spawn
 
@@ -32,7 +33,7 @@ def recompute(case):
         whole, ids = twin_of(*case).train(), tokens(7)
         split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True).train()
         whole(input_ids=ids, labels=ids).loss.backward()
-        split.activation_checkpointing_enable()
+        checkpoint_layers(split)
         split(input_ids=ids, labels=ids).loss.backward()
         found = shardwise.full_gradients(split)
         truth = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}

@@ -30,7 +30,7 @@ def test_steps_are_compared_and_counted(tmp_path):
     assert record["minimum"]["calls"] == minimum
     contenders = record["contenders"]
     assert contenders["shardwise"]["calls"] == minimum + 2, "the loss takes two small ones"
-    assert contenders["transformers"]["calls"] == 7 * record["size"]["layers"] + 3
+    assert contenders["transformers"]["calls"] > minimum + 2
     assert contenders["one process"]["calls"] == 0
     assert contenders["shardwise"]["to_transformers"]["median"] > 0
 

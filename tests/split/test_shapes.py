@@ -11,7 +11,7 @@ import transformers
 import shardwise
 from shardwise.errors import PlanError
 from shardwise.testing.spawn import spawn
-from tests.families import tiny_batch, tiny_model
+from tests.families import checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import Oracle, found_problems
 
 pytestmark = pytest.mark.spawn
@@ -230,11 +230,11 @@ def test_the_embedding_may_be_called_by_itself():
 
 
 def recompute(layout):
-    """Layers that run again in backward, as `activation_checkpointing_enable` makes them."""
+    """Layers that run again in backward, as transformers' own checkpointing makes them."""
     with shardwise.Mesh.open(layout) as mesh:
         whole = tiny_model("gemma2").train()
         oracle = Oracle(whole, tiny_batch(whole))
-        whole.activation_checkpointing_enable()
+        checkpoint_layers(whole)
         return {f"sp={on}": oracle.differences(mesh, sequence_parallel=on) for on in SEQUENCE_PARALLEL}
 
 

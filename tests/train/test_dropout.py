@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import shardwise
 from shardwise.layers.registry import registry_of
 from shardwise.testing.spawn import spawn
-from tests.families import tiny_batch, tiny_model
+from tests.families import checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -136,7 +136,7 @@ def recompute(layout, family):
             batch = tiny_batch(model)
             shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
             for again in (False, True):
-                model.activation_checkpointing_enable() if again else model.activation_checkpointing_disable()
+                checkpoint_layers(model, enable=again)
                 torch.manual_seed(9)
                 model(**batch).loss.backward()
                 gradients = shardwise.full_gradients(model)
