@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -192,6 +193,29 @@ def test_ranks_import_the_package_fresh():
         name == "shardwise" or name.startswith(("shardwise.errors", "shardwise.testing"))
         for name in spawn(shardwise_modules, 1)[0]
     )
+
+
+def imported_before_this_module():
+    names = list(sys.modules)
+    return names[: names.index(__name__)]
+
+
+def test_ranks_find_imported_what_their_test_modules_import_again_and_again():
+    assert "pytest" in spawn(imported_before_this_module, 1)[0]
+
+
+def master_port():
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_a_port_that_another_caller_has_is_left_to_it(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    with socket.socket(type=socket.SOCK_DGRAM) as another:
+        another.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("shardwise.testing.spawn.PORTS", [another.getsockname()[1]] * 99 + [free])
+        assert spawn(master_port, 1) == [free]
 
 
 def test_what_cannot_be_spawned_is_refused_at_once():

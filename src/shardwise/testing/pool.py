@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 from shardwise.errors import RankError
 
-__all__ = ["DEFAULT_PRELOAD", "Outcome", "Pool", "default_pool"]
+__all__ = ["DEFAULT_PRELOAD", "PRELOAD_LIKE_CALLER", "Outcome", "Pool", "default_pool"]
 
 DEFAULT_PRELOAD = (
     "torch.distributed.tensor",
@@ -27,6 +27,9 @@ DEFAULT_PRELOAD = (
     "transformers.models.llama.modeling_llama",
 )
 """What every rank finds imported. Never a part of Shardwise: ranks import the code under test fresh."""
+
+PRELOAD_LIKE_CALLER = ("pytest",)
+"""What ranks find imported where their caller has imported it: then so do the modules that its functions stand in."""
 
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -54,11 +57,12 @@ class Pool:
     One case runs at a time; threads queue. Building a Pool does nothing.
 
     Args:
-        preload: modules the process imports once. They must not start threads.
+        preload: modules the process imports once, which must not start threads; by default `DEFAULT_PRELOAD`, and of
+            `PRELOAD_LIKE_CALLER` what is imported here when it starts.
     """
 
-    def __init__(self, *, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
-        self._preload = tuple(preload)
+    def __init__(self, *, preload: Sequence[str] | None = None) -> None:
+        self._preload = None if preload is None else tuple(preload)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
@@ -86,9 +90,12 @@ class Pool:
             self._stop()
 
     def _start(self) -> None:
+        preload = self._preload
+        if preload is None:
+            preload = (*DEFAULT_PRELOAD, *(name for name in PRELOAD_LIKE_CALLER if name in sys.modules))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py")), *self._preload],
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -101,7 +108,7 @@ class Pool:
         if ready["threads"] != 1:
             raise RankError(
                 f"cannot fork ranks: preloading started {ready['threads'] - 1} thread(s)",
-                at=f"Pool(preload={self._preload!r})",
+                at=f"Pool(preload={preload!r})",
                 why="a fork of a process with threads inherits locks that nobody will ever release",
                 fix="leave out the module that starts threads when it is imported",
             )
