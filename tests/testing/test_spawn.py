@@ -228,6 +228,25 @@ def test_a_module_that_cannot_be_preloaded_is_named():
         spawn(where_am_i, 1, pool=Pool(preload=["no_such_module"]))
 
 
+def test_a_pool_that_was_warmed_starts_once_and_may_be_closed_before_it_is_ready(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nopen('started', 'a').write('once')\ntime.sleep(float(os.environ['SLOW']))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for seconds in ("0", "600"):
+        pool = Pool(preload=["slow"])
+        monkeypatch.setenv("SLOW", seconds)
+        pool.warm()
+        pool.warm()
+        if seconds == "0":
+            assert len(spawn(where_am_i, 1, pool=pool)) == 1
+            assert (tmp_path / "started").read_text() == "once"
+        start = time.monotonic()
+        pool.close()
+        assert time.monotonic() - start < 5
+
+
 def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
     (tmp_path / "starts_a_thread.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"

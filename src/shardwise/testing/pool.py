@@ -66,6 +66,13 @@ class Pool:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
+        self._is_ready = False
+
+    def warm(self) -> None:
+        """Start the warm process and do not wait for it: for callers that have to import as much before their case."""
+        with self._lock:
+            if self._process is None:
+                self._start()
 
     def run(self, directory: Path, *, world_size: int, timeout: float) -> Outcome:
         """Run the case written in `directory` and wait for it; an interrupt meanwhile kills the ranks.
@@ -77,6 +84,8 @@ class Pool:
             try:
                 if self._process is None:
                     self._start()
+                if not self._is_ready:
+                    self._await_ready()
                 reply = self._ask({"directory": str(directory), "world_size": world_size, "timeout": timeout})
             except BaseException:  # Ctrl-C or a test's timeout: closing is what kills the ranks
                 self._stop()
@@ -104,14 +113,17 @@ class Pool:
             start_new_session=True,  # Ctrl-C in a terminal reaches us only; we pass it on by closing
         )
         atexit.register(self.close)
+
+    def _await_ready(self) -> None:
         ready = self._read()
         if ready["threads"] != 1:
             raise RankError(
                 f"cannot fork ranks: preloading started {ready['threads'] - 1} thread(s)",
-                at=f"Pool(preload={preload!r})",
+                at=f"Pool(preload={DEFAULT_PRELOAD if self._preload is None else self._preload!r})",
                 why="a fork of a process with threads inherits locks that nobody will ever release",
                 fix="leave out the module that starts threads when it is imported",
             )
+        self._is_ready = True
 
     def _ask(self, request: Mapping[str, object]) -> Any:
         process = self._process
@@ -137,10 +149,12 @@ class Pool:
         )
 
     def _stop(self) -> None:
-        process, stderr = self._process, self._stderr
-        self._process = self._stderr = None
+        process, stderr, was_ready = self._process, self._stderr, self._is_ready
+        self._process, self._stderr, self._is_ready = None, None, False
         if process is None or stderr is None:
             return
+        if not was_ready:
+            process.kill()  # it has no ranks yet, and would see the end of its input only once it has imported all
         atexit.unregister(self.close)
         assert process.stdin is not None and process.stdout is not None
         try:
