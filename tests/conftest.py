@@ -7,12 +7,15 @@ import os
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us anew: compiling us each time takes longer
 
 import random
 import sys
 
 import pytest
 from hypothesis import settings
+
+sys.dont_write_bytecode = False
 
 TIERS = ("pure", "single", "spawn", "device")
 

@@ -1,8 +1,6 @@
 """`python -m shardwise` is the `shardwise` command."""
 
-import sys
-
-from shardwise.cli.main import main
+from shardwise.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -5,6 +5,13 @@ A collective is over for us when its result is there; gloo's thread lets go of t
 interpreter's lock to do so. Up to Python 3.13 a thread that asks for the lock while the interpreter goes away is ended
 on the spot, which C++ answers by aborting the process: about one run in forty that finished within that moment ended
 with SIGABRT. So a process that used gloo rests briefly before it ends, while threads can still have the lock.
+# [Note: gloo's loop spins]
+A gloo group has a thread that waits for its sockets. When a socket is ready while another thread holds the lock of its
+connection, it asks again at once, and again. Where there are as many ranks as cores, the holder of the lock often waits
+for that very core, until the kernel takes it from the spinning thread at its next tick: a collective of a few kilobytes
+among four ranks on two cores took 7 ms, most of it spent in the kernel. As a batch thread of lower priority it does not
+push the holder from the core that is about to let go of the lock, and yields the core when the holder wants it: 2.7 ms,
+at a fourth of the processor time.
 """
 
 from __future__ import annotations
@@ -13,7 +20,9 @@ import atexit
 import datetime
 import math
 import os
+import sys
 import time
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -27,6 +36,8 @@ __all__ = ["Mesh"]
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LET_GO = 0.1
+_GLOO_LOOP = "gloo_tcp_loop"
+_LOOP_NICENESS = 5
 
 
 class Mesh:
@@ -167,6 +178,7 @@ class Mesh:
         if ranks not in self._groups:
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in ranks])
             self._groups[ranks] = group
+            _calm_gloo_loops()
         return self._groups[ranks]
 
     def close(self) -> None:
@@ -225,7 +237,22 @@ def _start_processes(device: torch.device, backend: str | None, timeout_seconds:
         timeout=datetime.timedelta(seconds=timeout_seconds),
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )
+    _calm_gloo_loops()
     atexit.register(_end_processes)
+
+
+def _calm_gloo_loops() -> None:
+    """Has this process's gloo threads give way where ranks take every core: [Note: gloo's loop spins]."""
+    if sys.platform != "linux" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < len(os.sched_getaffinity(0)):
+        return
+    for task in Path("/proc/self/task").iterdir():
+        thread = int(task.name)
+        try:
+            if (task / "comm").read_text().strip() == _GLOO_LOOP and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, thread, _LOOP_NICENESS)
+        except OSError:  # the thread has ended meanwhile, or the sandbox forbids it: slower is all it is
+            continue
 
 
 def _end_processes() -> None:

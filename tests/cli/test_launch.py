@@ -18,7 +18,7 @@ pytestmark = pytest.mark.single
 def left(monkeypatch):
     """The exit codes with which ranks would have left."""
     codes = []
-    monkeypatch.setattr(launch, "_leave", codes.append)
+    monkeypatch.setattr(launch, "leave", codes.append)
     return codes
 
 

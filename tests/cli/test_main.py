@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -103,3 +104,24 @@ def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "broken  2-rank all-reduce  no route" in out and "1 broken" in out
+
+
+COMMAND = """
+import atexit, sys, threading, time
+from shardwise.cli import main
+atexit.register(lambda: print("handed in"))
+threading.Thread(target=lambda: (time.sleep(0.3), print("written"))).start()
+main.main = lambda: print("done") or 3
+main.command()
+"""
+
+
+def test_the_command_ends_when_what_it_started_has_ended():
+    run = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=False, timeout=60)
+    assert (run.returncode, run.stdout.split("\n"), run.stderr) == (3, ["done", "written", "handed in", ""], "")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shown = f"{sys.executable} -m shardwise doctor | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=False, timeout=100)
+    assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")

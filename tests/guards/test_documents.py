@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -84,6 +85,8 @@ def test_examples_compile(path):
 
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in HEAVY], ids=lambda p: p.name)
 def test_examples_run_in_under_a_minute(path: Path, tmp_path: Path):
+    """Of processor time: tests beside this one may take the other half of a core."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = subprocess.run(
         [sys.executable, str(path)],
         cwd=tmp_path,
@@ -91,7 +94,9 @@ def test_examples_run_in_under_a_minute(path: Path, tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=110,
     )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     assert run.stdout.strip(), f"{path.name} shows nothing"
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60

@@ -6,6 +6,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -194,6 +195,29 @@ def test_ranks_import_the_package_fresh():
     )
 
 
+def imported_before_this_module():
+    names = list(sys.modules)
+    return names[: names.index(__name__)]
+
+
+def test_ranks_find_imported_what_their_test_modules_import_again_and_again():
+    assert "pytest" in spawn(imported_before_this_module, 1)[0]
+
+
+def master_port():
+    return int(os.environ["MASTER_PORT"])
+
+
+def test_a_port_that_another_caller_has_is_left_to_it(monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    with socket.socket(type=socket.SOCK_DGRAM) as another:
+        another.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("shardwise.testing.spawn.PORTS", [another.getsockname()[1]] * 99 + [free])
+        assert spawn(master_port, 1) == [free]
+
+
 def test_what_cannot_be_spawned_is_refused_at_once():
     with pytest.raises(ConfigError, match="(?s)top level of a module.*world_size is 0.*timeout is -1"):
         spawn(lambda: None, 0, timeout=-1)
@@ -202,6 +226,25 @@ def test_what_cannot_be_spawned_is_refused_at_once():
 def test_a_module_that_cannot_be_preloaded_is_named():
     with pytest.raises(RankError, match="No module named 'no_such_module'"):
         spawn(where_am_i, 1, pool=Pool(preload=["no_such_module"]))
+
+
+def test_a_pool_that_was_warmed_starts_once_and_may_be_closed_before_it_is_ready(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        "import os, time\nopen('started', 'a').write('once')\ntime.sleep(float(os.environ['SLOW']))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for seconds in ("0", "600"):
+        pool = Pool(preload=["slow"])
+        monkeypatch.setenv("SLOW", seconds)
+        pool.warm()
+        pool.warm()
+        if seconds == "0":
+            assert len(spawn(where_am_i, 1, pool=pool)) == 1
+            assert (tmp_path / "started").read_text() == "once"
+        start = time.monotonic()
+        pool.close()
+        assert time.monotonic() - start < 5
 
 
 def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):

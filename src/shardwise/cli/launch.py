@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from shardwise.errors import ShardwiseError
 
-__all__ = ["INTERRUPTED", "exit_on_terminate", "is_rank", "launch", "local_rank", "record_failures"]
+__all__ = ["INTERRUPTED", "exit_on_terminate", "is_rank", "launch", "leave", "local_rank", "record_failures"]
 
 INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10
@@ -94,16 +94,16 @@ def record_failures() -> Iterator[None]:
         yield
         if path is not None:
             atexit._run_exitfuncs()
-            _leave(0)
+            leave(0)
     except KeyboardInterrupt:
-        _leave(INTERRUPTED)
+        leave(INTERRUPTED)
     except SystemExit as error:
-        _leave(error.code if isinstance(error.code, int) else 1)
+        leave(error.code if isinstance(error.code, int) else 1)
     except Exception as error:  # recorded whole, and shown by the launcher
         if path is None:
             raise
         Path(path).write_text(json.dumps(_report(error)), encoding="utf-8")
-        _leave(1)
+        leave(1)
 
 
 def exit_on_terminate() -> None:
@@ -115,8 +115,8 @@ def exit_on_terminate() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _leave(code: int) -> NoReturn:
-    """Ends this rank now that its files are in order.
+def leave(code: int) -> NoReturn:
+    """Ends this process now that its files are in order.
 
     A regular exit of a rank that failed would tear down communication that others are still in the middle of, and any
     regular exit takes the interpreter from under gloo's threads (see [Note: the last collective], mesh.py).

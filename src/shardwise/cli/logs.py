@@ -7,13 +7,15 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.errors import ConfigError
-from shardwise.train.loop import StepRecord
+
+if TYPE_CHECKING:  # the launcher looks into this module before it starts ranks, and has no use for what they train with
+    from shardwise.train.loop import StepRecord
 
 __all__ = ["JsonlLog", "Screen", "TensorBoardLog", "check_tensorboard"]
 

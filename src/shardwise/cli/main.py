@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -14,7 +16,7 @@ from shardwise.cli import check, doctor, launch, plan, train, verify
 from shardwise.cli.reference import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 DESCRIPTION = """\
 Train and run any Hugging Face model on many devices, with splits that are proved to compute the same numbers.
@@ -59,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except ShardwiseError as error:
         if getattr(arguments, "traceback", False):
             raise
@@ -72,6 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("interrupted; nothing half-written was left behind", file=sys.stderr)
         return launch.INTERRUPTED
     return code
+
+
+def command() -> NoReturn:
+    """Runs this process's command line and ends the process, as soon as what it started has come to its end.
+
+    The interpreter would first free one by one what torch and transformers imported, which takes a second.
+    """
+    code = main()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    launch.leave(code)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -116,4 +132,4 @@ def _build_parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

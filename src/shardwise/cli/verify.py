@@ -6,6 +6,7 @@ import argparse
 import os
 
 from shardwise.cli import target
+from shardwise.testing.pool import default_pool
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    default_pool().warm()  # imports for the ranks what we import meanwhile
     found = target.find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.proving import verify  # torch and transformers are slow to import

@@ -16,7 +16,7 @@ from typing import IO, Any, Literal
 
 from shardwise.errors import RankError
 
-__all__ = ["DEFAULT_PRELOAD", "Outcome", "Pool", "default_pool"]
+__all__ = ["DEFAULT_PRELOAD", "PRELOAD_LIKE_CALLER", "Outcome", "Pool", "default_pool"]
 
 DEFAULT_PRELOAD = (
     "torch.distributed.tensor",
@@ -27,6 +27,9 @@ DEFAULT_PRELOAD = (
     "transformers.models.llama.modeling_llama",
 )
 """What every rank finds imported. Never a part of Shardwise: ranks import the code under test fresh."""
+
+PRELOAD_LIKE_CALLER = ("pytest",)
+"""What ranks find imported where their caller has imported it: then so do the modules that its functions stand in."""
 
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -54,14 +57,22 @@ class Pool:
     One case runs at a time; threads queue. Building a Pool does nothing.
 
     Args:
-        preload: modules the process imports once. They must not start threads.
+        preload: modules the process imports once, which must not start threads; by default `DEFAULT_PRELOAD`, and of
+            `PRELOAD_LIKE_CALLER` what is imported here when it starts.
     """
 
-    def __init__(self, *, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
-        self._preload = tuple(preload)
+    def __init__(self, *, preload: Sequence[str] | None = None) -> None:
+        self._preload = None if preload is None else tuple(preload)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stderr: IO[bytes] | None = None
+        self._is_ready = False
+
+    def warm(self) -> None:
+        """Start the warm process and do not wait for it: for callers that have to import as much before their case."""
+        with self._lock:
+            if self._process is None:
+                self._start()
 
     def run(self, directory: Path, *, world_size: int, timeout: float) -> Outcome:
         """Run the case written in `directory` and wait for it; an interrupt meanwhile kills the ranks.
@@ -73,6 +84,8 @@ class Pool:
             try:
                 if self._process is None:
                     self._start()
+                if not self._is_ready:
+                    self._await_ready()
                 reply = self._ask({"directory": str(directory), "world_size": world_size, "timeout": timeout})
             except BaseException:  # Ctrl-C or a test's timeout: closing is what kills the ranks
                 self._stop()
@@ -86,9 +99,12 @@ class Pool:
             self._stop()
 
     def _start(self) -> None:
+        preload = self._preload
+        if preload is None:
+            preload = (*DEFAULT_PRELOAD, *(name for name in PRELOAD_LIKE_CALLER if name in sys.modules))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py")), *self._preload],
+            [sys.executable, str(Path(__file__).with_name("zygote.py")), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
@@ -97,14 +113,17 @@ class Pool:
             start_new_session=True,  # Ctrl-C in a terminal reaches us only; we pass it on by closing
         )
         atexit.register(self.close)
+
+    def _await_ready(self) -> None:
         ready = self._read()
         if ready["threads"] != 1:
             raise RankError(
                 f"cannot fork ranks: preloading started {ready['threads'] - 1} thread(s)",
-                at=f"Pool(preload={self._preload!r})",
+                at=f"Pool(preload={DEFAULT_PRELOAD if self._preload is None else self._preload!r})",
                 why="a fork of a process with threads inherits locks that nobody will ever release",
                 fix="leave out the module that starts threads when it is imported",
             )
+        self._is_ready = True
 
     def _ask(self, request: Mapping[str, object]) -> Any:
         process = self._process
@@ -130,10 +149,12 @@ class Pool:
         )
 
     def _stop(self) -> None:
-        process, stderr = self._process, self._stderr
-        self._process = self._stderr = None
+        process, stderr, was_ready = self._process, self._stderr, self._is_ready
+        self._process, self._stderr, self._is_ready = None, None, False
         if process is None or stderr is None:
             return
+        if not was_ready:
+            process.kill()  # it has no ranks yet, and would see the end of its input only once it has imported all
         atexit.unregister(self.close)
         assert process.stdin is not None and process.stdout is not None
         try:

@@ -25,7 +25,8 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,9 +73,9 @@ def spawn(
             shows the remote traceback and output. The other ranks are killed.
     """
     _check_request(fn, world_size, timeout)
-    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name:
+    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name, _reserved_port() as port:
         case = _Case(fn, world_size, Path(name), timeout)
-        case.write(args, kwargs, env or {})
+        case.write(args, kwargs, {**_rank_variables(world_size, port), **(env or {})})
         outcome = (pool or default_pool()).run(case.directory, world_size=world_size, timeout=timeout)
         case.check(outcome)
         return case.read_results()
@@ -114,7 +115,7 @@ class _Case:
             "qualname": self.fn.__qualname__,
             "cwd": str(Path.cwd()),
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
-            "env": {**os.environ, **_rank_variables(self.world_size), **env},
+            "env": {**os.environ, **env},
             # Pickled on its own: its classes can only be found once the path above is in place.
             "payload": pickle.dumps((args, dict(kwargs), _warning_filters())),
         }
@@ -201,28 +202,37 @@ class _Case:
         return f"\nrank {rank} printed:\n{printed}" if printed else ""
 
 
-def _rank_variables(world_size: int) -> dict[str, str]:
+def _rank_variables(world_size: int, port: int) -> dict[str, str]:
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": loopback,  # otherwise gloo resolves the host's name, which may be slow or lead elsewhere
         **SINGLE_THREADED,
     }
 
 
-def _free_port() -> int:
-    ports = random.SystemRandom()  # not the seeded one: two suites on one machine would meet at every port
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free TCP port that no other caller of `spawn` on this machine gets meanwhile.
+
+    Rank 0 will listen there, so we cannot hold the port itself. We hold the UDP port of the same number, and so does
+    every other caller with its own.
+    """
+    ports = random.SystemRandom()  # not the seeded one: two suites on one machine would try the same ports
     while True:
-        port = ports.choice(PORTS)
-        with socket.socket() as probe:
+        address = "127.0.0.1", ports.choice(PORTS)
+        with socket.socket(type=socket.SOCK_DGRAM) as reservation:
             try:
-                probe.bind(("127.0.0.1", port))
+                reservation.bind(address)
+                with socket.socket() as probe:
+                    probe.bind(address)
             except OSError:
                 continue
-            return port
+            yield address[1]
+            return
 
 
 def _warning_filters() -> list[tuple[str, str, Any, str, int]]:
