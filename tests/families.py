@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -10,11 +9,6 @@ import transformers
 from torch import nn
 
 import shardwise
-
-FULL = "SHARDWISE_FULL_PRODUCT" in os.environ
-"""Whether every cell of a product is proved at full length, as `make coverage` does."""
-FEW_STEPS, MANY_STEPS = 3, 20
-"""Every cell compares parameters and replicas after a few steps; some go on, to see replicas stay equal."""
 
 COMMON = {
     "vocab_size": 96,
