@@ -53,6 +53,20 @@ class Derivation:
     problem: PlanError | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Passed:
+    """A plan that passed, the part of the layers that it splits, and what a step of the twin communicates."""
+
+    plan: Plan
+    share: float
+    num_collectives: int
+
+    @property
+    def rank(self) -> tuple[float, int, float]:
+        """The best is that which splits most; of those that split the layers well, that which communicates least."""
+        return min(self.share, _WELL_SPLIT), -self.num_collectives, self.share
+
+
 def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False) -> Derivation:
     """Finds the rules that split most of `model` and compute what it computes, tried on simulated ranks.
 
@@ -72,7 +86,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
-    best: tuple[float, Plan] | None = None
+    best: _Passed | None = None
     reasons: list[str] = []
     for plan in candidates.plans(declared):
         try:
@@ -80,15 +94,16 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         except PlanError as error:
             reasons.append(error.summary)
             continue
-        if best is not None and share <= best[0]:
+        if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
             continue
         for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
             verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
             reasons.append(verdict.reason)
             if verdict.passed:
-                best = (share, candidate)
+                found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
+                best = found if best is None else max(best, found, key=lambda each: each.rank)
                 break
-        if best is not None and best[0] >= _WELL_SPLIT:
+        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, tp_size):
             break
     if best is None:
         what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
@@ -100,7 +115,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     findings = Findings(
         facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
     )
-    plan = explained(best[1], findings)
+    plan = explained(best.plan, findings)
     return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
 
 
@@ -232,6 +247,13 @@ class _Candidates:
     def _fits(self, plan: Plan) -> bool:
         """Whether the plan may be used: pieces spelled out element by element are for one size."""
         return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
+
+
+def _gathers(plan: Plan, facts: ModelFacts, tp_size: int) -> bool:
+    """Whether linears of a plan hand on joined outputs or cut whole inputs: a block with rows and columns needs not."""
+    resolved = resolve(plan, facts, tp_size=tp_size)
+    edges = {region.edge for region in resolved.regions}
+    return "gather" in edges or bool({"rowwise_rep", "rowwise_split_input"} & set(resolved.modules.values()))
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:

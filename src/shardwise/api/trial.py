@@ -35,10 +35,12 @@ class Verdict:
     Attributes:
         passed: whether loss and every gradient are the whole model's.
         reason: why not.
+        num_collectives: what one rank's forward and backward communicated, where it passed.
     """
 
     passed: bool
     reason: str = ""
+    num_collectives: int = 0
 
 
 class Trial:
@@ -65,13 +67,14 @@ class Trial:
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the twin one step, split by `plan`, and compares."""
 
-        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor]]:
+        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
             apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
             loss = objective_of(model(**self.inputs()))
             loss.backward()
+            num_collectives = group.num_exchanges
             reduce_gradients(model)
-            return float(loss.detach()), _whole_gradients(model)
+            return float(loss.detach()), _whole_gradients(model), num_collectives
 
         try:
             results = run_ranks(rank, self.parts)
@@ -79,11 +82,11 @@ class Trial:
             return Verdict(passed=False, reason=" ".join(str(error).split())[:_REASON])
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:_REASON]}")
-        for loss, gradients in results:
+        for loss, gradients, _ in results:
             reason = self._difference(loss, gradients)
             if reason:
                 return Verdict(passed=False, reason=reason)
-        return Verdict(passed=True)
+        return Verdict(passed=True, num_collectives=results[0][2])
 
     def _difference(self, loss: float, gradients: Mapping[str, Tensor]) -> str:
         if not abs(loss - self.loss) <= _LOSS:
