@@ -74,15 +74,11 @@ class CommunicationCount(TorchDispatchMode):
         """Whether an operation is one of `group`'s: c10d's are given the group, functional ones its name."""
         if self.group is None:
             return True
-        kinds = [value._type().name() for value in args if isinstance(value, torch.ScriptObject)]  # type: ignore[no-untyped-call]
+        objects = (value for value in args if isinstance(value, torch.ScriptObject))
+        groups = (value for value in objects if "ProcessGroup" in str(value._type()))
+        given = [dist.ProcessGroup.unbox(value).group_name for value in groups]
         named = [value for value in args if isinstance(value, str)]
-        groups = [value for value in args if isinstance(value, torch.ScriptObject)]
-        names = [
-            dist.ProcessGroup.unbox(value).group_name
-            for value, kind in zip(groups, kinds, strict=True)
-            if kind == "ProcessGroup"
-        ]
-        return self.group.group_name in (*names, *named)
+        return self.group.group_name in (*given, *named)
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
         """Calls of one operation, or of all, on tensors of at least so many elements."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +16,37 @@ from shardwise.comm.operations import Group
 __all__ = ["SplitContext"]
 
 _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
+
+
+@dataclass
+class Entered:
+    """The tensors that entered regions last, by the name of their slot, with what the regions were given for them.
+
+    # [Note: entered once]
+    Regions that are given the very same tensor (the query, key and value of an attention that are regions of their own,
+    an attention and an MLP side by side, the encoder's states in every layer of a decoder) share one entry: its
+    gradients meet behind it, and one collective sums them. Sharing is by identity, which is the same on every rank.
+    """
+
+    _slots: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
+
+    def once(self, slot: str, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`enter(x)`, or what it gave for `x` before if nothing else has been in the slot since.
+
+        Only where there is a graph: nothing is summed without one, and what was made without one must not enter one.
+        """
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return enter(x)
+        held = self._slots.get(slot)
+        if held is not None and held[0]() is x and held[1] == x._version:
+            return held[2]
+        given = enter(x)
+        self._slots[slot] = weakref.ref(x), x._version, given
+        return given
+
+    def clear(self) -> None:
+        """Forgets everything: the next forward starts anew."""
+        self._slots.clear()
 
 
 @dataclass
@@ -39,6 +71,7 @@ class SplitContext:
             of the stack to reduce: only on the way there, never for a caller from outside.
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
         has_dropout: whether anything in the model draws random numbers in training.
+        entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         door_open: whether `state_dict()` of the model may give this rank's parts.
 
     # [Note: random numbers]
@@ -62,6 +95,7 @@ class SplitContext:
     defer_embedding: bool = False
     holds_partial_rows: bool = False
     has_dropout: bool = False
+    entered: Entered = field(default_factory=Entered)
     door_open: bool = False
     _loss_mode: TorchFunctionMode | None = None
     _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
@@ -95,6 +129,7 @@ class SplitContext:
     def forget_forward(self) -> None:
         """Ends what a forward that raised has left under way."""
         self.defer_embedding = self.holds_partial_rows = False
+        self.entered.clear()
         self.end_draws("region")
         self.end_draws("whole")
         self.end_draws("layer")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from shardwise.comm.collectives import (
     scatter_from_region,
     split_full,
 )
+from shardwise.comm.operations import gives_values
 from shardwise.layers.context import SplitContext
 
 __all__ = [
@@ -53,7 +54,6 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     if not context.sequence_parallel:
         return copy_to_region(x, context.group)
     dim = _sequence_dim(x)
-    context.rows = x.shape[0] if dim else 0
     whole = gather_to_region(x, context.group, dim=dim)
     return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
 
@@ -90,10 +90,18 @@ def install_region(
     """
     names = _argument_names(module)
 
+    def once(slot: str, x: Tensor, change: _Change) -> Tensor:
+        if context.group is None or gives_values(context.group):
+            return change(x)  # a graph, or its recomputation, must communicate the same whatever ran before it
+        return context.entered.once(slot, x, change)
+
     def on_input(name: str, given: Any, changed: Any) -> Any:
         if name in asides or not isinstance(given, Tensor):
             return given if name in asides else changed
-        return _enter_part(given, context) if name in parts else changed
+        return once(name, given, lambda x: _enter_part(x, context)) if name in parts else changed
+
+    def on_other(name: str, x: Tensor) -> Tensor:
+        return x if name in parts else once(name, x, lambda x: copy_to_region(x, context.group))
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.enter_stack(stack)
@@ -101,10 +109,12 @@ def install_region(
         jitters = edge == "output" and context.has_dropout and module.training
 
         def on_hidden(x: Tensor) -> Tensor:
-            return enter_region(x, context).clone() if jitters else enter_region(x, context)
+            context.rows = x.shape[0] if _sequence_dim(x) else 0
+            entered = once("", x, lambda x: enter_region(x, context))
+            return entered.clone() if jitters else entered
 
         given, given_by_name = args, kwargs
-        args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
+        args, kwargs = _map_inputs(args, kwargs, on_hidden, on_other, names)
         if asides or parts:
             args = (*itertools.starmap(on_input, zip(names, given, args, strict=False)), *args[len(names) :])
             kwargs = {name: on_input(name, given_by_name[name], value) for name, value in kwargs.items()}
@@ -164,7 +174,7 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
     """
 
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context), lambda x: x)
+        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context))
 
     def join(module: nn.Module, args: Any, output: Any) -> Any:
         length = context.lengths[stack]
@@ -201,9 +211,7 @@ def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = context.lengths[stack]
         context.begin_draws("whole", module, alike=True)
-        return _map_inputs(
-            args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False), lambda x: x
-        )
+        return _map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.end_draws("whole")
@@ -251,25 +259,37 @@ def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_beh
 
 
 def _map_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], on_hidden: _Change, on_other: _Change
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_hidden: _Change,
+    on_other: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+    names: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Changes a module's hidden states, and the other floating-point tensors among its inputs.
 
     The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
+
+    Args:
+        on_other: is told the name of the input, too.
+        names: of the positional arguments.
     """
     first = [name for name in ("hidden_states",) if name in kwargs]
     seen = bool(first)
 
-    def changed(value: Any) -> Any:
+    def changed(name: str, value: Any) -> Any:
         nonlocal seen
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        change, seen = (on_other if seen else on_hidden), True
-        return change(value)
+        if not seen:
+            seen = True
+            return on_hidden(value)
+        return on_other(name, value)
 
     new_kwargs = {name: on_hidden(kwargs[name]) for name in first}
-    new_args = tuple(changed(value) for value in args)
-    return new_args, {name: new_kwargs[name] if name in first else changed(value) for name, value in kwargs.items()}
+    names = (*names[: len(args)], *map(str, range(len(names), len(args))))
+    new_args = tuple(changed(name, value) for name, value in zip(names, args, strict=True))
+    rest = {name: value if name in first else changed(name, value) for name, value in kwargs.items()}
+    return new_args, rest | new_kwargs
 
 
 def _map_first(output: Any, change: _Change) -> Any:

@@ -89,8 +89,8 @@ class _Counter:
             self.seen.add(node)
             waiting += [each for each, _ in node.next_functions if each is not None]
             if isinstance(node, BackwardCFunction):
-                node.register_prehook(self._begin)  # type: ignore[attr-defined]
-                node.register_hook(self._end)  # type: ignore[attr-defined]
+                node.register_prehook(self._begin)
+                node.register_hook(self._end)
 
     def _begin(self, gradients: Any) -> None:
         self.before = self.count.num_calls()
