@@ -19,6 +19,7 @@ from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
 from shardwise.derive.influence import find_row_products
+from shardwise.derive.join import joined
 from shardwise.derive.lift import lifted
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.trace import Layer, layers_of, watch
@@ -196,7 +197,9 @@ class _Candidates:
     def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
         """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
         parts = self.trial.parts
-        for each in dict.fromkeys((lifted(plan, self.facts, parts=parts), plan)):
+        raised = lifted(plan, self.facts, parts=parts)
+        together = [joined(each, self.facts, self._layers, parts=parts) for each in dict.fromkeys((raised, plan))]
+        for each in dict.fromkeys((together[0], raised, *together[1:], plan)):
             if sequence_parallel:
                 yield from sequence_plans(
                     self.twin, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts

@@ -72,6 +72,7 @@ class SplitContext:
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
         has_dropout: whether anything in the model draws random numbers in training.
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
+        waiting: FQN of a module to the partial sum that it takes together with its own.
         door_open: whether `state_dict()` of the model may give this rank's parts.
 
     # [Note: random numbers]
@@ -96,6 +97,7 @@ class SplitContext:
     holds_partial_rows: bool = False
     has_dropout: bool = False
     entered: Entered = field(default_factory=Entered)
+    waiting: dict[str, torch.Tensor] = field(default_factory=dict)
     door_open: bool = False
     _loss_mode: TorchFunctionMode | None = None
     _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
@@ -130,6 +132,7 @@ class SplitContext:
         """Ends what a forward that raised has left under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
+        self.waiting.clear()
         self.end_draws("region")
         self.end_draws("whole")
         self.end_draws("layer")

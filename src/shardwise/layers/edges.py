@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from shardwise.comm.operations import gives_values
 from shardwise.layers.context import SplitContext
 
 __all__ = [
+    "Leave",
     "enter_region",
     "install_gathered",
     "install_parts",
@@ -58,6 +60,31 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
 
 
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """How a region is left at a module.
+
+    Attributes:
+        fqn: the module.
+        into: the module that sums for it, empty where it sums itself.
+    """
+
+    fqn: str = ""
+    into: str = ""
+
+    def __call__(self, x: Tensor, context: SplitContext, *, drops: bool) -> Tensor:
+        """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of both.
+
+        Args:
+            drops: whether something might be dropped behind: then each has a sum of its own.
+        """
+        if self.into and not drops:
+            context.waiting[self.into] = x
+            return x.new_zeros(_part_shape(x, context))
+        waiting = context.waiting.pop(self.fqn, None)
+        return leave_region(x if waiting is None else x + waiting.view_as(x), context)
+
+
 def leave_region(x: Tensor, context: SplitContext) -> Tensor:
     """Sums the ranks' partial results `x`, which are full in the sequence.
 
@@ -78,6 +105,7 @@ def install_region(
     context: SplitContext,
     *,
     stack: str | None = None,
+    leave: Leave | None = None,
     asides: Collection[str] = frozenset(),
     parts: Collection[str] = frozenset(),
 ) -> None:
@@ -85,10 +113,11 @@ def install_region(
 
     Args:
         stack: the stack of layers of whose sequence it is given a part.
+        leave: how it is left at its own output.
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    names = _argument_names(module)
+    names, summed = _argument_names(module), leave or Leave()
 
     def once(slot: str, x: Tensor, change: _Change) -> Tensor:
         if context.group is None or gives_values(context.group):
@@ -124,14 +153,15 @@ def install_region(
             context.begin_draws("region", module, alike=True)
         return args, kwargs
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.end_draws("region")
         if edge != "output" or output is None:
             return output
-        return _map_first(output, lambda x: leave_region(x, context))
+        drops = context.has_dropout and module.training
+        return _map_first(output, lambda x: summed(x, context, drops=drops))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    module.register_forward_hook(on_output, with_kwargs=True, always_call=True)
 
 
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
@@ -305,6 +335,16 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 def _sequence_dim(x: Tensor) -> int:
     return 1 if x.ndim > 2 else 0
+
+
+def _part_shape(x: Tensor, context: SplitContext) -> tuple[int, ...]:
+    """The shape of what leaves a region whose partial sums are `x`."""
+    shape = list(x.shape)
+    if context.sequence_parallel and x.ndim == 2 and context.rows:
+        shape[0] = context.rows * -(-shape[0] // context.rows // context.size)
+    elif context.sequence_parallel:
+        shape[_sequence_dim(x)] = -(-shape[_sequence_dim(x)] // context.size)
+    return tuple(shape)
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

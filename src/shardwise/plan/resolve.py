@@ -6,11 +6,12 @@ This is the one place where styles become placements. All problems are collected
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
+from shardwise.plan.joined import joined_style, target_of
 from shardwise.plan.match import Matcher
 from shardwise.plan.regions import (
     COLUMN_STYLES,
@@ -65,6 +66,7 @@ class SplitPlan:
         attributes: FQN of every attribute that counts what is split, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         asides: FQNs of inputs of regions that do not enter them.
+        joins: FQN of a module whose partial sum is left to another module, to that one's.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
@@ -79,6 +81,7 @@ class SplitPlan:
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     asides: frozenset[str] = frozenset()
+    joins: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
 
@@ -110,6 +113,7 @@ class _Resolver:
         self.unmatched = matcher.unmatched(plan)
         governed = matcher.resolve(plan)
         self.rules = dict(governed) if tp_size > 1 else {}
+        joins = self._take_joins()
         self._complete_tied_vocabulary()
         self._complete_tied_parameters()
         self.head = self._vocabulary_head()
@@ -118,6 +122,7 @@ class _Resolver:
         }
         blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
         self.regions = find_regions(facts, blocks)
+        self.joins = self._checked_joins(joins)
         self.sequence = self._find_sequence() if sequence_parallel and tp_size > 1 else None
 
     def result(self) -> SplitPlan:
@@ -146,6 +151,7 @@ class _Resolver:
             attributes=attributes,
             inputs=inputs,
             asides=frozenset(name for name, rule in self.rules.items() if rule.style == ASIDE),
+            joins=self.joins,
             added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
             unmatched=self.unmatched,
         )
@@ -354,6 +360,37 @@ class _Resolver:
                         fix="give both vocabulary styles (colwise_gather_output, embedding_rowwise), or replicate both",
                     )
                 )
+
+    def _take_joins(self) -> dict[str, tuple[str, Rule]]:
+        """Makes rules that leave a sum to another module what they are besides; those modules to its name and rule."""
+        found = {}
+        for name, rule in self.rules.items():
+            joined = joined_style(rule.style)
+            if joined is not None:
+                self.rules[name] = replace(rule, style=joined[0])
+                if name in self.facts.modules:
+                    found[name] = joined[1], rule
+        return found
+
+    def _checked_joins(self, joins: Mapping[str, tuple[str, Rule]]) -> dict[str, str]:
+        """FQNs of modules to those of the modules that sum for them: where regions are left, both of them."""
+        found = {}
+        for module, (name, rule) in joins.items():
+            try:
+                target = target_of(module, name, self.facts.modules)
+                if not self._is_left_at(target) or not self._is_left_at(module) or target in joins:
+                    raise PlanError(f"{module} cannot be summed with {target}", why="no region is left there by a sum")
+                found[module] = target
+            except PlanError as problem:
+                problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
+                self.problems.append(problem)
+        return found
+
+    def _is_left_at(self, module: str) -> bool:
+        region = self._region_of(module)
+        if region is not None and region.edge == "output":
+            return module == region.fqn
+        return module in self.rules and self.rules[module].style == "rowwise"
 
     def _find_sequence(self) -> SequencePlan | None:
         try:

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import install_gathered, install_reduced, install_region
+from shardwise.layers.edges import Leave, install_gathered, install_reduced, install_region
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
@@ -55,12 +55,14 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
             split, stack = _split_of(registry, name), plan.stack_of(name)
-            _apply_style(module, plan.modules[name], split, context, stack=stack, reduces=reduces)
+            leave = Leave(fqn=name, into=plan.joins.get(name, ""))
+            _apply_style(module, plan.modules[name], split, context, stack=stack, leave=leave if reduces else None)
     for region in plan.regions:
         module = modules[region.fqn]
         asides = _names_of(plan.asides, region.fqn)
         parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
-        install_region(module, region.edge, context, stack=plan.stack_of(region.fqn), asides=asides, parts=parts)
+        leave, stack = Leave(fqn=region.fqn, into=plan.joins.get(region.fqn, "")), plan.stack_of(region.fqn)
+        install_region(module, region.edge, context, stack=stack, leave=leave, asides=asides, parts=parts)
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
@@ -93,8 +95,9 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
 
 
 def _apply_style(
-    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, reduces: bool
+    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, leave: Leave | None
 ) -> None:
+    """Args: leave: how a region is left at the module; None where one around it is left at its own output."""
     if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
@@ -105,7 +108,8 @@ def _apply_style(
             RowSplit,
             _split=context,
             _stack=stack,
-            _reduces=reduces,
+            _reduces=leave is not None,
+            _leave=leave,
             _reenters=reenters,
             _input_sizes=sizes,
         )
