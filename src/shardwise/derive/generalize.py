@@ -100,7 +100,7 @@ def _with_inputs(
         splits_input = is_split_style(rule.style) and suffix not in own
         if is_known and suffix.rpartition(".")[0] not in {"", *own}:
             splits_input = False
-        if rule.style in ("aside", "sequence") or splits_input:
+        if rule.style in ("aside", "local_size", "sequence") or splits_input:
             found.setdefault(suffix, rule)
     return list(found.items())
 

@@ -66,6 +66,7 @@ class SplitPlan:
         attributes: FQN of every attribute that counts what is split, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         asides: FQNs of inputs of regions that do not enter them.
+        told: FQNs of inputs that tell their modules the size of a rank's part of their features.
         joins: FQN of a module whose partial sum is left to another module, to that one's.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
@@ -81,6 +82,7 @@ class SplitPlan:
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     asides: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
     joins: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
@@ -151,6 +153,7 @@ class _Resolver:
             attributes=attributes,
             inputs=inputs,
             asides=frozenset(name for name, rule in self.rules.items() if rule.style == ASIDE),
+            told=frozenset(name for name, rule in self.rules.items() if rule.style == "local_size"),
             joins=self.joins,
             added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
             unmatched=self.unmatched,
@@ -333,7 +336,7 @@ class _Resolver:
         inputs = self.facts.inputs()
         found = {}
         for name, rule in self.rules.items():
-            if name not in inputs or rule.style in ("replicate", ASIDE, *STACK_STYLES):
+            if name not in inputs or rule.style in ("replicate", "local_size", ASIDE, *STACK_STYLES):
                 continue  # whole is what an input is without a rule
             heads = self.facts.heads_around(inputs[name])
             if not is_split_style(rule.style) or (heads is not None and heads.num_heads % self.tp_size):

@@ -44,6 +44,7 @@ STYLES: dict[str, str] = {
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
     "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
     "aside": "an input of a region that does not enter it: it is used behind the sum",
+    "local_size": "an input that tells its module the size of a rank's part of its features: to reshape parts by",
     "sequence": "layers, or an input of a layer: split along the sequence (with sequence parallelism), joined behind",
     "sequence_partial": "as sequence, in front of a split head; also what lies between: gradients there are partial",
     "whole_sequence": "module in such layers that is given the whole sequence and computes alike on every rank",

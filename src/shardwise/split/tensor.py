@@ -16,6 +16,7 @@ from shardwise.layers.linear import RowSplit, become
 from shardwise.layers.local import install_shares, install_sliced
 from shardwise.layers.norm import SplitNorm, recognise_norm
 from shardwise.layers.registry import ParameterEntry, Registry
+from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.resolve import SplitPlan
@@ -86,6 +87,9 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         owner, _, argument = fqn.rpartition(".")
         enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
         install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
+    for fqn in sorted(plan.told):
+        owner, _, argument = fqn.rpartition(".")
+        install_told(modules[owner], argument, context)
     added: dict[str, list[str]] = {}
     for fqn in plan.added:
         owner, _, name = fqn.rpartition(".")
