@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -137,19 +138,20 @@ class SplitContext:
         self.end_draws("whole")
         self.end_draws("layer")
 
-    def begin_draws(self, level: str, module: nn.Module, *, alike: bool = False) -> None:
+    def begin_draws(self, level: str, module: nn.Module, *, alike: str = "") -> None:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
             level: "layer", "whole" or "region", from the outside in.
             module: what draws them; nothing happens unless it trains and something in the model drops.
-            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks.
+            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks: its name,
+                the module's, because what several modules of the layer drop must not repeat.
         """
         if not (self.has_dropout and module.training):
             return
         generator = _generator(next(module.parameters()).device)
         if alike:
-            seed = generator.initial_seed() - self.coord + _ALIKE
+            seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
         self._kept[level] = generator, generator.get_state()

@@ -150,7 +150,7 @@ def install_region(
         if edge != "output":
             context.begin_draws("region", module)
         elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
-            context.begin_draws("region", module, alike=True)
+            context.begin_draws("region", module, alike=summed.fqn)
         return args, kwargs
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -232,15 +232,15 @@ def install_parts(layer: nn.Module, names: Collection[str], context: SplitContex
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
-    """Gives `module`, inside a layer of a stack, the whole sequence; it computes alike on every rank.
+def install_whole(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
+    """Gives `module`, called `fqn`, inside a layer of a stack the whole sequence; it computes alike on every rank.
 
     Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = context.lengths[stack]
-        context.begin_draws("whole", module, alike=True)
+        context.begin_draws("whole", module, alike=fqn)
         return _map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
