@@ -73,7 +73,7 @@ class SplitContext:
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
         has_dropout: whether anything in the model draws random numbers in training.
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
-        waiting: FQN of a module to the partial sum that it takes together with its own.
+        waiting: the partial sum of a region that is left to a later one of the same layer.
         door_open: whether `state_dict()` of the model may give this rank's parts.
 
     # [Note: random numbers]
@@ -98,7 +98,7 @@ class SplitContext:
     holds_partial_rows: bool = False
     has_dropout: bool = False
     entered: Entered = field(default_factory=Entered)
-    waiting: dict[str, torch.Tensor] = field(default_factory=dict)
+    waiting: torch.Tensor | None = None
     door_open: bool = False
     _loss_mode: TorchFunctionMode | None = None
     _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class SplitContext:
         """Ends what a forward that raised has left under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
-        self.waiting.clear()
+        self.waiting = None
         self.end_draws("region")
         self.end_draws("whole")
         self.end_draws("layer")

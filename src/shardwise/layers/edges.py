@@ -62,27 +62,28 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """How a region is left at a module.
+    """How a region is left.
 
     Attributes:
-        fqn: the module.
-        into: the module that sums for it, empty where it sums itself.
+        waits: whether its sum is left to a later region of the same layer.
+        takes: whether sums of earlier ones are left to it.
     """
 
-    fqn: str = ""
-    into: str = ""
+    waits: bool = False
+    takes: bool = False
 
     def __call__(self, x: Tensor, context: SplitContext, *, drops: bool) -> Tensor:
-        """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of both.
+        """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of all.
 
         Args:
             drops: whether something might be dropped behind: then each has a sum of its own.
         """
-        if self.into and not drops:
-            context.waiting[self.into] = x
+        if self.takes and context.waiting is not None:
+            x, context.waiting = x + context.waiting.view_as(x), None
+        if self.waits and not drops:
+            context.waiting = x
             return x.new_zeros(_part_shape(x, context))
-        waiting = context.waiting.pop(self.fqn, None)
-        return leave_region(x if waiting is None else x + waiting.view_as(x), context)
+        return leave_region(x, context)
 
 
 def leave_region(x: Tensor, context: SplitContext) -> Tensor:
@@ -105,6 +106,7 @@ def install_region(
     context: SplitContext,
     *,
     stack: str | None = None,
+    name: str = "",
     leave: Leave | None = None,
     asides: Collection[str] = frozenset(),
     parts: Collection[str] = frozenset(),
@@ -113,44 +115,22 @@ def install_region(
 
     Args:
         stack: the stack of layers of whose sequence it is given a part.
+        name: its own.
         leave: how it is left at its own output.
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    names, summed = _argument_names(module), leave or Leave()
-
-    def once(slot: str, x: Tensor, change: _Change) -> Tensor:
-        if context.group is None or gives_values(context.group):
-            return change(x)  # a graph, or its recomputation, must communicate the same whatever ran before it
-        return context.entered.once(slot, x, change)
-
-    def on_input(name: str, given: Any, changed: Any) -> Any:
-        if name in asides or not isinstance(given, Tensor):
-            return given if name in asides else changed
-        return once(name, given, lambda x: _enter_part(x, context)) if name in parts else changed
-
-    def on_other(name: str, x: Tensor) -> Tensor:
-        return x if name in parts else once(name, x, lambda x: copy_to_region(x, context.group))
+    inputs, left = _Inputs(_argument_names(module), context, asides, parts), leave or Leave()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.enter_stack(stack)
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
-
-        def on_hidden(x: Tensor) -> Tensor:
-            context.rows = x.shape[0] if _sequence_dim(x) else 0
-            entered = once("", x, lambda x: enter_region(x, context))
-            return entered.clone() if jitters else entered
-
-        given, given_by_name = args, kwargs
-        args, kwargs = _map_inputs(args, kwargs, on_hidden, on_other, names)
-        if asides or parts:
-            args = (*itertools.starmap(on_input, zip(names, given, args, strict=False)), *args[len(names) :])
-            kwargs = {name: on_input(name, given_by_name[name], value) for name, value in kwargs.items()}
+        args, kwargs = inputs.enter(args, kwargs, jitters=jitters)
         if edge != "output":
             context.begin_draws("region", module)
         elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
-            context.begin_draws("region", module, alike=summed.fqn)
+            context.begin_draws("region", module, alike=name)
         return args, kwargs
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -158,10 +138,50 @@ def install_region(
         if edge != "output" or output is None:
             return output
         drops = context.has_dropout and module.training
-        return _map_first(output, lambda x: summed(x, context, drops=drops))
+        return _map_first(output, lambda x: left(x, context, drops=drops))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(on_output, with_kwargs=True, always_call=True)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a region's inputs are: names of those given by position, those that do not enter, those that are parts."""
+
+    names: Sequence[str]
+    context: SplitContext
+    asides: Collection[str]
+    parts: Collection[str]
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, jitters: bool) -> tuple[Any, dict[str, Any]]:
+        """The region's view of its inputs."""
+
+        def on_hidden(x: Tensor) -> Tensor:
+            if self.context.sequence_parallel:
+                self.context.rows = x.shape[0] if _sequence_dim(x) else 0
+            entered = self._once("", x, enter_region)
+            return entered.clone() if jitters else entered
+
+        new_args, new_kwargs = _map_inputs(args, kwargs, on_hidden, self._on_other, self.names)
+        if self.asides or self.parts:
+            seen = itertools.starmap(self._on_known, zip(self.names, args, new_args, strict=False))
+            new_args = (*seen, *new_args[len(self.names) :])
+            new_kwargs = {name: self._on_known(name, kwargs[name], value) for name, value in new_kwargs.items()}
+        return new_args, new_kwargs
+
+    def _once(self, slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor]) -> Tensor:
+        """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
+        if self.context.group is None or gives_values(self.context.group):
+            return change(x, self.context)  # a graph, or its recomputation, communicates the same whatever ran before
+        return self.context.entered.once(slot, x, lambda x: change(x, self.context))
+
+    def _on_other(self, name: str, x: Tensor) -> Tensor:
+        return x if name in self.parts else self._once(name, x, lambda x, context: copy_to_region(x, context.group))
+
+    def _on_known(self, name: str, given: Any, changed: Any) -> Any:
+        if name in self.asides:
+            return given
+        return self._once(name, given, _enter_part) if name in self.parts and isinstance(given, Tensor) else changed
 
 
 def install_reduced(module: nn.Module, context: SplitContext) -> None:

@@ -69,11 +69,11 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.keep_logits_split = False
         context.leave_loss_mode()
-        left, context.waiting = dict(context.waiting), {}
+        left = context.waiting is not None
         context.forget_forward()
         if left and output is not None:
             raise LayoutError(
-                f"partial sums were left to {', '.join(left)}, which did not run",
+                "a partial sum was left to a block that did not run",
                 why="the plan sums what blocks side by side compute together, but the forward ran only one of them",
                 fix="give the first of them the style without _into",
             )

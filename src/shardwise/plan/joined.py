@@ -10,12 +10,17 @@ transformer.h.*.attn.out_proj: rowwise_into(mlp.fc_out)
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from shardwise.errors import PlanError
 from shardwise.plan.structure import parent_of
 
-__all__ = ["joined_style", "target_of"]
+if TYPE_CHECKING:  # rules know their styles
+    from shardwise.plan.spec import Rule
+
+__all__ = ["joined_style", "target_of", "without_joins"]
 
 _TEXT = re.compile(r"(rowwise|region_output)_into\(([^()\s:#*]+)\)")
 
@@ -24,6 +29,18 @@ def joined_style(text: str) -> tuple[str, str] | None:
     """The style without its target, and the target's name; None for any other style."""
     found = _TEXT.fullmatch(text)
     return (found[1], found[2]) if found else None
+
+
+def without_joins(rules: Mapping[str, Rule]) -> tuple[dict[str, Rule], dict[str, tuple[str, Rule]]]:
+    """The rules of modules and parameters as what they are besides, and those that join, with the targets' names."""
+    plain: dict[Rule, Rule] = {}
+    joins: dict[str, tuple[str, Rule]] = {}
+    for name, rule in rules.items():
+        found = joined_style(rule.style)
+        if found is not None:
+            joins[name] = found[1], rule
+            plain.setdefault(rule, replace(rule, style=found[0]))  # one rule stays one, whatever it governs
+    return {name: plain.get(rule, rule) for name, rule in rules.items()}, joins
 
 
 def target_of(module: str, name: str, modules: Collection[str]) -> str:

@@ -6,20 +6,14 @@ This is the one place where styles become placements. All problems are collected
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
-from shardwise.plan.joined import joined_style, target_of
+from shardwise.plan.joined import target_of, without_joins
 from shardwise.plan.match import Matcher
-from shardwise.plan.regions import (
-    COLUMN_STYLES,
-    GATHERED_STYLES,
-    ROW_STYLES,
-    Region,
-    find_regions,
-)
+from shardwise.plan.regions import COLUMN_STYLES, GATHERED_STYLES, ROW_STYLES, Region, find_regions
 from shardwise.plan.sequence import ASIDE, STACK_STYLES, SequencePlan, find_sequence
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
@@ -114,8 +108,7 @@ class _Resolver:
         matcher = Matcher(facts.names())
         self.unmatched = matcher.unmatched(plan)
         governed = matcher.resolve(plan)
-        self.rules = dict(governed) if tp_size > 1 else {}
-        joins = self._take_joins()
+        self.rules, joins = without_joins(governed if tp_size > 1 else {})
         self._complete_tied_vocabulary()
         self._complete_tied_parameters()
         self.head = self._vocabulary_head()
@@ -124,7 +117,7 @@ class _Resolver:
         }
         blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
         self.regions = find_regions(facts, blocks)
-        self.joins = self._checked_joins(joins)
+        self.joins = self._checked_joins({name: each for name, each in joins.items() if name in facts.modules})
         self.sequence = self._find_sequence() if sequence_parallel and tp_size > 1 else None
 
     def result(self) -> SplitPlan:
@@ -364,26 +357,14 @@ class _Resolver:
                     )
                 )
 
-    def _take_joins(self) -> dict[str, tuple[str, Rule]]:
-        """Makes rules that leave a sum to another module what they are besides; those modules to its name and rule."""
-        found = {}
-        for name, rule in self.rules.items():
-            joined = joined_style(rule.style)
-            if joined is not None:
-                self.rules[name] = replace(rule, style=joined[0])
-                if name in self.facts.modules:
-                    found[name] = joined[1], rule
-        return found
-
     def _checked_joins(self, joins: Mapping[str, tuple[str, Rule]]) -> dict[str, str]:
-        """FQNs of modules to those of the modules that sum for them: where regions are left, both of them."""
+        """FQNs of modules to those of the modules that sum for them: regions are left at both."""
         found = {}
         for module, (name, rule) in joins.items():
             try:
-                target = target_of(module, name, self.facts.modules)
-                if not self._is_left_at(target) or not self._is_left_at(module) or target in joins:
-                    raise PlanError(f"{module} cannot be summed with {target}", why="no region is left there by a sum")
-                found[module] = target
+                found[module] = target_of(module, name, self.facts.modules)
+                if not all(map(self._is_left_at, (module, found[module]))):
+                    raise PlanError(f"{module} cannot be summed with {name}", why="no region is left there by a sum")
             except PlanError as problem:
                 problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
                 self.problems.append(problem)

@@ -56,14 +56,22 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
             split, stack = _split_of(registry, name), plan.stack_of(name)
-            leave = Leave(fqn=name, into=plan.joins.get(name, ""))
+            leave = _leave(plan, name)
             _apply_style(module, plan.modules[name], split, context, stack=stack, leave=leave if reduces else None)
     for region in plan.regions:
         module = modules[region.fqn]
         asides = _names_of(plan.asides, region.fqn)
         parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
-        leave, stack = Leave(fqn=region.fqn, into=plan.joins.get(region.fqn, "")), plan.stack_of(region.fqn)
-        install_region(module, region.edge, context, stack=stack, leave=leave, asides=asides, parts=parts)
+        install_region(
+            module,
+            region.edge,
+            context,
+            name=region.fqn,
+            stack=plan.stack_of(region.fqn),
+            leave=_leave(plan, region.fqn),
+            asides=asides,
+            parts=parts,
+        )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
@@ -75,6 +83,11 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     return model
+
+
+def _leave(plan: SplitPlan, module: str) -> Leave:
+    """How a region is left at `module`."""
+    return Leave(waits=module in plan.joins, takes=module in plan.joins.values())
 
 
 def _names_of(inputs: Iterable[str], module: str) -> set[str]:
