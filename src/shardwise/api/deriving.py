@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.trial import Trial, copied
+from shardwise.api.refusal import refused
+from shardwise.api.trial import Trial, Verdict, copied
 from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
@@ -88,18 +89,18 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     layers = tuple(layers_of(twin))
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
     best: _Passed | None = None
-    reasons: list[str] = []
+    verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
         try:
             share = _share(plan, facts, layers, tp_size)
         except PlanError as error:
-            reasons.append(error.summary)
+            verdicts.append(Verdict(passed=False, reason=error.summary))
             continue
         if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
             continue
         for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
             verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
-            reasons.append(verdict.reason)
+            verdicts.append(verdict)
             if verdict.passed:
                 found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
                 best = found if best is None else max(best, found, key=lambda each: each.rank)
@@ -107,12 +108,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, tp_size):
             break
     if best is None:
-        what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
-        raise PlanError(
-            f"{type(model).__name__} cannot {what}: no declared or derived plan computes what the whole model does",
-            why=f"of {len(reasons)} tried: " + "; ".join(dict.fromkeys(reason for reason in reasons if reason)),
-            fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
-        )
+        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
     findings = Findings(
         facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
     )

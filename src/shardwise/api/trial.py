@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.errors import ShardwiseError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
+from shardwise.plan.sequence import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
@@ -35,11 +36,15 @@ class Verdict:
     Attributes:
         passed: whether loss and every gradient are the whole model's.
         reason: why not.
+        module: FQN of the innermost module that was running where it failed, "" where nothing did.
+        lacks_stack: whether there was no list of layers along whose sequence to split.
         num_collectives: what one rank's forward and backward communicated, where it passed.
     """
 
     passed: bool
     reason: str = ""
+    module: str = ""
+    lacks_stack: bool = False
     num_collectives: int = 0
 
 
@@ -66,9 +71,11 @@ class Trial:
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the twin one step, split by `plan`, and compares."""
+        models: list[nn.Module] = []
 
         def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
+            models.append(model)
             apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
             loss = objective_of(model(**self.inputs()))
             loss.backward()
@@ -79,9 +86,12 @@ class Trial:
         try:
             results = run_ranks(rank, self.parts)
         except ShardwiseError as error:
-            return Verdict(passed=False, reason=" ".join(str(error).split())[:_REASON])
+            lacks_stack = isinstance(error, NoStackError)
+            reason = " ".join(str(error).split())[:_REASON]
+            return Verdict(passed=False, reason=reason, lacks_stack=lacks_stack, module=_running(error, models))
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:_REASON]}")
+            reason = f"{type(error).__name__}: {str(error)[:_REASON]}"
+            return Verdict(passed=False, reason=reason, module=_running(error, models))
         for loss, gradients, _ in results:
             reason = self._difference(loss, gradients)
             if reason:
@@ -97,6 +107,16 @@ class Trial:
             if not error <= allowed:
                 return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
         return ""
+
+
+def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
+    """FQN of the innermost module whose code was running when the error was raised."""
+    names = {id(module): name for model in models for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, Tensor]:
