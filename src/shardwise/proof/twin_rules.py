@@ -223,6 +223,7 @@ FAMILIES: Mapping[str, Family] = {
     "donut-swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "levit": Family(set={"image_size": 64, "patch_size": 16}, why="its four strided convolutions make patches of 16"),
+    "mobilevitv2": Family(set={"image_size": 64}, why="it unfolds 2 x 2 patches after five halvings of the image"),
     "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
     "deepseek_v4": Family(
