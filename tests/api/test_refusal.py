@@ -7,7 +7,7 @@ import pytest
 from shardwise.api.deriving import derive_plan
 from shardwise.api.refusal import refused
 from shardwise.api.trial import Verdict
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
 from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
 
@@ -50,3 +50,10 @@ def test_a_layer_that_reshapes_by_the_whole_length_is_found_by_running():
     with pytest.raises(PlanError) as raised:
         derive_plan(twin, Plan(()), tp_size=2, sequence_parallel=True)
     assert raised.value.at == "reformer.encoder.layers.*.attention.self_attention"
+
+
+def test_a_model_that_draws_in_every_forward_is_no_oracle():
+    config = shrink_config(default_config("vit_mae", task="base"), without_dropout=True)
+    twin = build_twin(config, model_class("ViTMAEModel"), seed=0)
+    with pytest.raises(UnsupportedError, match="computes something else every time it runs"):
+        derive_plan(twin, Plan(()), tp_size=2)

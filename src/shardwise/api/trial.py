@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
 from shardwise.plan.sequence import NoStackError
@@ -55,6 +55,9 @@ class Trial:
         build: makes the twin; called for every rank, because modules may keep what they computed.
         batch: its inputs with labels.
         parts: number of simulated ranks.
+
+    Raises:
+        UnsupportedError: it computes other numbers when it runs again.
     """
 
     def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
@@ -63,6 +66,14 @@ class Trial:
         loss = objective_of(whole(**self.inputs()))
         loss.backward()
         self.loss = float(loss.detach())
+        again = float(objective_of(build()(**self.inputs())).detach())
+        if abs(again - self.loss) > _LOSS:
+            raise UnsupportedError(
+                f"{type(whole).__name__} computes something else every time it runs",
+                why=f"its forward draws random numbers in eval mode too: a loss of {self.loss:.6f}, then {again:.6f};\n"
+                "no split can be held against numbers that change",
+                fix="give rules of your own, or use tp_size 1",
+            )
         self.gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
 
     def inputs(self) -> dict[str, Any]:
