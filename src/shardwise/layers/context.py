@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same
 
 @dataclass
 class Entered:
-    """The tensors that entered regions last, by the name of their slot, with what the regions were given for them.
+    """The tensors that entered regions last, by their slots (which input, and how), with what the regions were given.
 
     # [Note: entered once]
     Regions that are given the very same tensor (the query, key and value of an attention that are regions of their own,
@@ -29,9 +29,9 @@ class Entered:
     gradients meet behind it, and one collective sums them. Sharing is by identity, which is the same on every rank.
     """
 
-    _slots: dict[str, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
+    _slots: dict[Hashable, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
-    def once(self, slot: str, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def once(self, slot: Hashable, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """`enter(x)`, or what it gave for `x` before if nothing else has been in the slot since.
 
         Only where there is a graph: nothing is summed without one, and what was made without one must not enter one.

@@ -173,10 +173,12 @@ class _Inputs:
         """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
         if self.context.group is None or gives_values(self.context.group):
             return change(x, self.context)  # a graph, or its recomputation, communicates the same whatever ran before
-        return self.context.entered.once(slot, x, lambda x: change(x, self.context))
+        # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
+        along = self.context.sequence_length if self.context.sequence_parallel else None
+        return self.context.entered.once((slot, change, along), x, lambda x: change(x, self.context))
 
     def _on_other(self, name: str, x: Tensor) -> Tensor:
-        return x if name in self.parts else self._once(name, x, lambda x, context: copy_to_region(x, context.group))
+        return x if name in self.parts else self._once(name, x, _enter_whole)
 
     def _on_known(self, name: str, given: Any, changed: Any) -> Any:
         if name in self.asides:
@@ -187,6 +189,11 @@ class _Inputs:
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
     """Makes a module whose output is a partial sum the place where a region is left."""
     module.register_forward_hook(lambda module, args, output: _map_first(output, lambda x: leave_region(x, context)))
+
+
+def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
+    """Another input of a region, which is no part of the sequence."""
+    return copy_to_region(x, context.group)
 
 
 def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
