@@ -133,7 +133,7 @@ def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
         "cause": "" if report.passed else str(report),
         "share": round(found.share_split, 4),
         "block_share": round(found.block_share, 4),
-        "regions_per_layer": round(found.regions_per_layer, 2),
+        "collectives_per_layer": found.collectives_per_layer and [round(n, 2) for n in found.collectives_per_layer],
         "whole": found.whole,
         "split_seconds": round(found.split_seconds, 3),
     }

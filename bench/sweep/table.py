@@ -56,8 +56,10 @@ def write_table(rows: list[Row], path: Path) -> None:
         *_overview(rows),
         "",
         "*refused*: an error says what cannot be split and why. *no twin*: no tiny model can be built, or it does not",
-        "run whole. Share is of the layers' parameters that the batch reaches; a region costs one collective forward",
-        "and one backward. Seconds are those to find the plan, all trials included, and to split a twin.",
+        "run whole. Share is of the layers' parameters that the batch reaches. Collectives are those over tp, executed",
+        "in one run of a layer, forward / backward, the mean over all layers of all stacks; what a step does outside",
+        "of layers (embedding, loss, the one sum of gradients behind it) is not in them. Seconds are those to find the",
+        "plan, all trials included, and to split a twin.",
         "",
         *_failures(rows),
     ]
@@ -121,7 +123,7 @@ def _detail(rows: list[Row], tasks: tuple[str, ...]) -> list[str]:
     for row in own:
         by_case.setdefault((row["task"], row["model_type"], row["class_name"]), {})[_variant(row)] = row
     lines = [
-        f"| model type | class | {' | '.join(variants)} | share split | regions a layer | stays whole, and why |",
+        f"| model type | class | {' | '.join(variants)} | share split | collectives a layer | stays whole, and why |",
         "|---|---|" + "---|" * (len(variants) + 3),
     ]
     for (_, model_type, name), found in sorted(by_case.items()):
@@ -130,10 +132,16 @@ def _detail(rows: list[Row], tasks: tuple[str, ...]) -> list[str]:
         facts = (
             ("", "", "")
             if first is None
-            else (f"{first['block_share']:.0%}", f"{first['regions_per_layer']:g}", _whole(first["whole"]))
+            else (f"{first['block_share']:.0%}", _collectives(first), _whole(first["whole"]))
         )
         lines.append("| " + " | ".join((model_type, f"`{name}`", *results, *facts)) + " |")
     return lines
+
+
+def _collectives(row: Row) -> str:
+    """`FORWARD / BACKWARD`; nothing where no layer was seen to run as a module."""
+    counts = row.get("collectives_per_layer")
+    return " / ".join(f"{count:g}" for count in counts) if counts else ""
 
 
 def _whole(listed: list[str]) -> str:

@@ -235,6 +235,8 @@ def test_a_twin_without_dropout_repeats_its_loss(model_type):
         ("vit", "ViTForImageClassification", {"pixel_values": (2, 3, 32, 32)}),
         ("swin", "SwinForImageClassification", {"pixel_values": (2, 3, 64, 64)}),
         ("vivit", "VivitForVideoClassification", {"pixel_values": (2, 32, 3, 32, 32)}),
+        ("vjepa2", "VJEPA2ForVideoClassification", {"pixel_values_videos": (2, 4, 3, 32, 32)}),
+        ("qwen3_vl_vision", "Qwen3VLVisionModel", {"hidden_states": (32, 384), "grid_thw": (2, 3)}),
         ("cvt", "CvtForImageClassification", {"pixel_values": (2, 3, 64, 64)}),
         ("parakeet_ctc", "ParakeetForCTC", {"input_features": (2, 128, 80), "attention_mask": (2, 128)}),
         ("moonshine", "MoonshineForConditionalGeneration", {"input_values": (2, 6912)}),
@@ -254,6 +256,10 @@ def test_labels_that_a_model_takes_and_does_not_use_give_no_loss():
     bridge, bert = build("bridgetower", name="BridgeTowerModel"), build("bert")
     assert not has_loss(bridge, make_batch(bridge, seed=0))
     assert has_loss(bert, make_batch(bert, seed=0))
+
+
+def test_boxes_of_every_image_are_no_labels_of_ours():
+    assert "labels" not in make_batch(build("rt_detr", name="RTDetrModel"), seed=0)
 
 
 def test_a_model_without_known_inputs_says_what_it_takes():

@@ -24,7 +24,13 @@ def row_of(result="ok", *, layout="tp2", sequence_parallel=False, attention="", 
 
     variant = Variant(layout=layout, sequence_parallel=sequence_parallel, attention=attention)
     case = Case(model_type="bert", task="masked_lm", class_name="BertForMaskedLM", variant=variant)
-    measured = {"block_share": 0.99, "share": 0.9, "regions_per_layer": 2.0, "split_seconds": 0.5, "whole": []}
+    measured = {
+        "block_share": 0.99,
+        "share": 0.9,
+        "collectives_per_layer": [2.0, 2.5],
+        "split_seconds": 0.5,
+        "whole": [],
+    }
     return case.fields() | {"result": result, "cause": "", "seconds": 1.0} | (measured if result == "ok" else {}) | rest
 
 
@@ -58,7 +64,7 @@ def test_one_table_holds_all_sweeps_and_every_failure_with_its_cause(tmp_path):
     assert "| text | tp2 | 1 | 0 | 0 | 0 | 0 | 1 | 0.50 |" in text
     assert "| text | tp2 eager | 1 |" in text
     assert "| refused | `BertForMaskedLM` (tp4) | heads |" in text
-    assert "| bert | `BertForMaskedLM` | ok | refused | ok | 99% | 2 | gate, other: scores; x: a/b |" in text
+    assert "| bert | `BertForMaskedLM` | ok | refused | ok | 99% | 2 / 2.5 | gate, other: scores; x: a/b |" in text
     assert json.loads((tmp_path / "table.json").read_text()) == rows
 
 

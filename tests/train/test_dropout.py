@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
+from shardwise.layers.context import SplitContext
 from shardwise.layers.registry import registry_of
 from shardwise.testing.spawn import spawn
 from tests.families import checkpoint_layers, tiny_batch, tiny_model
@@ -32,12 +33,21 @@ FAMILIES = {
 ROWS, LENGTH, HIDDEN, LOCAL_HEADS = 2, 8, 64, 2
 
 
-def record(layout, family, sequence_parallel):
+WHOLE_ATTENTION = {
+    **{f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"},
+    "model.layers.*.self_attn": "whole_sequence",
+    "model.layers": "sequence_partial",
+    "model.norm": "sequence_partial",
+}
+"""Rules for attentions that every rank computes on all of the sequence, beside MLPs that are split."""
+
+
+def record(layout, family, sequence_parallel, plan="auto"):
     """What this rank drew and computed in one training step."""
     with shardwise.Mesh.open(layout) as mesh:
         model = tiny_model(family, num_hidden_layers=2, **FAMILIES[family])
         batch = tiny_batch(model, rows=ROWS, length=LENGTH)
-        shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+        shardwise.parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel).train()
         masks = []
         real = F.dropout
 
@@ -85,6 +95,39 @@ def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequen
         part_of_sequence = sequence_parallel and shape == (ROWS, LENGTH // 2, HIDDEN)
         assert (here != there) == (shape == attention or part_of_sequence), f"{shape} is dropped on the wrong stream"
     assert len({mask for _, mask in first["masks"]}) >= len(shapes) * 2 // 3, "masks repeat"
+
+
+def test_a_module_given_the_whole_sequence_drops_alike_on_all_ranks_and_anew_in_every_layer():
+    first, second = spawn(record, 2, "tp2", "llama", True, WHOLE_ATTENTION)
+    for name in ("losses", "again", "state", "whole", "still"):
+        assert first[name] == second[name], name
+    assert first["losses"][0] == first["again"]
+    assert first["losses"][0] != first["losses"][1]
+    assert first["masks"] == second["masks"]
+    assert {shape for shape, _ in first["masks"]} == {(ROWS, 2 * LOCAL_HEADS, LENGTH, LENGTH)}
+    assert len({mask for _, mask in first["masks"]}) == 4, "two layers, two steps; the third began as the first"
+
+
+def draw_twice(layout):
+    """What two modules of one layer draw that are both to draw alike."""
+    with shardwise.Mesh.open(layout) as mesh:
+        context = SplitContext(size=2, coord=mesh.rank, has_dropout=True)
+        module, found = torch.nn.Linear(2, 2).train(), []
+        torch.manual_seed(3)
+        context.begin_draws("layer", module)
+        for name in ("layers.0.first", "layers.0.second"):
+            context.begin_draws("whole", module, alike=name)
+            found.append(digest(torch.rand(4)))
+            context.end_draws("whole")
+        found.append(digest(torch.rand(4)))
+        context.end_draws("layer")
+        return found
+
+
+def test_modules_of_one_layer_that_draw_alike_do_not_repeat_each_other():
+    first, second = spawn(draw_twice, 2, "tp2")
+    assert first[:2] == second[:2]
+    assert len({*first, second[2]}) == 4
 
 
 class FaultError(Exception):

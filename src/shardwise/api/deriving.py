@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.trial import Trial, copied
+from shardwise.api.refusal import refused
+from shardwise.api.trial import Trial, Verdict, copied
 from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
 from shardwise.derive.influence import find_row_products
+from shardwise.derive.join import joined
 from shardwise.derive.lift import lifted
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.trace import Layer, layers_of, watch
@@ -53,6 +55,20 @@ class Derivation:
     problem: PlanError | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Passed:
+    """A plan that passed, the part of the layers that it splits, and what a step of the twin communicates."""
+
+    plan: Plan
+    share: float
+    num_collectives: int
+
+    @property
+    def rank(self) -> tuple[float, int, float]:
+        """The best is that which splits most; of those that split the layers well, that which communicates least."""
+        return min(self.share, _WELL_SPLIT), -self.num_collectives, self.share
+
+
 def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False) -> Derivation:
     """Finds the rules that split most of `model` and compute what it computes, tried on simulated ranks.
 
@@ -72,35 +88,31 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
-    best: tuple[float, Plan] | None = None
-    reasons: list[str] = []
+    best: _Passed | None = None
+    verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
         try:
             share = _share(plan, facts, layers, tp_size)
         except PlanError as error:
-            reasons.append(error.summary)
+            verdicts.append(Verdict(passed=False, reason=error.summary))
             continue
-        if best is not None and share <= best[0]:
+        if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
             continue
         for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
             verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
-            reasons.append(verdict.reason)
+            verdicts.append(verdict)
             if verdict.passed:
-                best = (share, candidate)
+                found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
+                best = found if best is None else max(best, found, key=lambda each: each.rank)
                 break
-        if best is not None and best[0] >= _WELL_SPLIT:
+        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, tp_size):
             break
     if best is None:
-        what = "be split along the sequence" if sequence_parallel else f"be split over tp={tp_size}"
-        raise PlanError(
-            f"{type(model).__name__} cannot {what}: no declared or derived plan computes what the whole model does",
-            why=f"of {len(reasons)} tried: " + "; ".join(dict.fromkeys(reason for reason in reasons if reason)),
-            fix="use sequence_parallel=False" if sequence_parallel else "use tp_size 1, or give rules of your own",
-        )
+        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
     findings = Findings(
         facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
     )
-    plan = explained(best[1], findings)
+    plan = explained(best.plan, findings)
     return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
 
 
@@ -181,7 +193,9 @@ class _Candidates:
     def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
         """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
         parts = self.trial.parts
-        for each in dict.fromkeys((lifted(plan, self.facts, parts=parts), plan)):
+        raised = lifted(plan, self.facts, parts=parts)
+        together = [joined(each, self.facts, self._layers, parts=parts) for each in dict.fromkeys((raised, plan))]
+        for each in dict.fromkeys((together[0], raised, *together[1:], plan)):
             if sequence_parallel:
                 yield from sequence_plans(
                     self.twin, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
@@ -232,6 +246,13 @@ class _Candidates:
     def _fits(self, plan: Plan) -> bool:
         """Whether the plan may be used: pieces spelled out element by element are for one size."""
         return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
+
+
+def _gathers(plan: Plan, facts: ModelFacts, tp_size: int) -> bool:
+    """Whether linears of a plan hand on joined outputs or cut whole inputs: a block with rows and columns needs not."""
+    resolved = resolve(plan, facts, tp_size=tp_size)
+    edges = {region.edge for region in resolved.regions}
+    return "gather" in edges or bool({"rowwise_rep", "rowwise_split_input"} & set(resolved.modules.values()))
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
+from shardwise.plan.sequence import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
@@ -35,10 +36,16 @@ class Verdict:
     Attributes:
         passed: whether loss and every gradient are the whole model's.
         reason: why not.
+        module: FQN of the innermost module that was running where it failed, "" where nothing did.
+        lacks_stack: whether there was no list of layers along whose sequence to split.
+        num_collectives: what one rank's forward and backward communicated, where it passed.
     """
 
     passed: bool
     reason: str = ""
+    module: str = ""
+    lacks_stack: bool = False
+    num_collectives: int = 0
 
 
 class Trial:
@@ -48,6 +55,9 @@ class Trial:
         build: makes the twin; called for every rank, because modules may keep what they computed.
         batch: its inputs with labels.
         parts: number of simulated ranks.
+
+    Raises:
+        UnsupportedError: it computes other numbers when it runs again.
     """
 
     def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
@@ -56,6 +66,14 @@ class Trial:
         loss = objective_of(whole(**self.inputs()))
         loss.backward()
         self.loss = float(loss.detach())
+        again = float(objective_of(build()(**self.inputs())).detach())
+        if abs(again - self.loss) > _LOSS:
+            raise UnsupportedError(
+                f"{type(whole).__name__} computes something else every time it runs",
+                why=f"its forward draws random numbers in eval mode too: a loss of {self.loss:.6f}, then {again:.6f};\n"
+                "no split can be held against numbers that change",
+                fix="give rules of your own, or use tp_size 1",
+            )
         self.gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
 
     def inputs(self) -> dict[str, Any]:
@@ -64,26 +82,32 @@ class Trial:
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the twin one step, split by `plan`, and compares."""
+        models: list[nn.Module] = []
 
-        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor]]:
+        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
+            models.append(model)
             apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
             loss = objective_of(model(**self.inputs()))
             loss.backward()
+            num_collectives = group.num_exchanges
             reduce_gradients(model)
-            return float(loss.detach()), _whole_gradients(model)
+            return float(loss.detach()), _whole_gradients(model), num_collectives
 
         try:
             results = run_ranks(rank, self.parts)
         except ShardwiseError as error:
-            return Verdict(passed=False, reason=" ".join(str(error).split())[:_REASON])
+            lacks_stack = isinstance(error, NoStackError)
+            reason = " ".join(str(error).split())[:_REASON]
+            return Verdict(passed=False, reason=reason, lacks_stack=lacks_stack, module=_running(error, models))
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            return Verdict(passed=False, reason=f"{type(error).__name__}: {str(error)[:_REASON]}")
-        for loss, gradients in results:
+            reason = f"{type(error).__name__}: {str(error)[:_REASON]}"
+            return Verdict(passed=False, reason=reason, module=_running(error, models))
+        for loss, gradients, _ in results:
             reason = self._difference(loss, gradients)
             if reason:
                 return Verdict(passed=False, reason=reason)
-        return Verdict(passed=True)
+        return Verdict(passed=True, num_collectives=results[0][2])
 
     def _difference(self, loss: float, gradients: Mapping[str, Tensor]) -> str:
         if not abs(loss - self.loss) <= _LOSS:
@@ -94,6 +118,16 @@ class Trial:
             if not error <= allowed:
                 return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
         return ""
+
+
+def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
+    """FQN of the innermost module whose code was running when the error was raised."""
+    names = {id(module): name for model in models for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, Tensor]:

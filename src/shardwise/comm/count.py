@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,10 +45,12 @@ class CommunicationCount(TorchDispatchMode):
     of a reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
 
     Attributes:
+        group: the only process group whose collectives count; None: those of all.
         calls: (operation, shape of the tensor) to number of calls.
         bytes: operation to bytes.
     """
 
+    group: dist.ProcessGroup | None = None
     calls: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
 
@@ -58,7 +61,7 @@ class CommunicationCount(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor takes the operation apart; what it communicates comes back here
         name = func.name().split(".")[0]
-        if name in _OPERATIONS:
+        if name in _OPERATIONS and self._is_counted(args):
             operation, position = _OPERATIONS[name]
             ranks = args[1] if name == _LOCAL_INPUT else 1
             for tensor in _tensors(args[position]):
@@ -66,6 +69,16 @@ class CommunicationCount(TorchDispatchMode):
                 self.calls[operation, shape] += 1
                 self.bytes[operation] += tensor.nbytes * ranks
         return func(*args, **(kwargs or {}))
+
+    def _is_counted(self, args: Any) -> bool:
+        """Whether an operation is one of `group`'s: c10d's are given the group, functional ones its name."""
+        if self.group is None:
+            return True
+        objects = (value for value in args if isinstance(value, torch.ScriptObject))
+        groups = (value for value in objects if "ProcessGroup" in str(value._type()))
+        given = [dist.ProcessGroup.unbox(value).group_name for value in groups]
+        named = [value for value in args if isinstance(value, str)]
+        return self.group.group_name in (*given, *named)
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
         """Calls of one operation, or of all, on tensors of at least so many elements."""

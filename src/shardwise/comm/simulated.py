@@ -23,11 +23,13 @@ class SimulatedGroup:
     Attributes:
         rank: position in the group.
         size: number of ranks.
+        num_exchanges: how many collectives this rank has taken part in.
     """
 
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
         self.rank = rank
         self.size = size
+        self.num_exchanges = 0
         self._shared = shared
 
     @classmethod
@@ -39,6 +41,7 @@ class SimulatedGroup:
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. All ranks must call it."""
         shared = self._shared
+        self.num_exchanges += 1
         shared.slots[self.rank] = value
         shared.wait()
         values = list(shared.slots)

@@ -51,7 +51,7 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
         held = frozenset[str]().union(*(_names(twin, each) for each in alike))
         rules = _with_inputs(rules, [inside[each] for each in alike], held, is_known=is_known)
         found += (replace(rule, pattern=layer + suffix) for suffix, rule in rules)
-    return Plan((*outside, *_folded(found, layers)))
+    return Plan(tuple(outside)) | Plan(tuple(_folded(found, layers)))
 
 
 def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
@@ -100,7 +100,7 @@ def _with_inputs(
         splits_input = is_split_style(rule.style) and suffix not in own
         if is_known and suffix.rpartition(".")[0] not in {"", *own}:
             splits_input = False
-        if rule.style in ("aside", "sequence") or splits_input:
+        if rule.style in ("aside", "local_size", "sequence") or splits_input:
             found.setdefault(suffix, rule)
     return list(found.items())
 

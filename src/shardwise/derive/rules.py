@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.derive.attributes import guess_attributes
 from shardwise.derive.influence import Holding, RowProduct
-from shardwise.derive.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs
+from shardwise.derive.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs, hidden_name
 from shardwise.derive.styles import Styler
 from shardwise.derive.trace import Layer, layers_of
 from shardwise.errors import UnsupportedError
@@ -157,9 +157,22 @@ class _Builder:
                 # Blocks of one kind are tried in step, so each has both.
                 yield Plan((*rules, *divided, *slices))
                 yield Plan((*rules, *divided))
+        yield from self._told(attributes)
         gathered = tuple(self._gathered(next(find_entries(self.facts, self.reach))))
         if gathered:
             yield Plan(gathered)
+
+    def _told(self, attributes: Sequence[Mapping[str, str]]) -> Iterator[Plan]:
+        """Where no attribute says the size that split parts are reshaped by: the hidden states may say it."""
+        entries = next(find_entries(self.facts, self.reach))
+        reason = "what is split is reshaped by its size"
+        hidden = {call.fqn: hidden_name(call) for call in self.layer.calls if entries.get(call.fqn) == "region"}
+        names = [f"{fqn}.{name}" for fqn, name in hidden.items() if f"{fqn}.{name}" in self.facts.inputs()]
+        told = [_rule(name, "local_size", reason) for name in names]
+        rules, slices = self._rules(entries), tuple(self._slices(entries))
+        for guess in attributes if told else ():
+            divided = (_rule(name, style, "counts what is split") for name, style in guess.items())
+            yield Plan((*rules, *divided, *slices, *told))
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
         rules: dict[str, Rule] = {}

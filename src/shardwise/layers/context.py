@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+import zlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +17,37 @@ from shardwise.comm.operations import Group
 __all__ = ["SplitContext"]
 
 _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
+
+
+@dataclass
+class Entered:
+    """The tensors that entered regions last, by their slots (which input, and how), with what the regions were given.
+
+    # [Note: entered once]
+    Regions that are given the very same tensor (the query, key and value of an attention that are regions of their own,
+    an attention and an MLP side by side, the encoder's states in every layer of a decoder) share one entry: its
+    gradients meet behind it, and one collective sums them. Sharing is by identity, which is the same on every rank.
+    """
+
+    _slots: dict[Hashable, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
+
+    def once(self, slot: Hashable, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`enter(x)`, or what it gave for `x` before if nothing else has been in the slot since.
+
+        Only where there is a graph: nothing is summed without one, and what was made without one must not enter one.
+        """
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return enter(x)
+        held = self._slots.get(slot)
+        if held is not None and held[0]() is x and held[1] == x._version:
+            return held[2]
+        given = enter(x)
+        self._slots[slot] = weakref.ref(x), x._version, given
+        return given
+
+    def clear(self) -> None:
+        """Forgets everything: the next forward starts anew."""
+        self._slots.clear()
 
 
 @dataclass
@@ -39,6 +72,8 @@ class SplitContext:
             of the stack to reduce: only on the way there, never for a caller from outside.
         holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
         has_dropout: whether anything in the model draws random numbers in training.
+        entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
+        waiting: the partial sum of a region that is left to a later one of the same layer.
         door_open: whether `state_dict()` of the model may give this rank's parts.
 
     # [Note: random numbers]
@@ -62,6 +97,8 @@ class SplitContext:
     defer_embedding: bool = False
     holds_partial_rows: bool = False
     has_dropout: bool = False
+    entered: Entered = field(default_factory=Entered)
+    waiting: torch.Tensor | None = None
     door_open: bool = False
     _loss_mode: TorchFunctionMode | None = None
     _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
@@ -77,8 +114,9 @@ class SplitContext:
 
     def enter_stack(self, stack: str | None) -> None:
         """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
-        self.sequence_parallel = stack is not None
-        self.sequence_length = self.lengths[stack] if stack is not None else 0
+        inside, length = stack is not None, self.lengths[stack] if stack is not None else 0
+        if (inside, length) != (self.sequence_parallel, self.sequence_length):  # compiled blocks must not write in vain
+            self.sequence_parallel, self.sequence_length = inside, length
 
     def enter_loss_mode(self, build_mode: Callable[[SplitContext], TorchFunctionMode]) -> None:
         """Makes the mode active until `leave_loss_mode`, once for each forward."""
@@ -95,23 +133,26 @@ class SplitContext:
     def forget_forward(self) -> None:
         """Ends what a forward that raised has left under way."""
         self.defer_embedding = self.holds_partial_rows = False
+        self.entered.clear()
+        self.waiting = None
         self.end_draws("region")
         self.end_draws("whole")
         self.end_draws("layer")
 
-    def begin_draws(self, level: str, module: nn.Module, *, alike: bool = False) -> None:
+    def begin_draws(self, level: str, module: nn.Module, *, alike: str = "") -> None:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
             level: "layer", "whole" or "region", from the outside in.
             module: what draws them; nothing happens unless it trains and something in the model drops.
-            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks.
+            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks: its name,
+                the module's, because what several modules of the layer drop must not repeat.
         """
         if not (self.has_dropout and module.training):
             return
         generator = _generator(next(module.parameters()).device)
         if alike:
-            seed = generator.initial_seed() - self.coord + _ALIKE
+            seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
         self._kept[level] = generator, generator.get_state()

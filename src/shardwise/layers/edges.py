@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -28,9 +29,11 @@ from shardwise.comm.collectives import (
     scatter_from_region,
     split_full,
 )
+from shardwise.comm.operations import gives_values
 from shardwise.layers.context import SplitContext
 
 __all__ = [
+    "Leave",
     "enter_region",
     "install_gathered",
     "install_parts",
@@ -53,9 +56,34 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     if not context.sequence_parallel:
         return copy_to_region(x, context.group)
     dim = _sequence_dim(x)
-    context.rows = x.shape[0] if dim else 0
     whole = gather_to_region(x, context.group, dim=dim)
     return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave:
+    """How a region is left.
+
+    Attributes:
+        waits: whether its sum is left to a later region of the same layer.
+        takes: whether sums of earlier ones are left to it.
+    """
+
+    waits: bool = False
+    takes: bool = False
+
+    def __call__(self, x: Tensor, context: SplitContext, *, drops: bool) -> Tensor:
+        """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of all.
+
+        Args:
+            drops: whether something might be dropped behind: then each has a sum of its own.
+        """
+        if self.takes and context.waiting is not None:
+            x, context.waiting = x + context.waiting.view_as(x), None
+        if self.waits and not drops:
+            context.waiting = x
+            return x.new_zeros(_part_shape(x, context))
+        return leave_region(x, context)
 
 
 def leave_region(x: Tensor, context: SplitContext) -> Tensor:
@@ -78,6 +106,8 @@ def install_region(
     context: SplitContext,
     *,
     stack: str | None = None,
+    name: str = "",
+    leave: Leave | None = None,
     asides: Collection[str] = frozenset(),
     parts: Collection[str] = frozenset(),
 ) -> None:
@@ -85,48 +115,86 @@ def install_region(
 
     Args:
         stack: the stack of layers of whose sequence it is given a part.
+        name: its own.
+        leave: how it is left at its own output.
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    names = _argument_names(module)
-
-    def on_input(name: str, given: Any, changed: Any) -> Any:
-        if name in asides or not isinstance(given, Tensor):
-            return given if name in asides else changed
-        return _enter_part(given, context) if name in parts else changed
+    inputs, left = _Inputs(_argument_names(module), context, asides, parts), leave or Leave()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.enter_stack(stack)
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
-
-        def on_hidden(x: Tensor) -> Tensor:
-            return enter_region(x, context).clone() if jitters else enter_region(x, context)
-
-        given, given_by_name = args, kwargs
-        args, kwargs = _map_inputs(args, kwargs, on_hidden, lambda x: copy_to_region(x, context.group))
-        if asides or parts:
-            args = (*itertools.starmap(on_input, zip(names, given, args, strict=False)), *args[len(names) :])
-            kwargs = {name: on_input(name, given_by_name[name], value) for name, value in kwargs.items()}
+        args, kwargs = inputs.enter(args, kwargs, jitters=jitters)
         if edge != "output":
             context.begin_draws("region", module)
         elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
-            context.begin_draws("region", module, alike=True)
+            context.begin_draws("region", module, alike=name)
         return args, kwargs
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.end_draws("region")
         if edge != "output" or output is None:
             return output
-        return _map_first(output, lambda x: leave_region(x, context))
+        drops = context.has_dropout and module.training
+        return _map_first(output, lambda x: left(x, context, drops=drops))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, with_kwargs=True, always_call=context.has_dropout)
+    # Hooks that must run tell blocks apart for torch.compile, so there are none where nothing is drawn.
+    module.register_forward_hook(on_output, with_kwargs=True, always_call=context.has_dropout)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What a region's inputs are: names of those given by position, those that do not enter, those that are parts."""
+
+    names: Sequence[str]
+    context: SplitContext
+    asides: Collection[str]
+    parts: Collection[str]
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, jitters: bool) -> tuple[Any, dict[str, Any]]:
+        """The region's view of its inputs."""
+
+        def on_hidden(x: Tensor) -> Tensor:
+            if self.context.sequence_parallel:
+                self.context.rows = x.shape[0] if _sequence_dim(x) else 0
+            entered = self._once("", x, enter_region)
+            return entered.clone() if jitters else entered
+
+        new_args, new_kwargs = _map_inputs(args, kwargs, on_hidden, self._on_other, self.names)
+        if self.asides or self.parts:
+            seen = itertools.starmap(self._on_known, zip(self.names, args, new_args, strict=False))
+            new_args = (*seen, *new_args[len(self.names) :])
+            new_kwargs = {name: self._on_known(name, kwargs[name], value) for name, value in new_kwargs.items()}
+        return new_args, new_kwargs
+
+    def _once(self, slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor]) -> Tensor:
+        """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
+        if self.context.group is None or gives_values(self.context.group):
+            return change(x, self.context)  # a graph, or its recomputation, communicates the same whatever ran before
+        # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
+        along = self.context.sequence_length if self.context.sequence_parallel else None
+        return self.context.entered.once((slot, change, along), x, lambda x: change(x, self.context))
+
+    def _on_other(self, name: str, x: Tensor) -> Tensor:
+        return x if name in self.parts else self._once(name, x, _enter_whole)
+
+    def _on_known(self, name: str, given: Any, changed: Any) -> Any:
+        if name in self.asides:
+            return given
+        return self._once(name, given, _enter_part) if name in self.parts and isinstance(given, Tensor) else changed
 
 
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
     """Makes a module whose output is a partial sum the place where a region is left."""
     module.register_forward_hook(lambda module, args, output: _map_first(output, lambda x: leave_region(x, context)))
+
+
+def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
+    """Another input of a region, which is no part of the sequence."""
+    return copy_to_region(x, context.group)
 
 
 def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
@@ -164,7 +232,7 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
     """
 
     def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context), lambda x: x)
+        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context))
 
     def join(module: nn.Module, args: Any, output: Any) -> Any:
         length = context.lengths[stack]
@@ -192,18 +260,16 @@ def install_parts(layer: nn.Module, names: Collection[str], context: SplitContex
     layer.register_forward_pre_hook(enter, with_kwargs=True)
 
 
-def install_whole(module: nn.Module, stack: str, context: SplitContext) -> None:
-    """Gives `module`, inside a layer of a stack, the whole sequence; it computes alike on every rank.
+def install_whole(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
+    """Gives `module`, called `fqn`, inside a layer of a stack the whole sequence; it computes alike on every rank.
 
     Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         length = context.lengths[stack]
-        context.begin_draws("whole", module, alike=True)
-        return _map_inputs(
-            args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False), lambda x: x
-        )
+        context.begin_draws("whole", module, alike=fqn)
+        return _map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.end_draws("whole")
@@ -251,25 +317,37 @@ def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_beh
 
 
 def _map_inputs(
-    args: tuple[Any, ...], kwargs: dict[str, Any], on_hidden: _Change, on_other: _Change
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_hidden: _Change,
+    on_other: Callable[[str, Tensor], Tensor] = lambda name, x: x,
+    names: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Changes a module's hidden states, and the other floating-point tensors among its inputs.
 
     The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
+
+    Args:
+        on_other: is told the name of the input, too.
+        names: of the positional arguments.
     """
     first = [name for name in ("hidden_states",) if name in kwargs]
     seen = bool(first)
 
-    def changed(value: Any) -> Any:
+    def changed(name: str, value: Any) -> Any:
         nonlocal seen
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        change, seen = (on_other if seen else on_hidden), True
-        return change(value)
+        if not seen:
+            seen = True
+            return on_hidden(value)
+        return on_other(name, value)
 
     new_kwargs = {name: on_hidden(kwargs[name]) for name in first}
-    new_args = tuple(changed(value) for value in args)
-    return new_args, {name: new_kwargs[name] if name in first else changed(value) for name, value in kwargs.items()}
+    names = (*names[: len(args)], *map(str, range(len(names), len(args))))
+    new_args = tuple(changed(name, value) for name, value in zip(names, args, strict=True))
+    rest = {name: value if name in first else changed(name, value) for name, value in kwargs.items()}
+    return new_args, rest | new_kwargs
 
 
 def _map_first(output: Any, change: _Change) -> Any:
@@ -285,6 +363,16 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 def _sequence_dim(x: Tensor) -> int:
     return 1 if x.ndim > 2 else 0
+
+
+def _part_shape(x: Tensor, context: SplitContext) -> tuple[int, ...]:
+    """The shape of what leaves a region whose partial sums are `x`."""
+    shape = list(x.shape)
+    if context.sequence_parallel and x.ndim == 2 and context.rows:
+        shape[0] = context.rows * -(-shape[0] // context.rows // context.size)
+    elif context.sequence_parallel:
+        shape[_sequence_dim(x)] = -(-shape[_sequence_dim(x)] // context.size)
+    return tuple(shape)
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:

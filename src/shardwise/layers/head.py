@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
+from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.loss import SplitLossMode
 
@@ -68,7 +69,14 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.keep_logits_split = False
         context.leave_loss_mode()
+        left = context.waiting is not None
         context.forget_forward()
+        if left and output is not None:
+            raise LayoutError(
+                "a partial sum was left to a block that did not run",
+                why="the plan sums what blocks side by side compute together, but the forward ran only one of them",
+                fix="give the first of them the style without _into",
+            )
         loss = output.get("loss") if isinstance(output, dict) else None
         if isinstance(loss, DTensor):  # computed by other means than cross-entropy
             output["loss"] = loss.full_tensor()

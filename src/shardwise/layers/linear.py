@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import leave_region
+from shardwise.layers.edges import Leave
 
 __all__ = ["RowSplit", "become"]
 
@@ -22,13 +22,14 @@ class RowSplit:
     The bias is added once: after the reduction, or, where the enclosing region reduces, by the first rank alone.
 
     Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
-    nothing backward (an all-gather); nothing at all inside a region that reduces at its output. Where the region goes
-    on with the sum, one all-reduce in each direction.
+    nothing backward (an all-gather); nothing at all where the sum is left to another module, nor inside a region that
+    reduces at its output. Where the region goes on with the sum, one all-reduce in each direction.
     """
 
     _split: SplitContext
     _stack: str | None
     _reduces: bool
+    _leave: Leave
     _reenters: bool
     _input_sizes: tuple[int, ...] | None
 
@@ -47,7 +48,8 @@ class RowSplit:
             out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
             return out if bias is None else out + bias
         context.enter_stack(self._stack)
-        out = leave_region(self._product(x, None), context)
+        drops = context.has_dropout and self.training  # type: ignore[attr-defined]
+        out = self._leave(self._product(x, None), context, drops=drops)
         context.end_draws("region")  # what the module drops behind this is whole again
         return out if bias is None else out + bias
 

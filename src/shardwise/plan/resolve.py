@@ -11,14 +11,9 @@ from dataclasses import dataclass, field
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
+from shardwise.plan.joined import target_of, without_joins
 from shardwise.plan.match import Matcher
-from shardwise.plan.regions import (
-    COLUMN_STYLES,
-    GATHERED_STYLES,
-    ROW_STYLES,
-    Region,
-    find_regions,
-)
+from shardwise.plan.regions import COLUMN_STYLES, GATHERED_STYLES, ROW_STYLES, Region, find_regions
 from shardwise.plan.sequence import ASIDE, STACK_STYLES, SequencePlan, find_sequence
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
@@ -65,6 +60,8 @@ class SplitPlan:
         attributes: FQN of every attribute that counts what is split, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
         asides: FQNs of inputs of regions that do not enter them.
+        told: FQNs of inputs that tell their modules the size of a rank's part of their features.
+        joins: FQN of a module whose partial sum is left to another module, to that one's.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
     """
@@ -79,6 +76,8 @@ class SplitPlan:
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     asides: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
+    joins: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     unmatched: tuple[Rule, ...] = ()
 
@@ -109,7 +108,7 @@ class _Resolver:
         matcher = Matcher(facts.names())
         self.unmatched = matcher.unmatched(plan)
         governed = matcher.resolve(plan)
-        self.rules = dict(governed) if tp_size > 1 else {}
+        self.rules, joins = without_joins(governed if tp_size > 1 else {})
         self._complete_tied_vocabulary()
         self._complete_tied_parameters()
         self.head = self._vocabulary_head()
@@ -118,6 +117,7 @@ class _Resolver:
         }
         blocks = {name: rule for name, rule in self.rules.items() if self.head not in (name, parent_of(name))}
         self.regions = find_regions(facts, blocks)
+        self.joins = self._checked_joins({name: each for name, each in joins.items() if name in facts.modules})
         self.sequence = self._find_sequence() if sequence_parallel and tp_size > 1 else None
 
     def result(self) -> SplitPlan:
@@ -146,6 +146,8 @@ class _Resolver:
             attributes=attributes,
             inputs=inputs,
             asides=frozenset(name for name, rule in self.rules.items() if rule.style == ASIDE),
+            told=frozenset(name for name, rule in self.rules.items() if rule.style == "local_size"),
+            joins=self.joins,
             added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
             unmatched=self.unmatched,
         )
@@ -327,7 +329,7 @@ class _Resolver:
         inputs = self.facts.inputs()
         found = {}
         for name, rule in self.rules.items():
-            if name not in inputs or rule.style in ("replicate", ASIDE, *STACK_STYLES):
+            if name not in inputs or rule.style in ("replicate", "local_size", ASIDE, *STACK_STYLES):
                 continue  # whole is what an input is without a rule
             heads = self.facts.heads_around(inputs[name])
             if not is_split_style(rule.style) or (heads is not None and heads.num_heads % self.tp_size):
@@ -354,6 +356,25 @@ class _Resolver:
                         fix="give both vocabulary styles (colwise_gather_output, embedding_rowwise), or replicate both",
                     )
                 )
+
+    def _checked_joins(self, joins: Mapping[str, tuple[str, Rule]]) -> dict[str, str]:
+        """FQNs of modules to those of the modules that sum for them: regions are left at both."""
+        found = {}
+        for module, (name, rule) in joins.items():
+            try:
+                found[module] = target_of(module, name, self.facts.modules)
+                if not all(map(self._is_left_at, (module, found[module]))):
+                    raise PlanError(f"{module} cannot be summed with {name}", why="no region is left there by a sum")
+            except PlanError as problem:
+                problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
+                self.problems.append(problem)
+        return found
+
+    def _is_left_at(self, module: str) -> bool:
+        region = self._region_of(module)
+        if region is not None and region.edge == "output":
+            return module == region.fqn
+        return module in self.rules and self.rules[module].style == "rowwise"
 
     def _find_sequence(self) -> SequencePlan | None:
         try:

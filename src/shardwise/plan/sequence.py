@@ -14,10 +14,14 @@ from shardwise.plan.regions import Region
 from shardwise.plan.spec import Rule
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["ASIDE", "STACK_STYLES", "SequencePlan", "Stack", "find_sequence", "stacks_of"]
+__all__ = ["ASIDE", "STACK_STYLES", "NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_of"]
 
 STACK_STYLES = frozenset({"sequence", "sequence_partial"})
 ASIDE = "aside"
+
+
+class NoStackError(PlanError):
+    """Nothing says along which layers to split the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ def stacks_of(facts: ModelFacts, regions: Sequence[Region]) -> list[str]:
 def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) -> SequencePlan:
     stacks = stacks_of(facts, regions)
     if len(stacks) != 1:
-        raise PlanError(
+        raise NoStackError(
             "sequence parallelism needs one stack of layers, or rules that name the stacks",
             why=f"this model has {len(stacks)} stacks with split blocks: {', '.join(stacks) or 'none'}",
             fix="use sequence_parallel=False",

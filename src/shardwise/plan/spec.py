@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.joined import joined_style
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 
 __all__ = ["PARAMETRIC_STYLES", "STYLES", "Plan", "Rule"]
@@ -43,6 +44,7 @@ STYLES: dict[str, str] = {
     "rowwise_reenter": "linear split by input features inside a region: outputs summed, and used by split parts again",
     "added_once": "parameter kept whole that is added to partial sums: every rank adds its share of it",
     "aside": "an input of a region that does not enter it: it is used behind the sum",
+    "local_size": "an input that tells its module the size of a rank's part of its features: to reshape parts by",
     "sequence": "layers, or an input of a layer: split along the sequence (with sequence parallelism), joined behind",
     "sequence_partial": "as sequence, in front of a split head; also what lies between: gradients there are partial",
     "whole_sequence": "module in such layers that is given the whole sequence and computes alike on every rank",
@@ -52,6 +54,8 @@ STYLES: dict[str, str] = {
 
 PARAMETRIC_STYLES: dict[str, str] = {
     "divided(N)": "as divided, by N, such as 2 or 3/2: it counts what several ranks share, too",
+    "rowwise_into(NAME)": "as rowwise, but summed together with what NAME computes, to which it is added",
+    "region_output_into(NAME)": "as region_output, but summed together with what NAME computes",
     "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
 }
 """How styles with arguments are written, with their meaning."""
@@ -92,7 +96,7 @@ class Rule:
                 )
         if is_split_style(self.style):
             SplitStyle.parse(self.style)
-        elif divisor_of(self.style, 1) is None and self.style not in STYLES:
+        elif divisor_of(self.style, 1) is None and joined_style(self.style) is None and self.style not in STYLES:
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, STYLES)}",
                 at=at,

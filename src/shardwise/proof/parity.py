@@ -19,6 +19,7 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import ParameterEntry, local_part, registry_of
 from shardwise.mesh import Mesh
+from shardwise.proof.counting import counted_layers
 from shardwise.proof.objective import objective_of
 
 __all__ = ["Difference", "Measurement", "Tolerance", "measure"]
@@ -78,7 +79,8 @@ class Measurement:
         missing: gradients that only one of both models has.
         share_split: elements of split parameters over elements of all.
         block_share: the same over the layers' parameters that the batch reaches.
-        regions_per_layer: split regions over layers, each one collective forward and one backward.
+        collectives_per_layer: executed in the forward and in the backward of one run of a layer; None where no layer
+            was seen to run (see `shardwise.proof.counting`).
         whole: matrices in layers that every rank keeps whole, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
@@ -92,7 +94,7 @@ class Measurement:
     missing: tuple[str, ...]
     share_split: float
     block_share: float
-    regions_per_layer: float
+    collectives_per_layer: tuple[float, float] | None
     whole: tuple[str, ...]
     num_steps: int
     split_seconds: float
@@ -132,7 +134,8 @@ def measure(
     loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
     expected_loss = loss_of(reference, _copied(batch))
     expected_loss.backward()
-    loss = step(model, mesh, _copied(batch))
+    with counted_layers(model, mesh) as collectives:
+        loss = step(model, mesh, _copied(batch))
     gradients = _gradients(model)
     expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
     optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
@@ -156,7 +159,7 @@ def measure(
         missing=tuple(sorted(set(gradients) ^ set(expected))),
         share_split=_share(registry_of(model).entries.values()),
         block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
-        regions_per_layer=_regions_per_layer(model),
+        collectives_per_layer=collectives.per_run,
         whole=_whole_matrices(model),
         num_steps=num_steps,
         split_seconds=split_seconds,
@@ -178,11 +181,6 @@ def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
         if numbered and not isinstance(model.get_submodule(numbered[1]), nn.Linear | nn.Embedding):
             found[name] = entry
     return found
-
-
-def _regions_per_layer(model: nn.Module) -> float:
-    layers = {found[1] for name in _in_layers(model) if (found := _LAYER.match(name))}
-    return len(registry_of(model).plan.regions) / max(1, len(layers))
 
 
 def _whole_matrices(model: nn.Module) -> tuple[str, ...]:

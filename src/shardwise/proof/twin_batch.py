@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from shardwise.proof.twin_fields import sub_configs
 from shardwise.proof.twin_rules import FAMILIES
-from shardwise.proof.twin_signals import class_names, make_signal, signals_of
+from shardwise.proof.twin_signals import class_names, make_patches, make_signal, signals_of
 
 __all__ = ["Padding", "make_batch"]
 
@@ -65,7 +65,9 @@ def make_batch(
             batch["attention_mask"] = mask
     if "decoder_input_ids" in takes:
         batch["decoder_input_ids"] = _tokens(model, shape, generator)
-    for name in signals_of(model):
+    patches = make_patches(model, batch_size, generator=generator)
+    batch |= patches
+    for name in () if patches else signals_of(model):
         batch[name] = make_signal(model, name, shape, generator=generator)
         if family and family.masks_frames:
             batch["attention_mask"] = torch.ones(batch[name].shape[:2], dtype=torch.long)
@@ -87,8 +89,8 @@ def _labels(
             name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
             for name in ("start_positions", "end_positions")
         }
-    if "labels" not in takes:
-        return {}
+    if "labels" not in takes or "list[dict]" in str(takes["labels"].annotation):
+        return {}  # boxes of every image are no tensor; without them there is no loss
     if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
     if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames

@@ -163,7 +163,8 @@ CAPS: Mapping[str, int] = _caps(
        router_hidden_size keep_window_size context_size hc_lowrank rel_extent position_bias_num_buckets;
     16: kv_lora_rank d_rel state_size ssm_state_size mamba_d_state time_step_rank mamba_dt_rank gated_norm_rank
        adapter_rank embedding_rank num_conv_pos_embeddings centroid_intermediate_top_k lang_embed_dim;
-    32: image_size indexer_budget conv_dim tdnn_dim num_codevectors_per_group;
+    4: frames_per_clip;
+    32: image_size crop_size indexer_budget conv_dim tdnn_dim num_codevectors_per_group;
     8: num_filters sliding_window window_size sliding_window_size attention_window attention_window_size local_attention
        attention_chunk_size chunk_size mamba_chunk_size index_topk local_radius global_block_size
        local_attention_window_len block_size index_block_size local_attn_chunk_length lsh_attn_chunk_length
@@ -198,6 +199,7 @@ _SHARED = "tying the shared block needs two layers that use it"
 _TWO_TOWERS = "text and image towers compute nothing without each other"
 _LENGTHS = "its loss counts the frames of the mask"
 _FOUR_STAGES = "four stages, each halving the patches, must leave a whole window to the last"
+_MERGED_WINDOW = "a window must hold patches of 8 pixels, merged 2 by 2"
 _QWEN4_INDEXER = {
     "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
@@ -223,6 +225,9 @@ FAMILIES: Mapping[str, Family] = {
     "donut-swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "levit": Family(set={"image_size": 64, "patch_size": 16}, why="its four strided convolutions make patches of 16"),
+    "mobilevitv2": Family(set={"image_size": 64}, why="it unfolds 2 x 2 patches after five halvings of the image"),
+    "qwen2_5_vl_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
+    "exaone4_5_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
     "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
     "deepseek_v4": Family(

@@ -51,6 +51,7 @@ def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel
         apply_sequence_parallelism(model, registry, embedding=facts.embedding if direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
+    model.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
     return registry
 
 

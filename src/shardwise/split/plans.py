@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.families import fused, latent
+from shardwise.plan.families import fused, latent, parallel
 from shardwise.plan.hf import plan_from_transformers
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
@@ -16,7 +16,7 @@ __all__ = ["AUTOMATIC", "declared_plan", "read_request", "vocabulary_plan"]
 
 AUTOMATIC = ("auto", "declared", "derived")
 
-_FAMILIES: dict[str, Plan] = {**fused.CORRECTIONS, **latent.CORRECTIONS}
+_FAMILIES: dict[str, Plan] = {**fused.CORRECTIONS, **latent.CORRECTIONS, **parallel.CORRECTIONS}
 
 
 def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:

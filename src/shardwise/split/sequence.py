@@ -40,7 +40,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
     context.partial_behind = plan.partial_behind
     for fqn in plan.whole:
         stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
-        install_whole(model.get_submodule(fqn), stack_around, context)
+        install_whole(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
         layers = _layers(model, stack.fqn)
         install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)

@@ -9,13 +9,14 @@ from torch import nn
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import install_gathered, install_reduced, install_region
+from shardwise.layers.edges import Leave, install_gathered, install_reduced, install_region
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
 from shardwise.layers.local import install_shares, install_sliced
 from shardwise.layers.norm import SplitNorm, recognise_norm
 from shardwise.layers.registry import ParameterEntry, Registry
+from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.resolve import SplitPlan
@@ -55,12 +56,22 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         if name in plan.modules:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
             split, stack = _split_of(registry, name), plan.stack_of(name)
-            _apply_style(module, plan.modules[name], split, context, stack=stack, reduces=reduces)
+            leave = _leave(plan, name)
+            _apply_style(module, plan.modules[name], split, context, stack=stack, leave=leave if reduces else None)
     for region in plan.regions:
         module = modules[region.fqn]
         asides = _names_of(plan.asides, region.fqn)
         parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
-        install_region(module, region.edge, context, stack=plan.stack_of(region.fqn), asides=asides, parts=parts)
+        install_region(
+            module,
+            region.edge,
+            context,
+            name=region.fqn,
+            stack=plan.stack_of(region.fqn),
+            leave=_leave(plan, region.fqn),
+            asides=asides,
+            parts=parts,
+        )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(module, _sizes(split), context)
@@ -74,6 +85,11 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     return model
 
 
+def _leave(plan: SplitPlan, module: str) -> Leave:
+    """How a region is left at `module`."""
+    return Leave(waits=module in plan.joins, takes=module in plan.joins.values())
+
+
 def _names_of(inputs: Iterable[str], module: str) -> set[str]:
     """The names of those inputs that are the module's."""
     return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
@@ -84,6 +100,9 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         owner, _, argument = fqn.rpartition(".")
         enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
         install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
+    for fqn in sorted(plan.told):
+        owner, _, argument = fqn.rpartition(".")
+        install_told(modules[owner], argument, context)
     added: dict[str, list[str]] = {}
     for fqn in plan.added:
         owner, _, name = fqn.rpartition(".")
@@ -93,8 +112,9 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
 
 
 def _apply_style(
-    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, reduces: bool
+    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, leave: Leave | None
 ) -> None:
+    """Args: leave: how a region is left at the module; None where one around it is left at its own output."""
     if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         if split is None:
             return  # a bare parameter's rule: its module computes with it as it is
@@ -105,7 +125,8 @@ def _apply_style(
             RowSplit,
             _split=context,
             _stack=stack,
-            _reduces=reduces,
+            _reduces=leave is not None,
+            _leave=leave,
             _reenters=reenters,
             _input_sizes=sizes,
         )

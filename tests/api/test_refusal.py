@@ -1,0 +1,59 @@
+"""Where no plan passes along the sequence, the error says which module and why in words, and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.api.deriving import derive_plan
+from shardwise.api.refusal import refused
+from shardwise.api.trial import Verdict
+from shardwise.errors import PlanError, UnsupportedError
+from shardwise.plan.spec import Plan
+from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
+
+pytestmark = pytest.mark.single
+
+SIZES = "RuntimeError: The size of tensor a (8) must match the size of tensor b (16) at non-singleton dimension 1"
+
+
+def refusal(*verdicts):
+    return refused("ZebraForCausalLM", verdicts, tp_size=2, sequence_parallel=True)
+
+
+def test_the_module_that_mixes_parts_with_the_whole_is_named():
+    lacking = Verdict(passed=False, reason="no stack", lacks_stack=True)
+    error = refusal(Verdict(passed=False, reason=SIZES, module="herd.layers.0.gallop"), lacking)
+    assert error.at == "herd.layers.*.gallop"
+    assert error.why is not None
+    assert error.why.startswith("herd.layers.*.gallop puts a part of the sequence together with what is as long as all")
+    assert error.why.endswith(f"({SIZES[:120]})"), "what torch said is the detail"
+    assert error.fix is not None
+    assert error.fix.startswith("run without sequence parallelism (sequence_parallel=False), or give rules")
+    assert 'plan={"herd.layers.*.gallop": "whole_sequence"}' in error.fix
+
+
+def test_other_numbers_are_positions_mixed_unseen():
+    error = refusal(Verdict(passed=False, reason="loss 3.7 instead of 1.9"))
+    assert error.at is None
+    assert "positions are mixed unseen (loss 3.7 instead of 1.9)" in str(error.why)
+
+
+def test_a_model_without_split_layers_has_nothing_to_split_for():
+    error = refusal(Verdict(passed=False, reason="no stack", lacks_stack=True))
+    assert str(error.why).startswith("none of its lists of layers holds blocks that are split")
+    assert error.fix == "run without sequence parallelism (sequence_parallel=False)"
+
+
+def test_a_layer_that_reshapes_by_the_whole_length_is_found_by_running():
+    config = shrink_config(default_config("reformer", task="masked_lm"), without_dropout=True)
+    twin = build_twin(config, model_class("ReformerForMaskedLM"), seed=0)
+    with pytest.raises(PlanError) as raised:
+        derive_plan(twin, Plan(()), tp_size=2, sequence_parallel=True)
+    assert raised.value.at == "reformer.encoder.layers.*.attention.self_attention"
+
+
+def test_a_model_that_draws_in_every_forward_is_no_oracle():
+    config = shrink_config(default_config("vit_mae", task="base"), without_dropout=True)
+    twin = build_twin(config, model_class("ViTMAEModel"), seed=0)
+    with pytest.raises(UnsupportedError, match="computes something else every time it runs"):
+        derive_plan(twin, Plan(()), tp_size=2)

@@ -1,0 +1,53 @@
+"""Sums that are left to another module: how the rule reads, and what it may name."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.errors import PlanError
+from shardwise.plan.joined import joined_style, target_of
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.structure import ModelFacts, ModuleFacts
+
+pytestmark = pytest.mark.pure
+
+LINEAR = ModuleFacts(kind="linear", parameters={"weight": (8, 8)})
+NAMES = ("attn", "attn.q", "attn.out", "mlp", "mlp.up", "mlp.down")
+FACTS = ModelFacts(
+    model_type="",
+    modules={
+        "": ModuleFacts(kind="other"),
+        "layers": ModuleFacts(kind="list"),
+        "layers.0": ModuleFacts(kind="other"),
+        **{f"layers.0.{name}": LINEAR if "." in name else ModuleFacts(kind="other") for name in NAMES},
+    },
+)
+RULES = {
+    "layers.*.attn.q": "colwise",
+    "layers.*.attn.out": "rowwise",
+    "layers.*.mlp.up": "colwise",
+    "layers.*.mlp.down": "rowwise",
+}
+
+
+def test_the_style_reads_and_prints():
+    rule = Rule("layers.*.attn.out", "rowwise_into(mlp.down)")
+    assert Rule.parse(str(rule)) == rule
+    assert joined_style("region_output_into(mlp)") == ("region_output", "mlp")
+    assert joined_style("rowwise") is None
+    with pytest.raises(PlanError, match="unknown style"):
+        Rule("x", "rowwise_into()")
+
+
+def test_the_target_is_named_from_the_module_that_holds_both():
+    assert target_of("layers.0.attn.out", "mlp.down", FACTS.modules) == "layers.0.mlp.down"
+    plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, tp_size=2)
+    assert plan.joins == {"layers.0.attn.out": "layers.0.mlp.down"}
+    assert plan.modules["layers.0.attn.out"] == "rowwise"
+
+
+@pytest.mark.parametrize("target", ["mlp.nothing", "mlp.up", "attn.q"])
+def test_a_target_that_sums_nothing_is_an_error(target):
+    with pytest.raises(PlanError, match="cannot be summed with"):
+        resolve(Plan.of({**RULES, "layers.*.attn.out": f"rowwise_into({target})"}), FACTS, tp_size=2)
