@@ -191,8 +191,11 @@ def _compile_block() -> CompileCount:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from shardwise import Compile, Mesh, TrainStep, parallelize
+    from shardwise.api.building import parallelize
+    from shardwise.mesh import Mesh
+    from shardwise.plan.options import Compile
     from shardwise.split.compiled import count_compilation
+    from shardwise.train.step import TrainStep
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, pad_token_id=0)).train()
