@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
+import transformers
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
@@ -132,3 +135,20 @@ def test_choices_that_make_no_sense_are_errors(options, message):
 def test_patterns_that_cannot_be_followed_are_errors(modules, message):
     with shardwise.Mesh.open("tp1") as mesh, pytest.raises(ConfigError, match=message):
         shardwise.parallelize(tiny_model("llama"), mesh, recompute=shardwise.Recompute(mode="full", modules=modules))
+
+
+@pytest.mark.single
+def test_a_head_that_hands_on_unnamed_whether_to_cache_builds_none():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.GraniteMoeConfig(**sizes, num_hidden_layers=2, vocab_size=32, num_local_experts=2)
+    model = transformers.GraniteMoeForCausalLM(config)
+    assert "use_cache" not in inspect.signature(model.forward).parameters
+    ids = torch.arange(8)[None]
+    with shardwise.Mesh.open("tp1") as mesh:
+        shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="selective"))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()  # a cache that grew in forward would be found longer when blocks run again
+        with torch.no_grad():
+            assert model(input_ids=ids).past_key_values is not None
+        with pytest.raises(ConfigError, match="use_cache=True"):
+            model(input_ids=ids, use_cache=True)

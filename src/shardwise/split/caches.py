@@ -8,6 +8,7 @@ layer.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,19 +20,28 @@ __all__ = ["train_without_cache"]
 
 
 def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
-    """Makes forwards with gradients of a model in training mode pass `use_cache=False` unless the caller says more.
+    """Makes forwards with gradients of a model in training mode run with `use_cache=False` unless the caller says more.
 
     Args:
         recomputes: whether blocks are computed again in backward, where a cache cannot be had at all.
     """
-    if "use_cache" not in inspect.signature(model.forward).parameters:
-        return
 
     def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or not (module.training or recomputes):
+        is_told = len(args) > list(inspect.signature(module.forward).parameters).index("use_cache")
+        if is_told or not torch.is_grad_enabled() or not (module.training or recomputes):
             return args, kwargs
         if recomputes and kwargs.get("use_cache"):
             raise ConfigError("use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()")
-        return args, {"use_cache": False, **kwargs}
+        return args, {**kwargs, "use_cache": kwargs.get("use_cache") or False}
 
-    model.register_forward_pre_hook(without_cache, with_kwargs=True)
+    for module in _cache_builders(model):
+        module.register_forward_pre_hook(without_cache, with_kwargs=True)
+
+
+def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that can be told whether to build a cache: a head may hand it on unnamed."""
+    if "use_cache" in inspect.signature(module.forward).parameters:
+        yield module
+        return
+    for child in module.children():
+        yield from _cache_builders(child)
