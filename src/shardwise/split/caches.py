@@ -25,23 +25,29 @@ def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
     Args:
         recomputes: whether blocks are computed again in backward, where a cache cannot be had at all.
     """
+    for module, position in _cache_builders(model):
+        _install(module, position, recomputes=recomputes)
 
+
+def _install(module: nn.Module, position: int, *, recomputes: bool) -> None:
     def without_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        is_told = len(args) > list(inspect.signature(module.forward).parameters).index("use_cache")
-        if is_told or not torch.is_grad_enabled() or not (module.training or recomputes):
+        if len(args) > position or not torch.is_grad_enabled() or not (module.training or recomputes):
             return args, kwargs
         if recomputes and kwargs.get("use_cache"):
             raise ConfigError("use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()")
         return args, {**kwargs, "use_cache": kwargs.get("use_cache") or False}
 
-    for module in _cache_builders(model):
-        module.register_forward_pre_hook(without_cache, with_kwargs=True)
+    module.register_forward_pre_hook(without_cache, with_kwargs=True)
 
 
-def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that can be told whether to build a cache: a head may hand it on unnamed."""
-    if "use_cache" in inspect.signature(module.forward).parameters:
-        yield module
+def _cache_builders(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The outermost modules that can be told whether to build a cache, with the place of that among their arguments.
+
+    A head may hand it on unnamed.
+    """
+    names = list(inspect.signature(module.forward).parameters)
+    if "use_cache" in names:
+        yield module, names.index("use_cache")
         return
     for child in module.children():
         yield from _cache_builders(child)
