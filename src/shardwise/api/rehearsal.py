@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.planning import plan_for
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.estimate.memory import HeldBytes
 from shardwise.plan.spec import Plan
 from shardwise.proof.twin_batch import make_batch
 from shardwise.split.apply import apply_layout, check_axes
 from shardwise.split.build import build_meta_model
 from shardwise.split.choices import Choices
-from shardwise.split.held import HeldBytes, MemoryCount
+from shardwise.split.held import MemoryCount
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
 

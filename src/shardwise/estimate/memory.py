@@ -1,4 +1,4 @@
-"""Bytes that a rank holds while it trains, from layouts alone."""
+"""Bytes that a rank holds while it trains: from step to step, from layouts alone; and in the middle of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.layout.boxes import shape_of
 from shardwise.layout.tensor import Layout
 
-__all__ = ["StateBytes", "state_bytes"]
+__all__ = ["HeldBytes", "StateBytes", "state_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +30,24 @@ class StateBytes:
     def total(self) -> int:
         """All of it."""
         return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldBytes:
+    """What one rank keeps besides parameters, gradients and optimizer states at rest.
+
+    Attributes:
+        activations: what autograd saved, and what selective recomputation keeps.
+        gathered: parameters that lie gathered, or cast, until backward.
+    """
+
+    activations: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.gathered
 
 
 def state_bytes(

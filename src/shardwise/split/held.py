@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["HeldBytes", "MemoryCount"]
+from shardwise.estimate.memory import HeldBytes
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBytes:
-    """What one rank keeps besides parameters, gradients and optimizer states at rest.
-
-    Attributes:
-        activations: what autograd saved, and what selective recomputation keeps.
-        gathered: parameters that lie gathered, or cast, until backward.
-    """
-
-    activations: int
-    gathered: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.activations + self.gathered
+__all__ = ["MemoryCount"]
 
 
 class MemoryCount(TorchDispatchMode):
