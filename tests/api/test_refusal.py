@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.api import deriving
 from shardwise.api.deriving import derive_plan
 from shardwise.api.refusal import refused
 from shardwise.api.trial import Verdict
@@ -57,3 +58,15 @@ def test_a_model_that_draws_in_every_forward_is_no_oracle():
     twin = build_twin(config, model_class("ViTMAEModel"), seed=0)
     with pytest.raises(UnsupportedError, match="computes something else every time it runs"):
         derive_plan(twin, Plan(()), tp_size=2)
+
+
+def test_a_model_that_does_not_bear_being_watched_is_refused_for_that(monkeypatch):
+    def cannot(*args, **kwargs):
+        raise RuntimeError("view size is not compatible")
+
+    monkeypatch.setattr(deriving, "find_row_products", cannot)
+    monkeypatch.setattr(deriving, "watch", cannot)
+    config = shrink_config(default_config("gpt2", task="causal_lm"), without_dropout=True)
+    twin = build_twin(config, model_class("GPT2LMHeadModel"), seed=0)
+    found = derive_plan(twin, Plan(()), tp_size=2)
+    assert "cannot be watched: RuntimeError: view size" in str(found.problem)

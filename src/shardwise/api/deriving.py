@@ -185,10 +185,14 @@ class _Candidates:
             products, layers = find_row_products(_eager(self.twin), self.trial.inputs(), parts=parts)
             return find_blocks(self.twin, self.facts, products, layers, parts=parts)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
-            reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
-            logger.warning("%s: %s", type(self.twin).__name__, reason)
-            self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
-            return []
+            return self._unwatched(error)
+
+    def _unwatched(self, error: Exception) -> list[Any]:
+        """Nothing was seen: says so, and why."""
+        reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
+        logger.warning("%s: %s", type(self.twin).__name__, reason)
+        self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
+        return []
 
     def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
         """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
@@ -205,7 +209,10 @@ class _Candidates:
 
     @functools.cached_property
     def _layers(self) -> list[Layer]:
-        return watch(_eager(self.twin), self.trial.inputs(), thorough=True)
+        try:
+            return watch(_eager(self.twin), self.trial.inputs(), thorough=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._unwatched(error)
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""
