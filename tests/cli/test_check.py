@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from shardwise.api.rehearsal import Rehearsal
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL, make_tokenizer
 
@@ -75,6 +76,7 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("optimizer.name=LBFGS", "evaluates the loss itself"),
         ("optimizer.name=torch.optim.SDG", "no optimizer class"),
         ("recompute={mode: full, modules: [model.layers.*.mpl]}", "recompute: Recompute pattern"),
+        ("optimizer.options.betas=[2.0, 0.9]", "optimizer: Invalid beta parameter"),
         ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),
         ("compilation.backend=indutcor", "did you mean 'inductor'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
@@ -86,11 +88,21 @@ def test_each_of_these_is_a_problem(run, capsys, word, part):
     assert ": 1 problem\n" in out and part in out
 
 
+def test_what_does_not_bear_being_rehearsed_is_no_problem(run, monkeypatch):
+    def fail(self):
+        raise RuntimeError("a fake tensor has no values")
+
+    monkeypatch.setattr(Rehearsal, "open", fail)
+    assert main(["check", run]) == 0
+
+
 def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, capsys):
     assert main(["plan", run]) == 0
     printed = capsys.readouterr().out
     assert "q_proj" in printed and "colwise" in printed
     assert "between forward and backward of 8 x 32 tokens it holds" in printed
+    assert main(["plan", run, "--layout", "fsdp16.tp2"]) == 0
+    assert "between forward and backward of 1 x 32 tokens it holds" in capsys.readouterr().out
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
     assert main(["plan", str(config), "--layout", "tp4"]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from shardwise.train.corpus import Encoder, text_fingerprint
 from shardwise.train.optimizer import build_optimizer
 
 __all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config", "precision_of"]
+
+logger = logging.getLogger("shardwise.train")
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -134,6 +137,10 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
                 build_optimizer(model, optimizer_class, groups=config.optimizer.groups, **arguments)
     except ShardwiseError as error:
         return [Problem("recompute" if key == "model" and isinstance(error, ConfigError) else key, str(error))]
+    except Exception as error:  # noqa: BLE001 - a class refuses its options, or something cannot be rehearsed
+        if key == "optimizer" and isinstance(error, TypeError | ValueError):
+            return [Problem(key, str(error))]
+        logger.info("cannot rehearse the run, which may work all the same: %s", error)
     return []
 
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     choices: dict[str, Any] = {}
     if found.run is not None:
-        choices = _choices_of(found.run)
+        choices = _choices_of(found.run, found.shape)
     if arguments.batch is not None:
         choices["batch"] = _read_batch(arguments.batch)
     if arguments.compute is not None:
@@ -55,14 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choices_of(config: TrainConfig) -> dict[str, Any]:
+def _choices_of(config: TrainConfig, shape: MeshShape) -> dict[str, Any]:
     """What a run's file says of its microbatches, as arguments of `describe`."""
     import torch
 
     from shardwise.cli.models import precision_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    num_rows = config.batch_size // (MeshShape.parse(config.layout).data_size * config.num_microbatches)
+    num_rows = max(1, config.batch_size // (shape.data_size * config.num_microbatches))  # --layout may need more rows
     return {
         "batch": (num_rows, config.data.seq_length),
         "fsdp": config.fsdp,
