@@ -1,13 +1,13 @@
 """Patterns over FQNs, and which rule governs a name."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
+from shardwise.plan import match as matching
 from shardwise.plan.match import Matcher, match
 from shardwise.plan.spec import Plan, Rule
 
@@ -112,10 +112,13 @@ def test_rules_from_elsewhere_may_match_nothing_and_are_listed():
     assert Matcher(NAMES).unmatched(plan) == (Rule("score", "replicate", "hf"),)
 
 
-def test_a_hundred_thousand_names_take_seconds_at_most():
+def test_a_hundred_thousand_names_are_visited_where_a_rule_may_match(monkeypatch):
+    visits = []
+    walk = matching._walk
+    monkeypatch.setattr(matching, "_walk", lambda node, *rest: visits.append(node) or walk(node, *rest))
     names = [f"model.layers.{n}.mlp.experts.{e}.{w}.weight" for n in range(100) for e in range(334) for w in "abc"]
     plan = Plan.of({f"model.layers.*.mlp.experts.*.{w}": "colwise" for w in "abc"} | {"**.c": "rowwise"})
-    began = time.perf_counter()
     governing = Matcher(names).resolve(plan)
-    assert time.perf_counter() - began < 5
     assert len(governing) == len(names) == 100_200
+    num_nodes = 3 + 100 * (3 + 334 * (1 + 3 + 3))
+    assert num_nodes < len(visits) < 2 * num_nodes, "all of them for **, the branches that fit for the other three"

@@ -131,10 +131,8 @@ def test_nested_results_with_tensors():
 
 def test_a_raising_rank_ends_the_others_with_its_own_exception():
     spawn(random_numbers, 1)  # warm
-    start = time.monotonic()
-    with pytest.raises(ValueError, match="^one went wrong$") as caught:
+    with pytest.raises(ValueError, match="^one went wrong$") as caught:  # and not, at the timeout, a RankError
         spawn(raise_on_rank_1, 2, "value")
-    assert time.monotonic() - start < 10
     cause = str(caught.value.__cause__)
     assert "rank 1 of 2 raised ValueError" in cause
     assert "in raise_on_rank_1" in cause
@@ -242,9 +240,9 @@ def test_a_pool_that_was_warmed_starts_once_and_may_be_closed_before_it_is_ready
         if seconds == "0":
             assert len(spawn(where_am_i, 1, pool=pool)) == 1
             assert (tmp_path / "started").read_text() == "once"
-        start = time.monotonic()
+        process = pool._process
         pool.close()
-        assert time.monotonic() - start < 5
+        assert process.returncode == (0 if seconds == "0" else -signal.SIGKILL)
 
 
 def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
