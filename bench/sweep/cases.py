@@ -8,8 +8,9 @@ from typing import Any
 
 import transformers
 
-from shardwise.api.proving import Proof
+from shardwise.api.verifying import Proof
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.plan.options import ParallelSpec
 from shardwise.proof.objective import objective_of
 from shardwise.proof.parity import Tolerance
 from shardwise.proof.twins import (
@@ -114,10 +115,10 @@ def _tiny_config(case: Case) -> Any:
 def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
     variant = case.variant
     proof = Proof(
-        config,
-        model_class(case.class_name),
-        variant.layout,
-        sequence_parallel=variant.sequence_parallel,
+        config=config,
+        model_class=model_class(case.class_name),
+        layout=variant.layout,
+        spec=ParallelSpec(sequence_parallel=variant.sequence_parallel),
         tolerance=TOLERANCE,
         num_steps=3,
     )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api.building import load as load
     from shardwise.api.building import parallelize as parallelize
-    from shardwise.api.proving import verify as verify
     from shardwise.api.state import export_pretrained as export_pretrained
     from shardwise.api.state import full_gradients as full_gradients
     from shardwise.api.state import full_state_dict as full_state_dict
+    from shardwise.api.verifying import verify as verify
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
     from shardwise.plan.options import Compile as Compile
@@ -47,7 +47,7 @@ _HOMES = {
     "full_state_dict": "api.state",
     "load": "api.building",
     "parallelize": "api.building",
-    "verify": "api.proving",
+    "verify": "api.verifying",
 }
 
 __all__ = [

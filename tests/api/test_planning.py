@@ -14,6 +14,7 @@ import shardwise
 from shardwise.api import planning
 from shardwise.api.planning import plan_for
 from shardwise.errors import PlanError
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import measure
 from shardwise.testing.spawn import spawn
@@ -134,21 +135,21 @@ def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     derived = []
     whole = planning.derive_plan
     monkeypatch.setattr(planning, "derive_plan", lambda *args, **rest: derived.append(1) or whole(*args, **rest))
-    first = plan_for(small(**GPT2), "auto", tp_size=2)
-    assert plan_for(small(**GPT2), "auto", tp_size=2) == first
+    first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2)
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
     assert len(derived) == 1
     (kept,) = (tmp_path / "shardwise" / "plans").iterdir()
-    assert plan_for(small(**GPT2), "derived", tp_size=2) == first
+    assert plan_for(small(**GPT2), ParallelSpec(plan="derived"), tp_size=2) == first
     assert len(derived) == 2, "asked for anew"
     kept.write_text("{ damaged")
-    assert plan_for(small(**GPT2), "auto", tp_size=2) == first
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
     assert len(derived) == 3, "a damaged file is derived again"
 
 
 @pytest.mark.single
 def test_plans_of_large_models_come_from_small_twins_and_cover_all_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), "auto", tp_size=4)
+    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), tp_size=4)
     styles = {rule.pattern: rule.style for rule in plan.rules}
     assert styles["transformer.h.*.attn.c_attn"] == "split(1, sections=3)"
     assert styles["transformer.h.*.mlp.c_proj"] == "rowwise"
@@ -159,10 +160,12 @@ def test_plans_of_large_models_come_from_small_twins_and_cover_all_layers(tmp_pa
 def test_without_derivation_a_model_that_declares_nothing_is_an_error_that_teaches(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     with pytest.raises(PlanError, match="GPT2LMHeadModel") as error:
-        plan_for(small(**GPT2), "declared", tp_size=2)
+        plan_for(small(**GPT2), ParallelSpec(plan="declared"), tp_size=2)
     assert '"colwise"' in str(error.value)
     rules = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
-    assert len(plan_for(small(**GPT2), rules, tp_size=2).rules) > len(rules), "rules lie on top of what is derived"
+    assert len(plan_for(small(**GPT2), ParallelSpec(plan=rules), tp_size=2).rules) > len(rules), (
+        "rules lie on top of what is derived"
+    )
 
 
 class Knot(nn.Module):
@@ -179,5 +182,5 @@ class Knot(nn.Module):
 @pytest.mark.single
 def test_something_that_is_no_transformers_model_says_what_to_do():
     with pytest.raises(PlanError, match="no tensor-parallel plan is known for Knot") as error:
-        plan_for(Knot(), "auto", tp_size=2)
+        plan_for(Knot(), ParallelSpec(plan="auto"), tp_size=2)
     assert "give rules" in str(error.value)

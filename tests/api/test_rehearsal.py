@@ -9,36 +9,36 @@ import transformers
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
-from shardwise.api.proving import describe
+from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import MeshError
-from shardwise.split.choices import Choices
+from shardwise.plan.options import ParallelSpec
 from shardwise.split.held import MemoryCount
 from shardwise.testing.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS, LENGTH = 2, 32
 CASES = {
-    "tp2": ("tp2", False, Choices()),
-    "tp2 sp": ("tp2", True, Choices()),
-    "tp2 full": ("tp2", False, Choices(recompute=Recompute(mode="full"))),
-    "tp2 selective": ("tp2", False, Choices(recompute=Recompute(mode="selective"))),
-    "tp2 bfloat16": ("tp2", False, Choices(precision=Precision())),
-    "fsdp2": ("fsdp2", False, Choices()),
-    "fsdp2 stage 2": ("fsdp2", False, Choices(fsdp=FsdpPolicy(zero_stage=2))),
-    "fsdp2 full bfloat16": ("fsdp2", False, Choices(recompute=Recompute(mode="full"), precision=Precision())),
-    "ddp2": ("ddp2", False, Choices()),
+    "tp2": ("tp2", ParallelSpec()),
+    "tp2 sp": ("tp2", ParallelSpec(sequence_parallel=True)),
+    "tp2 full": ("tp2", ParallelSpec(recompute=Recompute(mode="full"))),
+    "tp2 selective": ("tp2", ParallelSpec(recompute=Recompute(mode="selective"))),
+    "tp2 bfloat16": ("tp2", ParallelSpec(precision=Precision())),
+    "fsdp2": ("fsdp2", ParallelSpec()),
+    "fsdp2 stage 2": ("fsdp2", ParallelSpec(fsdp=FsdpPolicy(zero_stage=2))),
+    "fsdp2 full bfloat16": ("fsdp2", ParallelSpec(recompute=Recompute(mode="full"), precision=Precision())),
+    "ddp2": ("ddp2", ParallelSpec()),
 }
 
 
 def hold(cases):
     """What this rank really holds between forward and backward."""
     found = {}
-    for name, (layout, sequence_parallel, choices) in cases.items():
+    for name, (layout, spec) in cases.items():
         with shardwise.Mesh.open(layout) as mesh:
             model = tiny_model("llama")
             batch = rows_of(tiny_batch(model, rows=ROWS * mesh.data_size, length=LENGTH), mesh)
-            model = shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel, **vars(choices)).train()
+            model = shardwise.parallelize(model, mesh, **vars(spec)).train()
             with MemoryCount(model) as count:
                 loss = model(**batch).loss
                 time.sleep(0.1)  # gloo's thread lets go of what it sent a moment later
@@ -47,16 +47,16 @@ def hold(cases):
     return found
 
 
-def rehearse(layout, sequence_parallel, choices):
+def rehearse(layout, spec):
     shape = shardwise.MeshShape.parse(layout)
-    rehearsal = Rehearsal(
-        source=tiny_model("llama").config, shape=shape, sequence_parallel=sequence_parallel, choices=choices
-    )
+    rehearsal = Rehearsal(source=tiny_model("llama").config, shape=shape, spec=spec)
     return rehearsal.count_held(num_rows=ROWS, seq_length=LENGTH)
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(("num_ranks", "layouts"), [(2, CASES), (4, {"both": ("fsdp2.tp2", True, Choices())})])
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"), [(2, CASES), (4, {"both": ("fsdp2.tp2", ParallelSpec(sequence_parallel=True))})]
+)
 def test_what_is_rehearsed_is_what_ranks_hold(num_ranks, layouts):
     held = spawn(hold, num_ranks, layouts)[0]
     for name, case in layouts.items():
@@ -65,7 +65,9 @@ def test_what_is_rehearsed_is_what_ranks_hold(num_ranks, layouts):
 
 @pytest.mark.single
 def test_more_ranks_hold_less_each():
-    held = {layout: rehearse(layout, True, Choices()).activations for layout in ("tp1", "tp2", "tp4")}
+    held = {
+        layout: rehearse(layout, ParallelSpec(sequence_parallel=True)).activations for layout in ("tp1", "tp2", "tp4")
+    }
     assert held["tp4"] < held["tp2"] < held["tp1"]
 
 
@@ -80,7 +82,7 @@ def test_what_depends_on_values_is_said_to():
 
 def rehearse_as_rank():
     with shardwise.Mesh.open("tp2"):
-        rehearse("tp2", False, Choices())
+        rehearse("tp2", ParallelSpec())
 
 
 @pytest.mark.spawn

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from shardwise.api import proving as api
+from shardwise.api import verifying as api
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL
 

@@ -12,11 +12,12 @@ from shardwise.api.trial import Trial, copied
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError
 from shardwise.layers.context import Entered
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, settle, shrink_config
-from shardwise.split.apply import apply_layout
+from shardwise.split.apply import apply_plan
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, vocabulary_plan
 
@@ -64,7 +65,8 @@ def exchanges(twin, batch, plan, change=lambda model: None):
 
     def rank(group):
         model = copied(twin)()
-        apply_layout(model, SimulatedMesh(group), plan)
+        resolved = resolve(plan, read_facts(model), tp_size=2)
+        apply_plan(model, SimulatedMesh(group), resolved, ParallelSpec())
         change(model)
         model.train()(input_ids=batch["input_ids"])
         return group.num_exchanges

@@ -13,16 +13,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.planning import plan_for
+from shardwise.api.prepare import prepare
 from shardwise.comm.agree import failing_together
-from shardwise.errors import ConfigError
-from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
-from shardwise.plan.options import Compile, FsdpPolicy, Precision, Recompute
+from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.split.apply import apply_layout, check_axes
-from shardwise.split.build import HUB_OPTIONS, build_meta_model, read_config, read_generation_config
-from shardwise.split.choices import Choices
+from shardwise.split.build import HUB_OPTIONS, as_dtype, build_meta_model, read_config, read_generation_config
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
 from shardwise.weights.index import CheckpointIndex
@@ -67,78 +63,82 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         PlanError: the plan cannot be followed.
         UnsupportedError: the class does not serve the config, or the checkpoint is quantized.
 
-    Communicates: one small gather over all ranks at the end, so that a fault of one rank is raised on all.
+    Communicates: a few small gathers over all ranks: a fault of one is raised on all, and models must be the same.
     """
-    request = _LoadRequest(
-        source,
-        auto_class,
-        plan,
-        sequence_parallel,
-        Choices(
-            fsdp=fsdp or FsdpPolicy(), precision=precision, recompute=recompute or Recompute(), compilation=compilation
-        ),
-        dtype if dtype is not None or precision is None else precision.params,
-        seed,
-        options,
+    spec = ParallelSpec.of(
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        fsdp=fsdp,
+        precision=precision,
+        recompute=recompute,
+        compilation=compilation,
     )
-    with failing_together(mesh, "loading"):
-        model, registry = _load_local(request, mesh)
-    _open_subgroups(registry)
+    if dtype is None and precision is not None:
+        dtype = precision.params
+    return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, options=options)
+
+
+def _load(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    mesh: Mesh,
+    spec: ParallelSpec,
+    *,
+    auto_class: Any,
+    dtype: torch.dtype | str | None,
+    seed: int,
+    options: Mapping[str, Any],
+) -> PreTrainedModel:
+    with failing_together(mesh, "reading the model's configuration"):
+        found = _open_source(source, options)
+    with found.index or nullcontext():
+        with failing_together(mesh, "building the model"):
+            chosen = as_dtype(dtype) or found.config.dtype or _stored_dtype(found.index)
+            model = build_meta_model(found.config, auto_class, dtype=chosen, options=found.options)
+        registry = prepare(model, mesh, spec)
+        with failing_together(mesh, "loading"):
+            if found.index is not None and not isinstance(source, PreTrainedConfig):
+                load_weights(model, registry, found.index, dtype=chosen, **found.reading)
+                model.config.name_or_path = model.name_or_path = os.fspath(source)
+                read_generation_config(model, source, found.where)
+            initialize_missing(model, registry, seed=seed)
     return model
 
 
-@dataclass(frozen=True)
-class _LoadRequest:
-    """The arguments of `load`."""
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where a model comes from.
 
-    source: str | os.PathLike[str] | PreTrainedConfig
-    auto_class: Any
-    plan: str | Plan | Mapping[str, str]
-    sequence_parallel: bool
-    choices: Choices
-    dtype: torch.dtype | str | None
-    seed: int
+    Attributes:
+        index: of its weights, None where there are none.
+        options: of `load` that are the model class's.
+        where: of `load` that are the hub's.
+        reading: of `load` that are about names and shapes of weights.
+    """
+
+    config: PreTrainedConfig
+    index: CheckpointIndex | None
     options: dict[str, Any]
+    where: dict[str, Any]
+    reading: dict[str, Any]
 
 
-def _load_local(request: _LoadRequest, mesh: Mesh) -> tuple[PreTrainedModel, Registry]:
-    """What this rank does alone: build on the meta device, split, read its slices, initialise the rest."""
-    options = dict(request.options)
-    reading = {name: options.pop(name) for name in ("ignore_mismatched_sizes", "key_mapping") if name in options}
+def _open_source(source: str | os.PathLike[str] | PreTrainedConfig, given: Mapping[str, Any]) -> _Source:
+    options = dict(given)
+    reading: dict[str, Any] = {
+        name: options.pop(name) for name in ("ignore_mismatched_sizes", "key_mapping") if name in options
+    }
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
-    index: CheckpointIndex | None = None
-    if isinstance(request.source, PreTrainedConfig):
-        config = copy.deepcopy(request.source)
-    else:
-        config, options = read_config(request.source, options)
-        index = CheckpointIndex.open(request.source, **where)
-    with index or nullcontext():
-        dtype = _as_dtype(request.dtype) or config.dtype or (_stored_dtype(index) if index is not None else None)
-        model = build_meta_model(config, request.auto_class, dtype=dtype, options=options)
-        check_axes(mesh.shape)
-        rules = plan_for(model, request.plan, tp_size=mesh.size("tp"), sequence_parallel=request.sequence_parallel)
-        registry = apply_layout(model, mesh, rules, sequence_parallel=request.sequence_parallel)
-        request.choices.apply(model, registry)
-        if index is not None:
-            load_weights(model, registry, index, dtype=dtype, **reading)
-            model.config.name_or_path = model.name_or_path = os.fspath(request.source)
-            read_generation_config(model, request.source, where)
-        initialize_missing(model, registry, seed=request.seed)
-    return model, registry
+    if isinstance(source, PreTrainedConfig):
+        return _Source(config=copy.deepcopy(source), index=None, options=options, where=where, reading=reading)
+    config, options = read_config(source, options)
+    index = CheckpointIndex.open(source, **where)
+    return _Source(config=config, index=index, options=options, where=where, reading=reading)
 
 
-def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
-        return None if isinstance(dtype, str) else dtype
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"unknown dtype {dtype!r}", fix='use a torch dtype or its name, such as "bfloat16"')
-    return found
-
-
-def _stored_dtype(index: CheckpointIndex) -> torch.dtype | None:
+def _stored_dtype(index: CheckpointIndex | None) -> torch.dtype | None:
     """The dtype of the checkpoint's first floating-point tensor, as transformers takes it."""
-    return next((entry.dtype for entry in index.values() if entry.dtype.is_floating_point), None)
+    entries = index.values() if index is not None else ()
+    return next((entry.dtype for entry in entries if entry.dtype.is_floating_point), None)
 
 
 def parallelize(  # noqa: PLR0913 - as above
@@ -172,29 +172,20 @@ def parallelize(  # noqa: PLR0913 - as above
 
     Raises:
         PlanError: the plan cannot be followed; every problem is listed, with the sizes that work.
+        RankError: the ranks' models or options differ; says where first.
         UnsupportedError: the layout or the model needs something that does not exist yet.
 
-    Communicates: nothing (the first use of replicated key/value heads creates their groups).
+    Communicates: a few small gathers over all ranks: their models and options must be the same.
     """
-    check_axes(mesh.shape)
-    rules = plan_for(model, plan, tp_size=mesh.size("tp"), sequence_parallel=sequence_parallel)
-    registry = apply_layout(model, mesh, rules, sequence_parallel=sequence_parallel)
+    spec = ParallelSpec.of(
+        plan=plan,
+        sequence_parallel=sequence_parallel,
+        fsdp=fsdp,
+        precision=precision,
+        recompute=recompute,
+        compilation=compilation,
+    )
     if dtype is None and precision is not None:
-        dtype = _as_dtype(precision.params)
-    if dtype is not None:
-        model.to(dtype)
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        model.to(mesh.device)
-    Choices(
-        fsdp=fsdp or FsdpPolicy(), precision=precision, recompute=recompute or Recompute(), compilation=compilation
-    ).apply(model, registry)
-    _open_subgroups(registry)
+        dtype = as_dtype(precision.params)
+    prepare(model, mesh, spec, dtype=dtype)
     return model
-
-
-def _open_subgroups(registry: Registry) -> None:
-    """Creates the groups of replicated heads now, where every rank is at the same point."""
-    for entry in registry.entries.values():
-        if entry.split is not None and entry.split.shared():
-            blocks = tuple(sorted({holders for _, holders in entry.split.shared()}))
-            registry.mesh.subgroup("tp", blocks)

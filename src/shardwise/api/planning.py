@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from shardwise.api.deriving import Derivation, derive_plan
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.families.proved import PROVED
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, read_request, vocabulary_plan
@@ -40,19 +40,17 @@ _ROOMS = ("api", "layers", "plan", "proof", "derive", "split")
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
-def plan_for(
-    model: nn.Module, plan: str | Plan | Mapping[str, str], *, tp_size: int, sequence_parallel: bool = False
-) -> Plan:
+def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
     """All rules for `model`, later ones over earlier ones.
 
     Args:
-        plan: "auto" as above; "declared" takes what transformers declares, untried; "derived" derives anew; or rules on
-            top of the automatic ones.
+        spec: whose plan is "auto" as above; "declared", which takes what transformers declares, untried; "derived",
+            which derives anew; or rules on top of the automatic ones.
 
     Raises:
         PlanError: nothing is declared, nothing can be derived, and the user gives no rules.
     """
-    kind, own = read_request(plan)
+    kind, own = read_request(spec.plan)
     if tp_size == 1:
         return own
     facts = read_facts(model)
@@ -66,7 +64,7 @@ def plan_for(
             model,
             vocabulary | declared,
             tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=spec.sequence_parallel,
             anew=kind == "derived",
         )
     except PlanError:

@@ -14,14 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.planning import plan_for
+from shardwise.api.prepare import decide
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import HeldBytes
-from shardwise.plan.spec import Plan
+from shardwise.plan.options import ParallelSpec
 from shardwise.proof.twin_batch import make_batch
-from shardwise.split.apply import apply_layout, check_axes
+from shardwise.split.apply import apply_plan
 from shardwise.split.build import build_meta_model
-from shardwise.split.choices import Choices
 from shardwise.split.held import MemoryCount
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
@@ -35,14 +34,13 @@ class Rehearsal:
 
     Attributes:
         source: the model's config; no weights are read.
-        shape, plan, sequence_parallel, choices, dtype, auto_class, options: as in `load`.
+        shape: of the mesh.
+        spec, dtype, auto_class, options: as in `load`.
     """
 
     source: PreTrainedConfig
     shape: MeshShape
-    plan: str | Plan | Mapping[str, str] = "auto"
-    sequence_parallel: bool = False
-    choices: Choices = field(default_factory=Choices)
+    spec: ParallelSpec = field(default_factory=ParallelSpec)
     dtype: torch.dtype | None = None
     auto_class: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -55,16 +53,15 @@ class Rehearsal:
             MeshError: this process is a rank of some job.
             ShardwiseError: as `load`.
         """
-        check_axes(self.shape)
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
         )
-        fsdp = replace(self.choices.fsdp, symmetric_memory=False)  # only the devices themselves have it
-        rules = plan_for(model, self.plan, tp_size=self.shape.tp_size, sequence_parallel=self.sequence_parallel)
+        plan = decide(model, self.shape, self.spec)
+        # Only the devices themselves have symmetric memory.
+        spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
         with pretended_mesh(self.shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
             _materialize(model)
-            registry = apply_layout(model, mesh, rules, sequence_parallel=self.sequence_parallel)
-            replace(self.choices, fsdp=fsdp).apply(model, registry)
+            apply_plan(model, mesh, plan, spec)
             yield model.train()
 
     def count_held(self, *, num_rows: int, seq_length: int) -> HeldBytes:

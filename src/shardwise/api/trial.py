@@ -14,11 +14,14 @@ from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import resolve
 from shardwise.plan.sequence import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
-from shardwise.split.apply import apply_layout
+from shardwise.split.apply import apply_plan
+from shardwise.split.facts import read_facts
 from shardwise.train.gradients import reduce_gradients
 
 __all__ = ["Trial", "Verdict"]
@@ -87,7 +90,8 @@ class Trial:
         def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
             models.append(model)
-            apply_layout(model, SimulatedMesh(group), plan, sequence_parallel=sequence_parallel)
+            resolved = resolve(plan, read_facts(model), tp_size=self.parts, sequence_parallel=sequence_parallel)
+            apply_plan(model, SimulatedMesh(group), resolved, ParallelSpec())
             loss = objective_of(model(**self.inputs()))
             loss.backward()
             num_collectives = group.num_exchanges

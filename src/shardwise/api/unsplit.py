@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
-from shardwise.plan.resolve import ParameterPlan, resolve
+from shardwise.plan.decision import ParameterPlan
+from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts, parent_of
 from shardwise.plan.whole import OUTSIDE

@@ -16,14 +16,13 @@ from shardwise.cli.config import config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.plan.options import Compile, Precision
-from shardwise.split.choices import Choices
+from shardwise.plan.options import Compile, ParallelSpec, Precision
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
 from shardwise.train.optimizer import build_optimizer
 
-__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config", "precision_of"]
+__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -79,27 +78,26 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
     return load(
         model_config if given.path is None else given.path,
         mesh,
-        plan=given.plan or "auto",
-        sequence_parallel=config.sequence_parallel,
-        fsdp=config.fsdp,
-        precision=precision_of(config, mesh.device),
-        recompute=config.recompute,
-        compilation=_compilation(config),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
+        **vars(spec_of(config, mesh.device)),
     )
 
 
-def precision_of(config: TrainConfig, device: torch.device) -> Precision:
-    asked = config.precision
+def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
+    """What a run's file asks for on `device`, by default the kind of device that this machine has."""
+    asked, chosen = config.precision, config.compilation
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     automatic = "bfloat16" if device.type == "cuda" else config.model.dtype
     compute = automatic if asked.compute == "auto" else asked.compute
-    return Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite)
-
-
-def _compilation(config: TrainConfig) -> Compile | None:
-    chosen = config.compilation
-    return None if chosen.backend is None else Compile(backend=chosen.backend, dynamic=chosen.dynamic)
+    return ParallelSpec(
+        plan=config.model.plan or "auto",
+        sequence_parallel=config.sequence_parallel,
+        fsdp=config.fsdp,
+        precision=Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite),
+        recompute=config.recompute,
+        compilation=None if chosen.backend is None else Compile(backend=chosen.backend, dynamic=chosen.dynamic),
+    )
 
 
 def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:
@@ -122,9 +120,7 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
     rehearsal = Rehearsal(
         source=model_config,
         shape=MeshShape.parse(config.layout),
-        plan=config.model.plan or "auto",
-        sequence_parallel=config.sequence_parallel,
-        choices=Choices(fsdp=config.fsdp, recompute=config.recompute),
+        spec=spec_of(config),
         dtype=getattr(torch, config.model.dtype),
     )
     optimizer_class = find_optimizer(config.optimizer.name) if with_optimizer else None

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import replace
 
 from shardwise.cli import target
 from shardwise.errors import ConfigError
 from shardwise.plan.options import Precision, Recompute
-from shardwise.topology.shape import MeshShape
-from shardwise.train.config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -37,38 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     found = target.find_target(arguments)
-    from shardwise.api.proving import describe  # torch and transformers are slow to import
+    from shardwise.api.describing import describe  # torch and transformers are slow to import
 
-    choices: dict[str, Any] = {}
+    spec, batch = found.spec, None
     if found.run is not None:
-        choices = _choices_of(found.run, found.shape)
+        rows = found.run.batch_size // (found.shape.data_size * found.run.num_microbatches)
+        batch = max(1, rows), found.run.data.seq_length  # --layout may need more rows
     if arguments.batch is not None:
-        choices["batch"] = _read_batch(arguments.batch)
+        batch = _read_batch(arguments.batch)
     if arguments.compute is not None:
-        choices["precision"] = Precision(compute=arguments.compute)
+        spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
-        choices["recompute"] = Recompute(mode=arguments.recompute)
-    explanation = describe(
-        found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel, **choices
-    )
-    print(explanation)
+        spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
+    print(describe(found.model, found.shape, batch=batch, **vars(spec)))
     return 0
-
-
-def _choices_of(config: TrainConfig, shape: MeshShape) -> dict[str, Any]:
-    """What a run's file says of its microbatches, as arguments of `describe`."""
-    import torch
-
-    from shardwise.cli.models import precision_of
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    num_rows = max(1, config.batch_size // (shape.data_size * config.num_microbatches))  # --layout may need more rows
-    return {
-        "batch": (num_rows, config.data.seq_length),
-        "fsdp": config.fsdp,
-        "precision": precision_of(config, device),
-        "recompute": config.recompute,
-    }
 
 
 def _read_batch(text: str) -> tuple[int, int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.config import read_config
 from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import TrainConfig
 
@@ -23,15 +24,13 @@ class Target:
     Attributes:
         model: a model directory, a hub id, or a transformers configuration.
         shape: the layout.
-        plan: rules laid over the automatic plan.
-        sequence_parallel: whether activations are split along the sequence.
-        run: the whole configuration, where one was named.
+        spec: what is asked for beside them.
+        run: the configuration of a run, where one was named.
     """
 
     model: Any
     shape: MeshShape
-    plan: dict[str, str]
-    sequence_parallel: bool
+    spec: ParallelSpec
     run: TrainConfig | None = None
 
 
@@ -56,25 +55,25 @@ def find_target(arguments: argparse.Namespace) -> Target:
         MeshError: the layout is malformed.
     """
     name, layout = str(arguments.model), arguments.layout
-    plan: dict[str, str] = {}
-    sequence_parallel = bool(arguments.sequence_parallel)
+    spec = ParallelSpec()
     model: Any = name
     config: TrainConfig | None = None
     if Path(name).suffix in (".yaml", ".yml"):
+        from shardwise.cli.models import spec_of  # torch is slow to import
+
         config = read_config(Path(name))
         model = _new_config(config.model.config) if config.model.path is None else config.model.path
         layout = layout or config.layout
-        plan = config.model.plan
-        sequence_parallel = sequence_parallel or config.sequence_parallel
+        spec = spec_of(config)
     elif Path(name).suffix == ".json":
         model = _new_config(name)
     else:
         _check_model(name)
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
-    return Target(
-        model=model, shape=MeshShape.parse(layout), plan=plan, sequence_parallel=sequence_parallel, run=config
-    )
+    if arguments.sequence_parallel:
+        spec = replace(spec, sequence_parallel=True)
+    return Target(model=model, shape=MeshShape.parse(layout), spec=spec, run=config)
 
 
 def _check_model(name: str) -> None:

@@ -29,8 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     default_pool().warm()  # imports for the ranks what we import meanwhile
     found = target.find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
-    from shardwise.api.proving import verify  # torch and transformers are slow to import
+    from shardwise.api.verifying import verify  # torch and transformers are slow to import
 
-    report = verify(found.model, found.shape, plan=found.plan or "auto", sequence_parallel=found.sequence_parallel)
+    num_microbatches = found.run.num_microbatches if found.run is not None else 1
+    report = verify(found.model, found.shape, num_microbatches=num_microbatches, **vars(found.spec))
     print(report)
     return 0 if report.passed else 1

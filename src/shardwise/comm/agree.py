@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import RankError
 from shardwise.mesh import Mesh
 
-__all__ = ["failing_together"]
+__all__ = ["check_equal", "failing_together"]
 
 
 @contextmanager
@@ -39,6 +40,27 @@ def failing_together(mesh: Mesh, doing: str) -> Iterator[None]:
     if isinstance(faults[first], Exception):
         raise faults[first] from error
     raise RankError(f"rank {first} failed while {doing}", why=str(faults[first]))
+
+
+def check_equal(mesh: Mesh, described: Mapping[str, str], *, what: str, fix: str) -> None:
+    """Raises the same `RankError` on every rank unless `described`, texts by the names of what they describe, is the
+    same on all. It names the first thing that differs, and says what it is on which ranks.
+
+    Communicates: a gather of one digest over all ranks, and of everything where they differ.
+    """
+    digest = hashlib.sha256("\0".join(map("\0".join, described.items())).encode()).digest()
+    if len(set(all_gather_objects(digest, mesh.group()))) == 1:
+        return
+    everyone = all_gather_objects(dict(described), mesh.group())
+    names = list(dict.fromkeys(name for each in everyone for name in each))
+    name = next((name for name in names if len({each.get(name) for each in everyone}) > 1), "the order of their parts")
+    said: dict[str, list[int]] = {}
+    for rank, each in enumerate(everyone):
+        said.setdefault(each.get(name, "not there"), []).append(rank)
+    why = "\n".join(
+        f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
+    )
+    raise RankError(what, at=name, why=why, fix=fix)
 
 
 def _portable(error: Exception | None) -> Exception | str | None:

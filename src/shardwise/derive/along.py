@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from shardwise.derive.reach import gradients_of, hidden_name
 from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.layout.placement import Split
-from shardwise.plan.resolve import SplitPlan, resolve
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.resolve import resolve
 from shardwise.plan.sequence import stacks_of
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts, parent_of

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shardwise.derive.reach import gradients_of
 from shardwise.derive.trace import Layer, ModuleCall
-from shardwise.plan.resolve import SplitPlan, resolve
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 

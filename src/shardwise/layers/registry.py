@@ -22,8 +22,8 @@ from shardwise.layers.context import SplitContext
 from shardwise.layout.placement import Chunk, Split
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
-from shardwise.plan.resolve import SplitPlan
 
 __all__ = [
     "LossScale",

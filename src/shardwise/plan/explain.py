@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shardwise.layout.placement import Split
-from shardwise.plan.resolve import ParameterPlan, SplitPlan
+from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.spec import Rule
 from shardwise.plan.structure import ModelFacts
 from shardwise.topology.shape import MeshShape

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.spec import Plan
 
-__all__ = ["Compile", "FsdpPolicy", "Precision", "Recompute"]
+__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Precision", "Recompute"]
 
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -161,3 +164,37 @@ class Compile:
 
     backend: str = "inductor"
     dynamic: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """What a user asks for beside a model and a layout: the one value that `load`, `parallelize`, `verify`, `describe`
+    and the command line make of their options, and that every step of splitting reads.
+
+    Attributes:
+        plan: "auto", "declared", "derived", or rules on top of the automatic ones; see `shardwise.parallelize`.
+        sequence_parallel: split hidden states between blocks along the sequence too.
+        fsdp: how the data axes shard parameters, gradients and optimizer states.
+        precision: the dtypes of parameters, computation and gradient reduction; None keeps every tensor's own.
+        recompute: what backward computes again.
+        compilation: how `torch.compile` compiles every block; None runs eagerly.
+    """
+
+    plan: str | Plan | Mapping[str, str] = "auto"
+    sequence_parallel: bool = False
+    fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
+    precision: Precision | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    compilation: Compile | None = None
+
+    @classmethod
+    def of(cls, **options: Any) -> ParallelSpec:
+        """The spec of keyword options, of which None means the default."""
+        return cls(**{name: value for name, value in options.items() if value is not None})
+
+    @classmethod
+    def take(cls, options: Mapping[str, Any]) -> tuple[ParallelSpec, dict[str, Any]]:
+        """The spec that some of `options` make, and the other options."""
+        own = {each.name for each in fields(cls)}
+        others = {name: value for name, value in options.items() if name not in own}
+        return cls.of(**{name: value for name, value in options.items() if name in own}), others

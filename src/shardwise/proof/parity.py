@@ -22,7 +22,7 @@ from shardwise.mesh import Mesh
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.objective import objective_of
 
-__all__ = ["Difference", "Measurement", "Tolerance", "measure"]
+__all__ = ["Difference", "Measurement", "Tolerance", "measure", "measure_narrow"]
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
@@ -33,6 +33,9 @@ _COMPARED_STEPS = 3
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 _OUTPUTS = ("last_hidden_state", "pooler_output")
+
+_TIMES, _FLOOR = 2.0, 2e-3
+"""In a narrow dtype the split's error may be twice the unsplit model's, plus a floor of what is compared."""
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
@@ -84,6 +87,8 @@ class Measurement:
         whole: matrices in layers that every rank keeps whole, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
+        narrow: distance of all gradients of a second run, in a narrower dtype, from those in float32, relative to
+            their norm; None where there was no such run.
     """
 
     loss: Difference
@@ -98,12 +103,17 @@ class Measurement:
     whole: tuple[str, ...]
     num_steps: int
     split_seconds: float
+    narrow: Difference | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the split computes what the whole does."""
-        differences = (self.loss, self.logits, self.gradient, self.parameter)
-        return all(each.passed for each in differences) and not self.unequal_replicas and not self.missing
+        differences = (self.loss, self.logits, self.gradient, self.parameter, self.narrow)
+        return (
+            all(each.passed for each in differences if each is not None)
+            and not self.unequal_replicas
+            and not self.missing
+        )
 
 
 def measure(
@@ -136,8 +146,7 @@ def measure(
     expected_loss.backward()
     with counted_layers(model, mesh) as collectives:
         loss = step(model, mesh, _copied(batch))
-    gradients = _gradients(model)
-    expected = {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
+    gradients, expected = _gradients(model), _own_gradients(reference)
     optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
     parameter = Difference(error=0.0, allowed=tolerance.parameter)
     for number in range(num_steps):
@@ -164,6 +173,46 @@ def measure(
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
+
+
+def measure_narrow(
+    full: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    split: Split,
+    step: Step,
+    loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+) -> Difference:
+    """How far the gradients of a split model that computes in `dtype` are from those of `full` in float32, all of them
+    together, relative to their norm; allowed is twice what the unsplit model in that dtype is off.
+
+    Args:
+        split: splits a float32 copy so that it computes in `dtype`.
+        step, loss_of: as in `measure`.
+    """
+    exact, reference = copy.deepcopy(full), copy.deepcopy(full).to(dtype)
+    model = split(copy.deepcopy(full), mesh)
+    for each in (exact, reference):
+        loss_of(each, _copied(batch)).backward()
+    step(model, mesh, _copied(batch))
+    scale = registry_of(model).loss_scale
+    found = {name: value / (scale.value if scale is not None else 1.0) for name, value in _gradients(model).items()}
+    truth = _own_gradients(exact)
+    allowed = _TIMES * _distance(_own_gradients(reference), truth) + _FLOOR
+    return Difference(error=_distance(found, truth), allowed=allowed, name=str(dtype).removeprefix("torch."))
+
+
+def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """The norm of the difference of all tensors together over the norm of the exact ones; a missing one counts as 0."""
+    off = {name: value - found[name].float() if name in found else value for name, value in exact.items()}
+    wrong, total = (sum(float(value.square().sum()) for value in each.values()) for each in (off, exact))
+    return (wrong / max(total, 1e-30)) ** 0.5
+
+
+def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
 def _share(entries: Iterable[ParameterEntry]) -> float:

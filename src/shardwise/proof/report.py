@@ -48,6 +48,8 @@ class Report:
         rows = [("", "largest difference", "allowed", "verdict", "where")]
         for name in ("loss", "logits", "gradient", "parameter"):
             rows.append(_row(name, [getattr(found, name) for found in self.measurements]))
+        if first.narrow is not None:
+            rows.append(_row("narrow", [found.narrow for found in self.measurements if found.narrow is not None]))
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
         steps = f"{first.num_steps} steps"
@@ -71,8 +73,11 @@ class Report:
 
 def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
     worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
-    label = "parameters, 3 steps" if name == "parameter" else "worst gradient" if name == "gradient" else name
-    return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), worst.name
+    where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
+    label = {"parameter": "parameters, 3 steps", "gradient": "worst gradient", "narrow": f"in {worst.name}"}.get(
+        name, name
+    )
+    return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), where
 
 
 def _verdict(passed: object) -> str:

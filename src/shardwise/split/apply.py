@@ -1,58 +1,82 @@
-"""The spine: what splitting a model does, step by step."""
+"""The one order in which a model becomes split: every way to a split model ends in `apply_plan`."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.registry import Registry, attach_registry, is_split
 from shardwise.mesh import Mesh
-from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import ParallelSpec
+from shardwise.split.caches import train_without_cache
+from shardwise.split.compiled import apply_compilation
+from shardwise.split.data import apply_data_parallelism
 from shardwise.split.door import guard_door
-from shardwise.split.facts import read_facts
+from shardwise.split.precision import apply_precision
+from shardwise.split.remat import apply_recomputation
 from shardwise.split.sequence import apply_sequence_parallelism, is_direct
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["apply_layout", "check_axes"]
+__all__ = ["apply_plan", "check_axes", "check_unsplit"]
 
 
-def apply_layout(model: nn.Module, mesh: Mesh, rules: Plan, *, sequence_parallel: bool = False) -> Registry:
-    """Splits `model` (real or meta) over `mesh` in place by `rules`; parameter names stay.
+def apply_plan(
+    model: nn.Module, mesh: Mesh, plan: SplitPlan, spec: ParallelSpec, *, dtype: torch.dtype | None = None
+) -> Registry:
+    """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
 
-    Every rank decides the same from the same shapes, before anything is communicated or changed.
+    From the inside out: tensor and sequence parallelism change modules, what recomputes and compiles blocks wraps
+    them, and FSDP2 comes last, because it gathers a unit before anything in it runs, or runs again.
+
+    Args:
+        plan: resolved for this model and this mesh, the same on every rank.
+        spec: what was asked for; its plan has gone into `plan`.
+        dtype: what floating-point parameters are converted to before FSDP2 takes them; their own where None.
 
     Raises:
-        PlanError: the plan cannot be followed; lists every problem.
-        UnsupportedError: the layout has an axis that is not supported yet.
-    """
-    check_axes(mesh.shape)
-    if is_split(model):
-        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
-    facts = read_facts(model)
-    tp_size = mesh.size("tp")
-    split_plan = resolve(rules, facts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+        ConfigError: an option names what the model does not have.
+        UnsupportedError: it asks for what this torch or device does not have.
 
+    Communicates: nothing.
+    """
     context = SplitContext(
         group=mesh.group("tp"),
-        size=tp_size,
+        size=plan.tp_size,
         coord=mesh.coord("tp"),
         mesh=mesh.tensor_mesh,
         has_dropout=_has_dropout(model),
     )
-    registry = Registry(mesh=mesh, plan=split_plan, context=context, tied=facts.tied)
-    direct = is_direct(model, split_plan, facts.embedding)
+    registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
+    direct = is_direct(model, plan, plan.embedding)
     cut_parameters(model, registry)
-    if tp_size > 1:
+    if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
-        apply_sequence_parallelism(model, registry, embedding=facts.embedding if direct else None)
+        apply_sequence_parallelism(model, registry, embedding=plan.embedding if direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
     model.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+    if dtype is not None:
+        model.to(dtype)
+    devices = {value.device for value in (*model.parameters(), *model.buffers())} - {mesh.device}
+    if devices and torch.device("meta") not in devices:
+        model.to(mesh.device)
+    apply_precision(model, registry, spec.precision)
+    apply_recomputation(model, spec.recompute)
+    apply_compilation(model, spec.compilation)
+    train_without_cache(model, recomputes=spec.recompute.mode != "none")
+    apply_data_parallelism(model, registry, spec.fsdp)
     return registry
+
+
+def check_unsplit(model: nn.Module) -> None:
+    """Raises `PlanError` where the model has been split before."""
+    if is_split(model):
+        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
 
 
 def check_axes(shape: MeshShape) -> None:

@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import ConfigError, LoadError, UnsupportedError
 
-__all__ = ["HUB_OPTIONS", "build_meta_model", "read_config", "read_generation_config"]
+__all__ = ["HUB_OPTIONS", "as_dtype", "build_meta_model", "read_config", "read_generation_config"]
 
 HUB_OPTIONS = (
     "cache_dir",
@@ -25,6 +25,20 @@ HUB_OPTIONS = (
     "variant",
 )
 """Keyword arguments that say where files come from; all others are the model's."""
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that a user names; None for "auto", or for none.
+
+    Raises:
+        ConfigError: torch has no such dtype.
+    """
+    if dtype is None or dtype == "auto" or isinstance(dtype, torch.dtype):
+        return None if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"unknown dtype {dtype!r}", fix='use a torch dtype or its name, such as "bfloat16"')
+    return found
 
 
 def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:

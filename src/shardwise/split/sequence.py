@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.layers.context import SplitContext
 from shardwise.layers.edges import install_parts, install_stack, install_whole
 from shardwise.layers.registry import Registry
-from shardwise.plan.resolve import SplitPlan
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 
 __all__ = ["apply_sequence_parallelism", "is_direct"]

@@ -19,7 +19,7 @@ from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
 from shardwise.layout.tensor import Layout, Step
-from shardwise.plan.resolve import SplitPlan
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 from shardwise.split.heads import apply_divided, apply_local_heads
 

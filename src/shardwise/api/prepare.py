@@ -1,0 +1,127 @@
+"""From a model and a wish to a split model: what to do is decided once, agreed upon by all ranks, and then applied.
+
+Rules are found by rank 0 alone. What they are found from, the model's shapes and the options, must be the same on every
+rank, and so must be what comes out: both are compared before anything is changed, because ranks that disagree would
+meet in different collectives, or train a mixture of their models without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.api.planning import plan_for
+from shardwise.comm.agree import check_equal, failing_together
+from shardwise.comm.operations import all_gather_objects
+from shardwise.layers.registry import Registry
+from shardwise.mesh import Mesh
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
+from shardwise.split.apply import apply_plan, check_axes, check_unsplit
+from shardwise.split.facts import read_facts
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["decide", "prepare"]
+
+
+def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
+    """Splits `model` (real or meta) over `mesh` in place: what `parallelize` is, and `load` but for the weights.
+
+    Args:
+        dtype: as in `apply_plan`.
+
+    Raises:
+        PlanError: the plan cannot be followed; the same error on every rank, before anything is changed.
+        RankError: the ranks' models or options differ.
+
+    Communicates: a few small gathers over all ranks.
+    """
+    plan = _decide_together(model, mesh, spec)
+    with failing_together(mesh, "splitting the model"):
+        registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
+    _open_subgroups(registry)
+    return registry
+
+
+def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
+    """What one process does to `model` on a mesh of that shape: the rules, resolved. Changes and communicates nothing.
+
+    Raises:
+        PlanError: as `prepare`.
+        UnsupportedError: the layout has an axis that is not supported yet.
+    """
+    check_axes(shape)
+    check_unsplit(model)
+    return _resolve(plan_for(model, spec, tp_size=shape.tp_size), read_facts(model), shape, spec)
+
+
+def _resolve(rules: Plan, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
+    return resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=spec.sequence_parallel)
+
+
+def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
+    """`decide`, by rank 0 for all ranks, whose models and options are the same."""
+    if mesh.shape.world_size == 1:
+        return decide(model, mesh.shape, spec)
+    with failing_together(mesh, "reading the model"):
+        check_axes(mesh.shape)
+        check_unsplit(model)
+        facts = read_facts(model)
+        described = _describe(model, facts, mesh.shape, spec)
+    check_equal(
+        mesh,
+        described,
+        what="the ranks were given different models or options",
+        fix="build it from the same files on every rank, and what is drawn at random behind the same torch.manual_seed",
+    )
+    found: object = None
+    with failing_together(mesh, "planning"):
+        if mesh.rank == 0:
+            found = plan_for(model, spec, tp_size=mesh.shape.tp_size).to_json()
+    rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
+    with failing_together(mesh, "resolving the plan"):
+        plan = _resolve(rules, facts, mesh.shape, spec)
+    decided = {
+        f"the plan of {fqn}": f"{each.placement}, gradient {each.gradient}, by the rule {each.rule.style}"
+        for fqn, each in plan.parameters.items()
+    }
+    check_equal(mesh, decided, what="the ranks decided differently", fix="use the same versions of all libraries")
+    return plan
+
+
+def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> dict[str, str]:
+    """What must be the same on every rank: by the name of each part, its text."""
+    values = {
+        name: _fingerprint(value)
+        for name, value in (*model.named_parameters(), *model.named_buffers())
+        if value.numel()
+    }
+    return (
+        {"the layout": str(shape), "the class": type(model).__qualname__, "the options": repr(spec)}
+        | {f"module {name!r}": str(module) for name, module in facts.modules.items()}
+        | {f"the values of {name}": value for name, value in values.items()}
+    )
+
+
+@torch.no_grad()
+def _fingerprint(value: Tensor) -> str:
+    """A text that is the same for the same values, and as good as never for others; the dtype of meta tensors."""
+    if value.is_meta:
+        return str(value.dtype)
+    bits = value.detach().contiguous().view(-1).view(_INTEGERS[value.element_size()])
+    sums = [int(bits.sum(dtype=torch.int64)), int(bits[::3].sum(dtype=torch.int64))]
+    return f"{value.dtype}, sums of bits {sums}"
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+
+
+def _open_subgroups(registry: Registry) -> None:
+    """Creates the groups of replicated heads now, where every rank is at the same point."""
+    for entry in registry.entries.values():
+        if entry.split is not None and entry.split.shared():
+            blocks = tuple(sorted({holders for _, holders in entry.split.shared()}))
+            registry.mesh.subgroup("tp", blocks)

@@ -1,0 +1,199 @@
+"""`verify`: the proof that a split computes what the unsplit model does, on a tiny twin and gloo ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from shardwise.api.building import parallelize
+from shardwise.comm.operations import all_reduce_
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.plan.options import ParallelSpec
+from shardwise.proof.objective import has_loss, objective_of
+from shardwise.proof.parity import Measurement, Tolerance, measure, measure_narrow
+from shardwise.proof.report import Report
+from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
+from shardwise.split.build import as_dtype, read_config
+from shardwise.testing.spawn import spawn
+from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import MeshShape
+from shardwise.train.batch import count_targets, split_rows, target_names
+from shardwise.train.gradients import reduce_gradients
+from shardwise.train.step import TrainStep
+
+__all__ = ["Proof", "verify"]
+
+
+def verify(
+    source: nn.Module | str | os.PathLike[str] | PreTrainedConfig,
+    layout: str | MeshShape = "tp2",
+    *,
+    auto_class: Any = None,
+    num_microbatches: int = 1,
+    dtype: torch.dtype | str | None = None,
+    timeout_seconds: float = 300.0,
+    **options: Any,
+) -> Report:
+    """Proves on the CPU that a split computes what the unsplit model does.
+
+    Builds a tiny twin (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
+    ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and
+    after twenty the copies that ranks hold of the same parameters, all in float32. Where the run computes in a narrower
+    dtype, a second run in it must come as near to float32 as the unsplit model in that dtype does. Starts its own
+    ranks; call it from one process.
+
+    Args:
+        source: a model, a directory, a hub id or a config; only its architecture matters.
+        layout: as in `Mesh.open`.
+        num_microbatches: as in `TrainStep`.
+        auto_class, dtype: as in `load`.
+        options: every other option of `load`: plan, sequence_parallel, fsdp, precision, recompute, compilation, and
+            values of the config.
+
+    Returns:
+        A `Report`: `report.passed`, and `str(report)` as a table.
+
+    Raises:
+        ConfigError: there is no such option.
+        UnsupportedError: no tiny twin of the architecture can be built.
+        PlanError: the plan cannot be followed.
+    """
+    spec, options = ParallelSpec.take(options)
+    shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+    if isinstance(source, nn.Module):
+        config: Any = source.config
+        auto_class = auto_class or type(source)
+    elif isinstance(source, PreTrainedConfig):
+        config = source
+    else:
+        config, options = read_config(source, options)
+    if options:
+        raise ConfigError(f"verify has no option {', '.join(options)}", fix="it takes the options of shardwise.load")
+    chosen = as_dtype(dtype)
+    proof = Proof(
+        config=shrink_config(config, without_dropout=True),
+        model_class=auto_class or AutoModelForCausalLM,
+        layout=str(shape),
+        spec=spec,
+        num_microbatches=num_microbatches,
+        dtype=None if chosen is None else str(chosen).removeprefix("torch."),
+    )
+    return proof.run(f"a twin of {config.model_type}", timeout_seconds=timeout_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """A proof to be run: what every rank of it is given.
+
+    Attributes:
+        config: of the twin.
+        dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
+    """
+
+    config: PreTrainedConfig
+    model_class: Any
+    layout: str
+    spec: ParallelSpec = field(default_factory=ParallelSpec)
+    num_microbatches: int = 1
+    dtype: str | None = None
+    tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
+    num_steps: int = 20
+
+    def run(self, subject: str, *, timeout_seconds: float = 300.0) -> Report:
+        """Starts the ranks and reports what they find."""
+        start = time.perf_counter()
+        size = MeshShape.parse(self.layout).world_size
+        measurements = spawn(_prove_on_this_rank, size, self, timeout=timeout_seconds)
+        return Report(
+            subject=subject,
+            layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,
+            measurements=tuple(measurements),
+            seconds=time.perf_counter() - start,
+        )
+
+    @property
+    def exact_spec(self) -> ParallelSpec:
+        """The spec with every dtype float32."""
+        precision = self.spec.precision
+        exact = precision and replace(precision, params="float32", compute="float32", reduce="float32")
+        return replace(self.spec, precision=exact)
+
+    @property
+    def narrow_dtype(self) -> str | None:
+        """What the run computes in where that is narrower than float32."""
+        precision = self.spec.precision
+        dtype = precision.compute if precision is not None else self.dtype
+        return dtype if dtype in ("bfloat16", "float16") else None
+
+
+def _prove_on_this_rank(proof: Proof) -> Measurement:
+    with Mesh.open(proof.layout, device="cpu") as mesh:
+        full = build_twin(proof.config, proof.model_class, seed=0)
+        batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)
+        settle(full, batch)
+        if not has_loss(full, batch):
+            batch.pop("labels", None)  # it takes them, and computes nothing of them
+        num_parts = mesh.data_size * proof.num_microbatches
+        step = functools.partial(_train, num_microbatches=proof.num_microbatches)
+        loss_of = functools.partial(_loss_of_parts, num_parts=num_parts)
+        found = measure(
+            full,
+            batch,
+            mesh,
+            split=_splitter(proof.exact_spec),
+            step=step,
+            reference_loss=loss_of,
+            tolerance=proof.tolerance,
+            num_steps=proof.num_steps,
+        )
+        if proof.narrow_dtype is None:
+            return found
+        dtype, split = getattr(torch, proof.narrow_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
+        narrow = measure_narrow(full, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
+        return replace(found, narrow=narrow)
+
+
+def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[[nn.Module, Mesh], nn.Module]:
+    return lambda model, mesh: parallelize(model, mesh, dtype=dtype, **vars(spec))
+
+
+def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microbatches: int) -> Tensor:
+    """Forward and backward of a split model as a user runs them; models without a loss are driven by hand."""
+    part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
+    if any(name in batch for name in target_names(model)):
+        return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss
+    loss = objective_of(model(**part))
+    loss.backward()
+    reduce_gradients(model)
+    total, group = loss.detach(), mesh.group(*DATA_AXES)
+    if group is not None:
+        all_reduce_(total, group)
+    return total / mesh.data_size
+
+
+def _loss_of_parts(model: nn.Module, batch: Mapping[str, Any], *, num_parts: int) -> Tensor:
+    """The unsplit model's loss of the batch. Where it adds a balance of experts to it, which is computed for each
+    microbatch of a data rank, the mean of the parts' losses.
+    """
+    output = model(**batch)
+    if num_parts == 1 or not any("aux_loss" in name for name in output):
+        return objective_of(output)
+    parts = split_rows(batch, _num_rows(batch, num_parts), num_parts)
+    counts = [count_targets(model, part) for part in parts]
+    weighted = [objective_of(model(**part)) * (n / sum(counts)) for part, n in zip(parts, counts, strict=True)]
+    return torch.stack(weighted).sum()
+
+
+def _num_rows(batch: Mapping[str, Any], num_parts: int) -> int:
+    """Rows that divide among the data ranks: of the labels, or of what has fewest."""
+    sizes = [value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.ndim]
+    return min(size for size in sizes if size % num_parts == 0)

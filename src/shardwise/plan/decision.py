@@ -1,0 +1,80 @@
+"""What is decided for a model, as one frozen value: for every parameter how it is stored, for every module what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.layout.placement import Placement
+from shardwise.plan.regions import Region
+from shardwise.plan.sequence import SequencePlan
+from shardwise.plan.spec import Rule
+from shardwise.plan.structure import Heads, Shape
+
+__all__ = ["ParameterPlan", "SplitPlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterPlan:
+    """One parameter.
+
+    Attributes:
+        placement: over the tp axis.
+        gradient: "whole" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
+            gradients must be summed over tp (see [Note: partial inside]).
+    """
+
+    fqn: str
+    shape: Shape
+    placement: Placement
+    rule: Rule
+    gradient: str = "whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitPlan:
+    """A model's plan with nothing left to decide.
+
+    Attributes:
+        parameters: canonical FQN to its plan; tied aliases are left out.
+        regions: in model order, outermost only.
+        modules: FQN to the style of the modules whose forward changes.
+        heads: attention module to its heads before and after the split.
+        head: the output embedding if its logits are split over the vocabulary.
+        sequence: where hidden states are split along the sequence; None without sequence parallelism.
+        attributes: FQN of every attribute that counts what is split, to this rank's value.
+        inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
+        asides: FQNs of inputs of regions that do not enter them.
+        told: FQNs of inputs that tell their modules the size of a rank's part of their features.
+        joins: FQN of a module whose partial sum is left to another module, to that one's.
+        added: FQNs of the parameters of which every rank adds its share to a partial sum.
+        unmatched: rules that govern nothing in this model (never the user's: those are errors).
+        tied: alias FQN of every tied parameter to its canonical FQN.
+        embedding: the input embedding.
+    """
+
+    tp_size: int
+    parameters: Mapping[str, ParameterPlan]
+    regions: tuple[Region, ...] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    heads: Mapping[str, tuple[Heads, Heads]] = field(default_factory=dict)
+    head: str | None = None
+    sequence: SequencePlan | None = None
+    attributes: Mapping[str, int] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    asides: frozenset[str] = frozenset()
+    told: frozenset[str] = frozenset()
+    joins: Mapping[str, str] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
+    unmatched: tuple[Rule, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    embedding: str | None = None
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether hidden states between blocks are split along the sequence."""
+        return self.sequence is not None
+
+    def stack_of(self, module: str) -> str | None:
+        """The stack of layers of whose sequence `module` is given a part."""
+        return self.sequence.stack_of(module) if self.sequence is not None else None

@@ -1,0 +1,145 @@
+"""All ranks split the same model in the same way: decided once, compared, and refused in one voice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import shardwise
+from shardwise.api import planning, prepare
+from shardwise.errors import PlanError, RankError
+from shardwise.plan.spec import Plan
+from shardwise.testing.spawn import spawn
+from tests.families import tiny_model
+
+pytestmark = pytest.mark.spawn
+
+GPT2 = transformers.GPT2Config(
+    vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
+)
+
+
+def refused(layout, build, **options):
+    """The error that splitting what `build(rank)` gives ends in, and whether the model is as it was."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = build(mesh.rank)
+        before = [value.clone() for value in model.parameters()]
+        options = {name: value(mesh.rank) if callable(value) else value for name, value in options.items()}
+        with pytest.raises(shardwise.ShardwiseError) as caught:
+            shardwise.parallelize(model, mesh, **options)
+        after = list(model.parameters())
+        return str(caught.value), len(after) == len(before) and all(map(torch.equal, before, after))
+
+
+def new_head(rank):
+    torch.manual_seed(0)
+    base = tiny_model("llama").config
+    torch.manual_seed(rank)
+    return transformers.LlamaForSequenceClassification(base)
+
+
+def wider_on_rank_1(rank):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64 + 32 * rank, num_hidden_layers=1, num_attention_heads=4
+        )
+    )
+
+
+def frozen_buffer(rank):
+    model = tiny_model("llama")
+    model.register_buffer("extra", torch.full((2,), float(rank)))
+    return model
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+@pytest.mark.parametrize(
+    ("build", "place"),
+    [
+        (new_head, "the values of model.embed_tokens.weight"),
+        (wider_on_rank_1, "module 'model.layers.0.mlp'"),
+        (frozen_buffer, "the values of extra"),
+    ],
+)
+def test_models_that_differ_between_ranks_are_refused_by_name(layout, build, place):
+    first, second = spawn(refused, 2, layout, build)
+    assert first == second
+    text, untouched = first
+    assert text.startswith("the ranks were given different models or options")
+    assert place in text and "rank 0" in text and "rank 1" in text and untouched
+
+
+def llama(rank):
+    return tiny_model("llama")
+
+
+def sequence_on_rank_1(rank):
+    return rank == 1
+
+
+def test_options_that_differ_between_ranks_are_refused():
+    first, second = spawn(refused, 2, "tp2", llama, sequence_parallel=sequence_on_rank_1)
+    assert first == second and "the options" in first[0] and "sequence_parallel=True" in first[0]
+
+
+def plan_on_this_rank(layout):
+    """Whether this rank looked for rules, and how its model is split."""
+    asked = []
+    found = planning.plan_for
+
+    def plan_for(model, spec, *, tp_size):
+        asked.append(tp_size)
+        return found(model, spec, tp_size=tp_size)
+
+    prepare.plan_for = plan_for
+    try:
+        with shardwise.Mesh.open(layout) as mesh:
+            model = shardwise.load(GPT2, mesh, plan="derived")
+            return len(asked), {name: tuple(value.shape) for name, value in model.named_parameters()}
+    finally:
+        prepare.plan_for = found
+
+
+def test_one_rank_finds_the_rules_for_all():
+    (asked, shapes), (not_asked, same) = spawn(plan_on_this_rank, 2, "tp2")
+    assert (asked, not_asked) == (1, 0) and shapes == same
+    assert shapes["transformer.h.0.attn.c_attn.weight"] == (32, 48)
+
+
+def decide_otherwise_on_rank_1():
+    resolve = prepare._resolve
+    with shardwise.Mesh.open("tp2") as mesh:
+        if mesh.rank:
+            prepare._resolve = lambda rules, *rest: resolve(Plan(rules.rules[:1]), *rest)
+        try:
+            shardwise.parallelize(tiny_model("llama"), mesh)
+        except RankError as error:
+            return str(error)
+        finally:
+            prepare._resolve = resolve
+
+
+def test_decisions_that_differ_are_found_before_anything_is_changed():
+    first, second = spawn(decide_otherwise_on_rank_1, 2)
+    assert first == second and "the ranks decided differently" in first and "the plan of model.embed_tokens" in first
+
+
+def fail_planning_on_rank_0():
+    with shardwise.Mesh.open("tp2") as mesh:
+
+        def broken(*args, **kwargs):
+            raise PlanError("rank 0 cannot tell")
+
+        found, prepare.plan_for = prepare.plan_for, broken
+        try:
+            shardwise.parallelize(tiny_model("llama"), mesh)
+        except PlanError as error:
+            return error.summary
+        finally:
+            prepare.plan_for = found
+
+
+def test_what_rank_0_cannot_plan_is_its_error_everywhere():
+    assert spawn(fail_planning_on_rank_0, 2) == ["rank 0 cannot tell"] * 2

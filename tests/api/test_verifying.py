@@ -1,0 +1,49 @@
+"""`verify` proves the run that will run: its precision, recomputation, sharding and microbatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import shardwise
+from shardwise import FsdpPolicy, Precision, Recompute
+from shardwise.errors import ConfigError
+from tests.families import tiny_model
+
+pytestmark = pytest.mark.spawn
+
+LLAMA = tiny_model("llama").config
+
+
+def test_a_narrow_run_is_held_to_float32_beside_the_unsplit_model_in_that_dtype():
+    report = shardwise.verify(
+        LLAMA,
+        "fsdp2",
+        precision=Precision(),
+        recompute=Recompute(mode="full"),
+        fsdp=FsdpPolicy(zero_stage=2),
+        num_microbatches=2,
+    )
+    assert report.passed, str(report)
+    narrow = report.measurements[0].narrow
+    assert narrow.name == "bfloat16" and 1e-3 < narrow.error < narrow.allowed
+    assert "in bfloat16" in str(report) and "relative to their norm" in str(report)
+
+
+def test_parameters_in_a_narrow_dtype_are_tried_in_it():
+    report = shardwise.verify(LLAMA, "tp2", dtype="bfloat16")
+    assert report.passed and report.measurements[0].narrow.name == "bfloat16"
+    assert shardwise.verify(LLAMA, "tp2", dtype=torch.float32).measurements[0].narrow is None
+
+
+def test_the_ranks_run_what_was_asked_for():
+    with pytest.raises(ConfigError, match="fits no module|matches no"):
+        shardwise.verify(LLAMA, "tp2", recompute=Recompute(mode="full", modules=("model.layers.*.mpl",)))
+
+
+def test_options_that_do_not_exist_are_errors():
+    with pytest.raises(ConfigError, match="sequence_paralel"):
+        shardwise.verify(LLAMA, "tp2", sequence_paralel=True)
+    with pytest.raises(ConfigError, match="no option recomput"):
+        shardwise.verify(transformers.LlamaForCausalLM(LLAMA), "tp2", recomput=None)
