@@ -1,4 +1,4 @@
-"""What is decided for a model, as one frozen value: for every parameter how it is stored, for every module what it does."""
+"""What is decided for a model, as one frozen value: how every parameter is stored, what every module does."""
 
 from __future__ import annotations
 
