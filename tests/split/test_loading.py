@@ -135,7 +135,12 @@ def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(tmp_path)
 def load_with_head(layout, directory):
     with shardwise.Mesh.open(layout) as mesh:
         auto_class = transformers.AutoModelForSequenceClassification
-        model, _, log = load_watched(directory, mesh, auto_class=auto_class, num_labels=3, seed=11)
+        options = {"auto_class": auto_class, "num_labels": 3, "seed": 11}
+        with pytest.raises(LoadError, match="20 of 21 tensors fit LlamaForSequenceClassification") as raised:
+            shardwise.load(directory, mesh, **options)
+        assert "1 not in the checkpoint: score.weight" in str(raised.value)
+        assert 'allow_missing=["score.weight"]' in str(raised.value.fix)
+        model, _, log = load_watched(directory, mesh, **options, allow_missing=["score"])
         state = shardwise.full_state_dict(model)
         batch = {"input_ids": torch.arange(12).view(2, 6) + 3, "labels": torch.tensor([0, 2])}
         result = shardwise.TrainStep(model, mesh)(batch)
@@ -159,34 +164,127 @@ def test_a_base_model_checkpoint_loads_into_a_task_head_alike_for_every_layout(t
         assert loss == pytest.approx(ranks[0][-1], abs=1e-5)
 
 
-def load_damaged(layout, directory):
-    with shardwise.Mesh.open(layout) as mesh:
-        _, _, log = load_watched(directory / "odd", mesh)
-        with pytest.raises(LoadError) as raised:
-            shardwise.load(directory / "other", mesh)
-        model, _, ignoring = load_watched(directory / "other", mesh, ignore_mismatched_sizes=True)
-        assert not any(value.is_meta or value.isnan().any() for value in model.parameters())
-        return log, str(raised.value), ignoring
+def drop(state, name):
+    return {key: value for key, value in state.items() if key != name}
 
 
-def test_missing_and_unexpected_tensors_are_logged_and_mismatched_ones_refused(tmp_path):
+def stray(state):
+    return {**drop(state, UP), "model.layers.0.extra.weight": state[UP]}
+
+
+def swap(state, name, value):
+    return {**state, name: value}
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+NAN = torch.full((1,), torch.nan)
+# Name -> (what is done to the stored tensors, to the config, options, parts of the error; None: it loads as it was).
+UNFIT = {
+    "one missing": (lambda s: drop(s, UP), {}, {}, ("20 of 21 tensors fit", f"1 not in the checkpoint: {UP}")),
+    "a stray": (stray, {}, {}, ("20 of 21", "1 in the checkpoint without a place in the model: model.layers.0.extra")),
+    "none fit": (
+        lambda s: {f"a{number}.b": value for number, value in enumerate(s.values())},
+        {},
+        {},
+        ("0 of 21 tensors fit LlamaForCausalLM", "21 not in the checkpoint: lm_head.weight, model.embed_tokens.weight"),
+    ),
+    "more layers": (
+        dict,
+        {"num_hidden_layers": 3},
+        {},
+        ("21 of 30", "9 not in the checkpoint: model.layers.2.input_layernorm"),
+    ),
+    "fewer layers": (
+        dict,
+        {"num_hidden_layers": 1},
+        {},
+        ("12 of 12 tensors fit", "9 others of the checkpoint do not", 'allow_unused=["model.layers.1.input'),
+    ),
+    "no layers": (dict, {"num_hidden_layers": 0}, {}, ("3 of 3", "18 of layers that the model does not have")),
+    "integers": (
+        lambda s: swap(s, UP, s[UP].int()),
+        {},
+        {},
+        ("20 of 21", f"1 of another kind: {UP}: torch.int32 in the checkpoint, torch.float32 in the model"),
+    ),
+    "shape": (
+        dict,
+        {"intermediate_size": 100},
+        {},
+        ("15 of 21", "6 of another shape: ", "mlp.up_proj.weight: [96, 64] in the checkpoint, [100, 64] in the model"),
+    ),
+    "NaN": (lambda s: swap(s, UP, s[UP] * NAN), {}, {}, ("1 of 21 tensors hold NaN", UP, "before training diverged")),
+    "one NaN": (
+        lambda s: swap(s, UP, torch.cat([s[UP].view(-1)[:-1], NAN]).view(96, 64)),
+        {},
+        {},
+        ("1 of 21 tensors hold NaN", UP),
+    ),
+    "no such pattern": (dict, {}, {"allow_missing": ["scor"]}, ("allow_missing has 'scor', which is no parameter",)),
+    "text": (dict, {}, {"allow_missing": "score"}, ("write a list of patterns, such as allow_missing=['score']",)),
+    "module.": (lambda s: {f"module.{key}": value for key, value in s.items()}, {}, {}, None),
+    "nested prefixes": (lambda s: {f"module._orig_mod.{key}": value for key, value in s.items()}, {}, {}, None),
+    "Lightning": (lambda s: {f"model.{key}": value for key, value in s.items()}, {}, {}, None),
+}
+ALLOWED = {
+    "one missing": ({"allow_missing": True}, f"1 not in the checkpoint and newly initialised: {UP}"),
+    "a stray": ({"allow_missing": ["model.layers.*.mlp"]}, "extra.weight"),
+    "fewer layers": ({"allow_unused": True}, "9 in the checkpoint but not in the model"),
+    "shape": ({"ignore_mismatched_sizes": True}, "6 of another shape in the checkpoint and newly initialised"),
+}
+
+
+def write_unfit(directory):
     whole = tiny_model("llama")
-    whole.save_pretrained(tmp_path / "odd")
-    whole.save_pretrained(tmp_path / "other")
-    state = load_file(tmp_path / "odd/model.safetensors")
-    state["model.layers.0.extra.weight"] = state.pop("model.layers.1.mlp.up_proj.weight")
-    save_file(state, tmp_path / "odd/model.safetensors", metadata={"format": "pt"})
-    config = json.loads((tmp_path / "other/config.json").read_text())
-    (tmp_path / "other/config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
-    first, second = spawn(load_damaged, 2, "tp2", tmp_path)
+    for name, (change, config, _, _) in UNFIT.items():
+        whole.save_pretrained(directory / name)
+        path = directory / name / "model.safetensors"
+        save_file(change(load_file(path)), path, metadata={"format": "pt"})
+        values = json.loads((directory / name / "config.json").read_text()) | config
+        (directory / name / "config.json").write_text(json.dumps(values))
+    return digest(whole.state_dict())
+
+
+def load_unfit(layout, directory):
+    with shardwise.Mesh.open(layout) as mesh:
+        found = {}
+        for name, (_, _, options, _) in UNFIT.items():
+            try:
+                model = shardwise.load(directory / name, mesh, **options)
+                found[name] = digest(shardwise.full_state_dict(model))
+            except shardwise.ShardwiseError as error:
+                found[name] = str(error)
+        logs = {}
+        for name, (options, _) in ALLOWED.items():
+            model, _, log = load_watched(directory / name, mesh, **options)
+            assert not any(value.is_meta or value.isnan().any() for value in model.parameters())
+            logs[name] = "\n".join(log)
+        return found, logs
+
+
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory):
+    """What two ranks made of every case, and the digest of the whole model."""
+    directory = tmp_path_factory.mktemp("unfit")
+    expected = write_unfit(directory)
+    first, second = spawn(load_unfit, 2, "tp2", directory)
     assert first == second
-    log, refused, ignoring = first
-    assert len(log) == 2
-    assert "model.layers.0.extra.weight" in log[0] and "not in the model" in log[0]
-    assert "model.layers.1.mlp.up_proj.weight" in log[1] and "newly initialised" in log[1]
-    assert "model.layers.0.mlp.up_proj.weight: [96, 64] in the checkpoint, [100, 64] in the model" in refused
-    assert "ignore_mismatched_sizes=True" in refused
-    assert len(ignoring) == 1 and "another shape" in ignoring[0]
+    return *first, expected
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_checkpoint_that_does_not_cover_the_model_is_an_error(unfit, name):
+    found, _, expected = unfit
+    parts = UNFIT[name][-1]
+    if parts is None:
+        assert found[name] == expected
+    else:
+        assert [part for part in parts if part not in found[name]] == [], found[name]
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_to_be_missing_is_logged(unfit, name):
+    assert ALLOWED[name][1] in unfit[1][name]
 
 
 RANDOM = ("llama", "mixtral", "gemma3_text", "phi3", "deepseek_v3", "gpt_neox")

@@ -19,6 +19,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.split.build import HUB_OPTIONS, as_dtype, build_meta_model, read_config, read_generation_config
+from shardwise.split.coverage import Allowed
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
 from shardwise.weights.index import CheckpointIndex
@@ -53,13 +54,15 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
             the config's, or else the checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
         options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
-            (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`.
+            (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`;
+            `allow_missing` and `allow_unused`: patterns of parameters that the checkpoint need not have (they start at
+            random values) and of its tensors in layers that the model does not have, or True for all of them.
 
     Returns:
         The split model on the mesh's device, in eval mode as `from_pretrained` leaves it.
 
     Raises:
-        LoadError: files are missing or damaged, or do not fit the model. The same error on every rank.
+        LoadError: files or tensors are missing or damaged, do not fit the model or hold NaN. The same on every rank.
         PlanError: the plan cannot be followed.
         UnsupportedError: the class does not serve the config, or the checkpoint is quantized.
 
@@ -124,9 +127,7 @@ class _Source:
 
 def _open_source(source: str | os.PathLike[str] | PreTrainedConfig, given: Mapping[str, Any]) -> _Source:
     options = dict(given)
-    reading: dict[str, Any] = {
-        name: options.pop(name) for name in ("ignore_mismatched_sizes", "key_mapping") if name in options
-    }
+    reading = {"key_mapping": options.pop("key_mapping", None), "allowed": Allowed.pop(options)}
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     if isinstance(source, PreTrainedConfig):
         return _Source(config=copy.deepcopy(source), index=None, options=options, where=where, reading=reading)

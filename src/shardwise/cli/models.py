@@ -80,6 +80,8 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         mesh,
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
+        allow_missing=given.allow_missing,
+        allow_unused=given.allow_unused,
         **vars(spec_of(config, mesh.device)),
     )
 

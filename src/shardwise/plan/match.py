@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from shardwise.errors import PlanError
 from shardwise.plan.spec import Plan, Rule
 
-__all__ = ["Matcher", "match"]
+__all__ = ["Matcher", "match", "star_numbers"]
 
 _LEAVES = ("weight", "bias")
 
@@ -19,6 +19,11 @@ def match(pattern: str, fqn: str) -> bool:
     for component in _components(fqn):
         states = _advance(parts, states, component)
     return len(parts) in states
+
+
+def star_numbers(fqn: str) -> str:
+    """`fqn` with `*` for every component that is a number: one name for what all layers have."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
 
 
 def _components(fqn: str) -> list[str]:
@@ -120,7 +125,7 @@ class Matcher:
 
     def _nearest(self, pattern: str) -> str:
         # Layers differ only in their numbers, so there are few distinct names to compare with.
-        names = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in self._names)
+        names = dict.fromkeys(star_numbers(name) for name in self._names)
         if pattern.startswith("**."):
             depth = pattern.count(".")
             names = dict.fromkeys("**." + ".".join(name.split(".")[-depth:]) for name in names)

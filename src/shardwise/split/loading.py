@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import re
 from collections.abc import Mapping
 
@@ -15,6 +17,7 @@ from shardwise.errors import LoadError
 from shardwise.layers.registry import Registry
 from shardwise.layout.boxes import full_box
 from shardwise.layout.tensor import Piece
+from shardwise.split.coverage import Allowed, check_coverage
 from shardwise.split.materialize import put_tensor
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex
@@ -32,29 +35,74 @@ def load_weights(
     index: CheckpointIndex,
     *,
     dtype: torch.dtype | None,
-    ignore_mismatched_sizes: bool = False,
+    allowed: Allowed,
     key_mapping: Mapping[str, str] | None = None,
-) -> Resolution:
+) -> None:
     """Fills the parameters and persistent buffers that the checkpoint has; the others stay on the meta device.
 
     Args:
         dtype: of floating-point parameters; each keeps the checkpoint's where None.
+        allowed: what the checkpoint may lack or hold in vain.
+        key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
 
     Raises:
-        LoadError: a tensor has another shape than the model, or its conversion fails.
+        LoadError: the checkpoint does not cover the model, a conversion fails, or this rank's part of it holds NaN.
 
     Communicates: nothing.
     """
-    resolution = resolve_keys(model, index, canonical_shapes(model, registry), key_mapping=key_mapping)
-    _check_report(model, resolution, index, ignore_mismatched_sizes=ignore_mismatched_sizes)
+    shapes = canonical_shapes(model, registry)
+    resolution = _resolve(model, index, shapes, key_mapping)
+    names = {registry.tied.get(fqn, fqn) for fqn in shapes}
+    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
     dtypes = _DtypePlan(model, dtype)
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
+    largest: dict[str, Tensor] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
-        put_tensor(model, registry, fqn, _read(fqn, lazy, registry, dtypes.of(fqn, lazy.dtype)))
+        value = _read(fqn, lazy, registry, dtypes.of(fqn, lazy.dtype))
+        if value.is_floating_point() and value.numel():  # the maximum is NaN if an element is, and quick to compute
+            largest[fqn] = (value if value.dtype.itemsize > 1 else value.float()).max()
+        put_tensor(model, registry, fqn, value)
+    _check_numbers(largest, index)
     _check_ties(resolution, registry)
-    return resolution
+
+
+def _resolve(
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    shapes: Mapping[str, tuple[int, ...]],
+    key_mapping: Mapping[str, str] | None,
+) -> Resolution:
+    """What the checkpoint has for the model, without a prefix of all its keys if that fits more of the model.
+
+    DistributedDataParallel, torch.compile and Lightning save under names that begin with their own attribute.
+    """
+    found = resolve_keys(model, index, shapes, key_mapping=key_mapping)
+    # Names sort by their beginnings, so what the first and the last have in common is common to all.
+    ends = zip(*(end.split(".")[:-1] for end in (min(index, default=""), max(index, default=""))), strict=False)
+    prefix = "".join(f"{first}." for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    if not found.missing or not prefix:
+        return found
+    used = model._weight_conversions  # the model remembers those of the last resolution
+    stripped = resolve_keys(model, index, shapes, key_mapping=key_mapping, prefix=prefix)
+    if len(stripped.tensors) <= len(found.tensors):
+        model._weight_conversions = used
+        return found
+    logger.warning("%s: all names begin with %r, which is left out", index.location, prefix)
+    return stripped
+
+
+def _check_numbers(largest: Mapping[str, Tensor], index: CheckpointIndex) -> None:
+    """One element of each parameter that is NaN if any is."""
+    broken = [fqn for fqn, value in largest.items() if math.isnan(float(value))]
+    if broken:
+        raise LoadError(
+            f"{len(broken)} of {len(largest)} tensors hold NaN",
+            at=index.location,
+            why=", ".join(broken[:5]),
+            fix="take a checkpoint from before training diverged",
+        )
 
 
 def canonical_shapes(model: nn.Module, registry: Registry) -> dict[str, tuple[int, ...]]:
@@ -99,44 +147,6 @@ class _DtypePlan:
         if self._dtype is None or not stored.is_floating_point:
             return stored
         return next((dtype for pattern, dtype in self._kept if pattern.search(fqn)), self._dtype)
-
-
-def _check_report(
-    model: PreTrainedModel, resolution: Resolution, index: CheckpointIndex, *, ignore_mismatched_sizes: bool
-) -> None:
-    """Raises what makes the result wrong, and logs, once, what transformers reports too."""
-    if resolution.conversion_errors:
-        raise LoadError(
-            f"{len(resolution.conversion_errors)} tensors cannot be converted to {type(model).__name__}'s format",
-            at=index.location,
-            why="\n".join(
-                f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in resolution.conversion_errors.items()
-            ),
-        )
-    if resolution.mismatched and not ignore_mismatched_sizes:
-        raise LoadError(
-            f"{len(resolution.mismatched)} tensors have other shapes in the checkpoint than in {type(model).__name__}",
-            at=index.location,
-            why="\n".join(
-                f"{fqn}: {list(stored)} in the checkpoint, {list(wanted)} in the model"
-                for fqn, (stored, wanted) in sorted(resolution.mismatched.items())
-            ),
-            fix="load with the config the checkpoint was made with, or pass ignore_mismatched_sizes=True",
-        )
-    for what, names in (
-        ("are in the checkpoint but not in the model, and are not used", resolution.unexpected),
-        ("are not in the checkpoint and are newly initialised", resolution.missing),
-        ("have another shape in the checkpoint and are newly initialised", frozenset(resolution.mismatched)),
-    ):
-        if names:
-            logger.warning(
-                "%s from %s: %d tensors %s: %s", type(model).__name__, index.location, len(names), what, _few(names)
-            )
-
-
-def _few(names: frozenset[str], most: int = 10) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _check_ties(resolution: Resolution, registry: Registry) -> None:

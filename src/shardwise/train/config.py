@@ -65,6 +65,10 @@ class ModelConfig:
     """Type of weights, gradients and optimizer state; `precision` says what is computed in."""
     plan: dict[str, str] = field(default_factory=dict)
     """Rules laid over the automatic plan: name pattern -> style."""
+    allow_missing: tuple[str, ...] = ()
+    """Patterns of parameters that the checkpoint at `path` need not have and that are drawn from the seed then."""
+    allow_unused: tuple[str, ...] = ()
+    """Patterns of tensors of that checkpoint which belong to layers that the model does not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,7 @@ def resolve_keys(
     shapes: Mapping[str, Shape],
     *,
     key_mapping: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> Resolution:
     """Find for every tensor of `model` the bytes of the checkpoint that it is made of. Reads no weights.
 
@@ -79,6 +80,7 @@ def resolve_keys(
         index: The checkpoint.
         shapes: FQN to canonical shape for the whole model: all of `state_dict()` before any split.
         key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
+        prefix: Left out of the keys that begin with it.
 
     Raises:
         UnsupportedError: the model is quantized.
@@ -94,7 +96,7 @@ def resolve_keys(
     collected = _Collected(model, shapes, conversions)
     for key in sorted(index, key=dot_natural_key):
         entry = index[key]
-        collected.add(key, LazyTensor.of(index, key, entry.shape, entry.dtype))
+        collected.add(key.removeprefix(prefix), LazyTensor.of(index, key, entry.shape, entry.dtype))
     collected.convert()
     duplicates = collected.tie()
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
