@@ -6,7 +6,7 @@
     ├── LayoutError        (ValueError)           how a tensor lies on the ranks
     ├── ConfigError        (ValueError)           user configuration, unknown keys
     ├── BatchError         (ValueError)           what a training step was fed
-    ├── GradientError      (ArithmeticError)      gradients that are infinite or NaN
+    ├── GradientError      (ArithmeticError)      losses and gradients that are infinite or NaN
     ├── LoadError          (OSError)              files: missing, corrupt, mismatched
     ├── UnsupportedError   (NotImplementedError)  a request Shardwise understands and does not serve
     ├── VerificationError  (ArithmeticError)      a split that computes other numbers
@@ -87,7 +87,7 @@ class BatchError(ShardwiseError, ValueError):
 
 
 class GradientError(ShardwiseError, ArithmeticError):
-    """A gradient is infinite or NaN."""
+    """A loss or a gradient is infinite or NaN."""
 
 
 class LoadError(ShardwiseError, OSError):

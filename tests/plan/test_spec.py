@@ -77,6 +77,7 @@ def test_every_style_has_one_line_of_meaning():
     ("pattern", "style", "says"),
     [
         ("a", "colwize", "unknown style 'colwize' (did you mean 'colwise'?)"),
+        ("a.norm", "sequence_parallel", "pass sequence_parallel=True"),
         ("a.q_*", "colwise", "'q_*' is not a name"),
         ("a..b", "colwise", "'' is not a name"),
         ("", "colwise", "'' is not a name"),

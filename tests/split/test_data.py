@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -84,8 +85,9 @@ def test_random_weights_do_not_depend_on_the_layout():
 
 def turn_knobs(options):
     with shardwise.Mesh.open("fsdp2") as mesh:
+        whole, filters = tiny_model("llama"), list(warnings.filters)
         model = shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(**options))
-        whole = tiny_model("llama")
+        assert list(warnings.filters) == filters, "the warnings of the whole process were filtered"
         batch = tiny_batch(whole)
         whole(**batch).loss.backward()
         mine = {name: value[mesh.rank :][:1] for name, value in batch.items()}

@@ -25,7 +25,11 @@ def tokens():
 
 def evaluate(layout, max_batches):
     with shardwise.Mesh.open(layout) as mesh:
-        model = shardwise.parallelize(tiny_model("llama"), mesh).train()
+        model = tiny_model("llama").train()
+        model.model.layers[0].eval()  # frozen, as its owner left it
+        modes = [module.training for module in model.modules()]
+        shardwise.parallelize(model, mesh, sequence_parallel=mesh.size("tp") > 1)
+        assert [module.training for module in model.modules()] == modes, "parallelize changed a mode"
         read = functools.partial(
             evaluation_batches,
             tokens(),
@@ -36,7 +40,7 @@ def evaluate(layout, max_batches):
             data_size=mesh.data_size,
         )
         loss = build_evaluation(model, mesh, read)()
-        assert model.training
+        assert [module.training for module in model.modules()] == modes, "evaluation changed a mode"
         return loss
 
 

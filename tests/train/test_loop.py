@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
-from shardwise.errors import BatchError
+from shardwise.errors import GradientError
 from shardwise.train.config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.loop import Parts, StepRecord, run_loop
 
@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_weights_before_it():
         def report(self, record):
             kept.append(model.weight.detach().clone())
 
-    with pytest.raises(BatchError, match=r"loss nan[\s\S]*step 2"):
+    with pytest.raises(GradientError, match=r"loss nan[\s\S]*step 2"):
         run_loop(make_parts(model, loss_of=lambda: next(losses)), num_steps=9, settings=settings(), reporters=[Keep()])
     assert len(kept) == 1 and torch.equal(model.weight, kept[0])
 

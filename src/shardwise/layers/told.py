@@ -34,7 +34,7 @@ class _Told(Tensor):
             told, name = args[0] if args else None, getattr(func, "__name__", "")
             if not isinstance(told, _Told):
                 return out
-            if name == "size" or func is Tensor.shape.__get__:  # type: ignore[attr-defined]
+            if name == "size" or func == Tensor.shape.__get__:  # type: ignore[attr-defined]
                 return _with_last(out, told, args[1:], kwargs or {})
             if name in _KEEPING and out.shape[-1] == told.shape[-1]:
                 return _tell(out, told._told_size)

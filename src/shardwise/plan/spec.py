@@ -28,7 +28,6 @@ STYLES: dict[str, str] = {
     "rowwise_rep": "older name of rowwise_split_input",
     "packed_colwise": "fused linear (gate|up) split by output features, each section on its own",
     "packed_rowwise": "fused weight packed along its last dim, each section split on its own",
-    "sequence_parallel": "module works on its part of the sequence; weights replicated, their gradients summed",
     "replicated_with_grad_allreduce": "weights replicated and used on local heads or features; their gradients summed",
     "mla_kv_a_proj": "latent key/value projection: latent part and rotary key kept whole, their gradients summed",
     "all_reduce": "outputs are partial and are summed over ranks",
@@ -96,6 +95,13 @@ class Rule:
                 )
         if is_split_style(self.style):
             SplitStyle.parse(self.style)
+        elif self.style == "sequence_parallel":  # transformers has it, of single modules
+            raise PlanError(
+                "sequence parallelism is no style of single modules",
+                at=at,
+                why="it follows from where hidden states are split, for all that lies between there and their joining",
+                fix="leave the rule out, and pass sequence_parallel=True",
+            )
         elif divisor_of(self.style, 1) is None and joined_style(self.style) is None and self.style not in STYLES:
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, STYLES)}",

@@ -13,7 +13,6 @@ other).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
@@ -167,21 +167,23 @@ def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, fre
 
 
 def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Makes no block hand out a view: what writes into one in place escapes the hook by which FSDP2 gathers the block
-    again in backward. FSDP2 warns of that at every view; heads may hand them out, since they stay gathered.
+    """Makes no unit hand out a view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
+    again in backward. FSDP2 warns of that at every view.
     """
     head = _get(model, "get_output_embeddings")
+    linear = head if isinstance(head, nn.Linear) else None
 
-    def own(value: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return value  # what a graph puts out is its own
-        if isinstance(value, Tensor):
-            return value.clone() if value.requires_grad and value._is_view() else value
-        return type(value)(map(own, value)) if type(value) in (tuple, list) else value
+    def own(module: nn.Module, args: Any, output: Any) -> Any:
+        def own_tensor(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():
+                return value
+            # What a linear's output is a view of nobody else has, so that logits need not be copied.
+            return torch.ops.aten._unsafe_view(value, value.shape) if module is linear else value.clone()
 
-    for module in (each for unit in units if head not in unit for each in unit):
-        module.register_forward_hook(lambda module, args, output: own(output))
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+        return output if torch.compiler.is_compiling() else tree_map(own_tensor, output)  # a graph's outputs are its own
+
+    for module in (model, *(each for unit in units for each in unit)):
+        module.register_forward_hook(own)
 
 
 def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:

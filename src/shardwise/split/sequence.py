@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.layers.context import SplitContext
 from shardwise.layers.edges import install_parts, install_stack, install_whole
+from shardwise.layers.modes import in_eval_mode
 from shardwise.layers.registry import Registry
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
@@ -114,18 +115,15 @@ def _prologue(model: nn.Module, embedding: nn.Module, layers: nn.ModuleList, row
         embedding.register_forward_hook(lambda module, args, output: rows, prepend=True),
         layers[0].register_forward_pre_hook(reached, with_kwargs=True, prepend=True),
     ]
-    training = model.training
     try:
-        with torch.enable_grad():
-            model.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
+        with torch.enable_grad(), in_eval_mode(model):
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long, device=rows.device))
     except _ReachedError as stop:
         return stop.hidden_states
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        # The model wants other inputs, or cannot run on the meta device: then nothing is known, and nothing is
-        #     deferred.
+        # The model wants other inputs, or cannot run on the meta device: nothing is known, so nothing is deferred.
         return None
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     return None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
+from shardwise.layers.modes import in_eval_mode
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import IGNORED, count_targets
@@ -23,26 +24,21 @@ def build_evaluation(
 ) -> Callable[[], float]:
     """A function that returns the mean loss over all target tokens of `batches()`, the same number on every rank.
 
-    The model runs in eval mode and is left in the mode it was in. NaN where there is no target.
+    The model runs in eval mode, and every module is left in the mode it was in. NaN where there is no target.
 
     Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
     """
 
     @torch.no_grad()
     def evaluate() -> float:
-        was_training = model.training
-        model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-        try:
+        with in_eval_mode(model):
             for batch in batches():
                 count = count_targets(model, batch)
-                labels = (
-                    batch["labels"] if count else torch.zeros_like(batch["labels"])
-                )  # other ranks wait for this one
+                # Other ranks wait for this one, so it computes a loss even where nothing counts.
+                labels = batch["labels"] if count else torch.zeros_like(batch["labels"])
                 loss = model(**_placed(batch | {"labels": labels}, mesh.device)).loss
                 totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
-        finally:
-            model.train(was_training)
         group = mesh.group(*DATA_AXES)
         if group is not None:
             all_reduce_(totals, group)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.errors import BatchError
+from shardwise.errors import GradientError
 from shardwise.train.config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
@@ -99,7 +99,7 @@ def run_loop(
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
     Raises:
-        BatchError: the loss or the gradient norm is not finite. The weights are still those of the step before.
+        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
     """
     record = None
     for index in range(first_step, num_steps):
@@ -124,7 +124,7 @@ def _run_step(parts: Parts, step: int, *, lr: float, factor: float, max_grad_nor
     grad_norm = float(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
     loss = float(result.loss)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not parts.skips_nonfinite:
-        raise BatchError(
+        raise GradientError(
             f"training diverged: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
             at=f"step {step}",
             why=f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}",
