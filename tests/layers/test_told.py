@@ -15,7 +15,14 @@ pytestmark = pytest.mark.single
 class Asks(nn.Module):
     def forward(self, scale, hidden_states):
         x = hidden_states
-        sizes = [x.size(2), x.size(-1), x.shape[2], x.size()[2], x.transpose(0, 1).shape[-1], x.permute(1, 0, 2).size(2)]
+        sizes = [
+            x.size(2),
+            x.size(-1),
+            x.shape[2],
+            x.size()[2],
+            x.transpose(0, 1).shape[-1],
+            x.permute(1, 0, 2).size(2),
+        ]
         return sizes, [x.shape[1], x.size(1), (x * 1).shape[-1]], x * scale
 
 

@@ -180,7 +180,9 @@ def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
             # What a linear's output is a view of nobody else has, so that logits need not be copied.
             return torch.ops.aten._unsafe_view(value, value.shape) if module is linear else value.clone()
 
-        return output if torch.compiler.is_compiling() else tree_map(own_tensor, output)  # a graph's outputs are its own
+        return (
+            output if torch.compiler.is_compiling() else tree_map(own_tensor, output)
+        )  # a graph's outputs are its own
 
     for module in (model, *(each for unit in units for each in unit)):
         module.register_forward_hook(own)
