@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -9,11 +11,11 @@ import transformers
 import shardwise
 from shardwise.api import planning, prepare
 from shardwise.errors import PlanError, RankError
+from shardwise.plan.decision_json import plan_from_json, plan_to_json
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.testing.spawn import spawn
 from tests.families import tiny_model
-
-pytestmark = pytest.mark.spawn
 
 GPT2 = transformers.GPT2Config(
     vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2
@@ -54,6 +56,21 @@ def frozen_buffer(rank):
     return model
 
 
+@pytest.mark.single
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "ddp2.fsdp2.tp4"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "phi3", "mixtral", "deepseek_v3", "cohere2"])
+def test_what_was_decided_prints_as_json_and_parses_back(family, layout):
+    for sequence_parallel in (False, True):
+        spec = ParallelSpec(sequence_parallel=sequence_parallel)
+        plan = prepare.decide(tiny_model(family), shardwise.MeshShape.parse(layout), spec)
+        assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
+    with pytest.raises(PlanError, match="not a decided plan"):
+        plan_from_json({**plan_to_json(plan), "norms": None})
+    with pytest.raises(PlanError, match="not a decided plan"):
+        plan_from_json({**plan_to_json(plan), "nroms": {}})
+
+
+@pytest.mark.spawn
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 @pytest.mark.parametrize(
     ("build", "place"),
@@ -79,6 +96,7 @@ def sequence_on_rank_1(rank):
     return rank == 1
 
 
+@pytest.mark.spawn
 def test_options_that_differ_between_ranks_are_refused():
     first, second = spawn(refused, 2, "tp2", llama, sequence_parallel=sequence_on_rank_1)
     assert first == second and "the options" in first[0] and "sequence_parallel=True" in first[0]
@@ -102,6 +120,7 @@ def plan_on_this_rank(layout):
         prepare.plan_for = found
 
 
+@pytest.mark.spawn
 def test_one_rank_finds_the_rules_for_all():
     (asked, shapes), (not_asked, same) = spawn(plan_on_this_rank, 2, "tp2")
     assert (asked, not_asked) == (1, 0) and shapes == same
@@ -109,21 +128,22 @@ def test_one_rank_finds_the_rules_for_all():
 
 
 def decide_otherwise_on_rank_1():
-    resolve = prepare._resolve
+    decide = prepare.decide_split
     with shardwise.Mesh.open("tp2") as mesh:
         if mesh.rank:
-            prepare._resolve = lambda rules, *rest: resolve(Plan(rules.rules[:1]), *rest)
+            prepare.decide_split = lambda rules, *rest, **options: decide(Plan(rules.rules[:1]), *rest, **options)
         try:
             shardwise.parallelize(tiny_model("llama"), mesh)
         except RankError as error:
             return str(error)
         finally:
-            prepare._resolve = resolve
+            prepare.decide_split = decide
 
 
+@pytest.mark.spawn
 def test_decisions_that_differ_are_found_before_anything_is_changed():
     first, second = spawn(decide_otherwise_on_rank_1, 2)
-    assert first == second and "the ranks decided differently" in first and "the plan of model.embed_tokens" in first
+    assert first == second and "the ranks decided differently" in first and "at:  the plan's parameters" in first
 
 
 def fail_planning_on_rank_0():
@@ -141,5 +161,6 @@ def fail_planning_on_rank_0():
             prepare.plan_for = found
 
 
+@pytest.mark.spawn
 def test_what_rank_0_cannot_plan_is_its_error_everywhere():
     assert spawn(fail_planning_on_rank_0, 2) == ["rank 0 cannot tell"] * 2

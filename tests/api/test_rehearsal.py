@@ -11,10 +11,12 @@ import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
 from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
+from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
 from shardwise.plan.options import ParallelSpec
 from shardwise.split.held import MemoryCount
 from shardwise.testing.spawn import spawn
+from shardwise.train.gradients import reduce_gradients
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS, LENGTH = 2, 32
@@ -50,7 +52,7 @@ def hold(cases):
 def rehearse(layout, spec):
     shape = shardwise.MeshShape.parse(layout)
     rehearsal = Rehearsal(source=tiny_model("llama").config, shape=shape, spec=spec)
-    return rehearsal.count_held(num_rows=ROWS, seq_length=LENGTH)
+    return rehearsal.run_step(num_rows=ROWS, seq_length=LENGTH).held
 
 
 @pytest.mark.spawn
@@ -89,3 +91,39 @@ def rehearse_as_rank():
 def test_a_rank_cannot_stand_for_others():
     with pytest.raises(MeshError, match="is a rank already"):
         spawn(rehearse_as_rank, 2)
+
+
+COUNTED = {
+    "cohere2": ParallelSpec(),  # one sum for attention and MLP
+    "olmo2": ParallelSpec(),  # norms over split features
+    "llama": ParallelSpec(sequence_parallel=True),
+    "gpt_neox": ParallelSpec(),
+}
+
+
+def communicate(families):
+    """What this rank communicates in forward and backward, and in the gradient phase."""
+    found = {}
+    with shardwise.Mesh.open("tp2") as mesh:
+        for family, spec in families.items():
+            model = tiny_model(family)
+            batch = tiny_batch(model, rows=ROWS, length=LENGTH)
+            model = shardwise.parallelize(model, mesh, **vars(spec)).train()
+            with CommunicationCount() as count:
+                model(**batch).loss.backward()
+                step = count.traffic()
+                reduce_gradients(model)
+            found[family] = (str(step), str(count.traffic() - step))
+    return found
+
+
+@pytest.mark.spawn
+def test_what_plan_prints_is_what_ranks_communicate():
+    found = spawn(communicate, 2, COUNTED)
+    assert found[0] == found[1]
+    for family, spec in COUNTED.items():
+        text = str(describe(tiny_model(family).config, "tp2", batch=(ROWS, LENGTH), **vars(spec)))
+        step, after = found[0][family]
+        assert f"over tp, a microbatch of {ROWS} x {LENGTH} tokens: {step}\n" in text
+        assert (f"gradient phase, once a step: {after}\n" in text) == (after != "nothing")
+    assert "in a layer: 1 in its forward, 1 in its backward" in str(describe(tiny_model("cohere2").config, "tp2"))

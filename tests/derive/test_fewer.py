@@ -18,6 +18,7 @@ from shardwise.plan.spec import Plan
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, settle, shrink_config
 from shardwise.split.apply import apply_plan
+from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, vocabulary_plan
 
@@ -65,8 +66,8 @@ def exchanges(twin, batch, plan, change=lambda model: None):
 
     def rank(group):
         model = copied(twin)()
-        resolved = resolve(plan, read_facts(model), tp_size=2)
-        apply_plan(model, SimulatedMesh(group), resolved, ParallelSpec())
+        mesh = SimulatedMesh(group)
+        apply_plan(model, mesh, decide_split(plan, model, read_facts(model), mesh.shape), ParallelSpec())
         change(model)
         model.train()(input_ids=batch["input_ids"])
         return group.num_exchanges

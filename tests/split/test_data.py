@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardwise
 from shardwise.errors import UnsupportedError
+from shardwise.plan.data_axes import find_units
 from shardwise.split import data
-from shardwise.split.data import find_units
+from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.batch import count_targets
@@ -132,11 +133,9 @@ def test_what_a_device_cannot_do_is_an_error():
 
 @pytest.mark.single
 def test_units_are_blocks_and_ends_and_modules_that_share_are_one():
-    model = tiny_model("llama")
-    units = find_units(model)
-    assert units == [*((layer,) for layer in model.model.layers), (model.model.embed_tokens,), (model.lm_head,)]
-    tied = tiny_model("llama", tied=True)
-    assert find_units(tied)[-1] == (tied.model.embed_tokens, tied.lm_head)
+    units = find_units(read_facts(tiny_model("llama")))
+    assert units == (("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("lm_head",))
+    assert find_units(read_facts(tiny_model("llama", tied=True)))[-1] == ("model.embed_tokens", "lm_head")
 
 
 class Choosing(torch.nn.Module):

@@ -7,22 +7,22 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import UnsupportedError
 from shardwise.estimate.memory import state_bytes
-from shardwise.layout.placement import Chunk
-from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
 from shardwise.split.build import build_meta_model, read_config
-from shardwise.split.facts import read_facts
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["describe"]
+
+_FEW_TOKENS = (1, 16)
 
 
 def describe(
@@ -50,46 +50,58 @@ def describe(
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     plan = decide(model, shape, spec)
-    memory = _at_rest(plan, shape, dtype="float32" if spec.precision is None else spec.precision.params)
-    if batch is not None:
-        rehearsal = Rehearsal(
-            source=config,
-            shape=shape,
-            spec=spec,
-            dtype=None if spec.precision is None else getattr(torch, spec.precision.params),
-            auto_class=auto_class,
-            options=model_options,
-        )
-        memory += "\n" + _held(rehearsal, batch)
-    return explain(plan, read_facts(model), layout=str(shape), memory=memory)
+    memory = _at_rest(plan, dtype="float32" if spec.precision is None else spec.precision.params)
+    rehearsal = Rehearsal(
+        source=config,
+        shape=shape if batch is not None else MeshShape(tp_size=shape.tp_size),
+        spec=spec,
+        dtype=None if spec.precision is None else getattr(torch, spec.precision.params),
+        auto_class=auto_class,
+        options=model_options,
+    )
+    if batch is None:
+        return explain(plan, collectives=_communicated(rehearsal), memory=memory)
+    held, collectives = _rehearsed(rehearsal, batch)
+    return explain(plan, collectives=collectives, memory=f"{memory}\n{held}")
 
 
-def _at_rest(plan: SplitPlan, shape: MeshShape, *, dtype: str) -> str:
+def _at_rest(plan: SplitPlan, *, dtype: str) -> str:
     """What rank 0, which holds most, keeps from step to step with AdamW, in words."""
-    layouts = [
-        Layout(
-            planned.shape,
-            (Step("tp", plan.tp_size, planned.placement), Step("fsdp", shape.fsdp_size, Chunk(0)))
-            if planned.shape
-            else (),
-        )
-        for planned in plan.parameters.values()
-    ]
-    found = state_bytes(layouts, shape.coords(0), itemsize=getattr(torch, dtype).itemsize)
+    layouts = [planned.layout for planned in plan.parameters.values()]
+    found = state_bytes(layouts, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize)
     parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
     return f"a rank keeps {_mib(found.total)} from step to step in {dtype}: {parts}"
 
 
-def _held(rehearsal: Rehearsal, batch: tuple[int, int]) -> str:
-    """What rank 0 holds in the middle of a step, in words."""
+def _communicated(rehearsal: Rehearsal) -> tuple[str, ...]:
+    """What a microbatch of a few tokens communicates over tp, in words."""
+    if rehearsal.shape.tp_size == 1 or dist.is_initialized():
+        return ()
+    return _rehearsed(rehearsal, _FEW_TOKENS)[1]
+
+
+def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple[str, ...]]:
+    """What rank 0 holds in the middle of a step, and what it communicates, in words."""
     num_rows, seq_length = batch
     middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
     try:
-        found = rehearsal.count_held(num_rows=num_rows, seq_length=seq_length)
+        step = rehearsal.run_step(num_rows=num_rows, seq_length=seq_length)
     except UnsupportedError as error:
-        return f"what it holds {middle} cannot be told: {error.why or error.summary}"
-    gathered = f", gathered or cast parameters {_mib(found.gathered)}" if found.gathered else ""
-    return f"{middle} it holds {_mib(found.total)} besides: activations {_mib(found.activations)}{gathered}"
+        why = error.why or error.summary
+        return f"what it holds {middle} cannot be told: {why}", (f"cannot be counted: {why}",)
+    gathered = f", gathered or cast parameters {_mib(step.held.gathered)}" if step.held.gathered else ""
+    held = f"{middle} it holds {_mib(step.held.total)} besides: activations {_mib(step.held.activations)}{gathered}"
+    lines = []
+    if rehearsal.shape.tp_size > 1:
+        lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")
+        if step.layer is not None:
+            forward, backward = step.layer
+            lines.append(f"of these in a layer: {forward:g} in its forward, {backward:g} in its backward")
+    if rehearsal.shape.data_size > 1:
+        lines.append(f"over the data axes, a microbatch: {step.data}")
+    if step.after.calls:
+        lines.append(f"gradient phase, once a step: {step.after}")
+    return held, tuple(lines)
 
 
 def _mib(nbytes: int) -> str:

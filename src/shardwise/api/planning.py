@@ -8,7 +8,6 @@ for this version of transformers.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -22,6 +21,7 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import PreTrainedModel
 
+import shardwise
 from shardwise.api.deriving import Derivation, derive_plan
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.families.proved import PROVED
@@ -34,8 +34,8 @@ __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_ROOMS = ("api", "layers", "plan", "proof", "derive", "split")
-"""The rooms whose code decides which plan is found."""
+_SEARCH = 1
+"""Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
 
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
@@ -109,25 +109,17 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         return None
     config: dict[str, Any] = model.config.to_dict()
     described = {
-        "code": _code_digest(),
+        "search": _SEARCH,
         "class": type(model).__qualname__,
         "attention": getattr(model.config, "_attn_implementation", None),
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
         "declared": str(declared),
         "tp_size": tp_size,
         "sequence_parallel": sequence_parallel,
-        "versions": [transformers.__version__, torch.__version__],
+        "versions": [shardwise.__version__, transformers.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"
-
-
-@functools.cache
-def _code_digest() -> str:
-    """Of our own code: other code may find other plans, so what it kept is not asked for."""
-    package = Path(__file__).parent.parent
-    sources = sorted(source for room in _ROOMS for source in (package / room).rglob("*.py"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
 
 def _keep(path: Path, plan: Plan) -> None:

@@ -7,6 +7,8 @@ meet in different collectives, or train a mixture of their models without a word
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import Tensor, nn
 
@@ -16,11 +18,12 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.registry import Registry
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
+from shardwise.plan.decision_json import plan_to_json
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.split.apply import apply_plan, check_axes, check_unsplit
+from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.topology.shape import MeshShape
 
@@ -55,11 +58,8 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     """
     check_axes(shape)
     check_unsplit(model)
-    return _resolve(plan_for(model, spec, tp_size=shape.tp_size), read_facts(model), shape, spec)
-
-
-def _resolve(rules: Plan, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
-    return resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=spec.sequence_parallel)
+    rules = plan_for(model, spec, tp_size=shape.tp_size)
+    return decide_split(rules, model, read_facts(model), shape, sequence_parallel=spec.sequence_parallel)
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
@@ -83,13 +83,23 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
             found = plan_for(model, spec, tp_size=mesh.shape.tp_size).to_json()
     rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
     with failing_together(mesh, "resolving the plan"):
-        plan = _resolve(rules, facts, mesh.shape, spec)
-    decided = {
-        f"the plan of {fqn}": f"{each.placement}, gradient {each.gradient}, by the rule {each.rule.style}"
-        for fqn, each in plan.parameters.items()
-    }
-    check_equal(mesh, decided, what="the ranks decided differently", fix="use the same versions of all libraries")
+        plan = decide_split(rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel)
+    check_equal(
+        mesh,
+        _parts_of(plan),
+        what="the ranks decided differently",
+        fix="use the same versions of all libraries",
+    )
     return plan
+
+
+def _parts_of(plan: SplitPlan) -> dict[str, str]:
+    """What was decided, each part by its name, as text."""
+    found: dict[str, str] = {}
+    for name, value in plan_to_json(plan).items():
+        parts = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {f"the plan's {name} {part}".rstrip(): json.dumps(each) for part, each in parts}
+    return found
 
 
 def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> dict[str, str]:

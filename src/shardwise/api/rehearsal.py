@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,17 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import decide
+from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import HeldBytes
+from shardwise.layers.registry import registry_of
 from shardwise.plan.options import ParallelSpec
+from shardwise.proof.counting import counted_layers
 from shardwise.proof.twin_batch import make_batch
 from shardwise.split.apply import apply_plan
 from shardwise.split.build import build_meta_model
 from shardwise.split.held import MemoryCount
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
+from shardwise.train.gradients import reduce_gradients
 
-__all__ = ["Rehearsal"]
+__all__ = ["Rehearsal", "RehearsedStep"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,35 +65,69 @@ class Rehearsal:
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
         with pretended_mesh(self.shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
             _materialize(model)
-            apply_plan(model, mesh, plan, spec)
+            registry = apply_plan(model, mesh, plan, spec)
+            registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
             yield model.train()
 
-    def count_held(self, *, num_rows: int, seq_length: int) -> HeldBytes:
-        """What rank 0 holds between the forward and the backward of one microbatch.
+    def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
+        """One microbatch, run eagerly on rank 0: what it holds, and what forward, backward and gradient phase send.
 
         Args:
             num_rows: rows of the microbatch on a data rank.
             seq_length: tokens in each.
 
         Raises:
-            UnsupportedError: what the model holds depends on values, such as which expert a token goes to.
+            UnsupportedError: that depends on values, such as which expert a token goes to.
         """
-        with self.open() as model:
+        eager = replace(self, spec=replace(self.spec, compilation=None))
+        with eager.open() as model:
             batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
             batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are full
             try:
-                with MemoryCount(model) as count, _AsOnDevices():
-                    loss = model(**batch).loss
-                    found = count.held()
-                    del loss
+                return _run_step(model, batch)
             except ShardwiseError:
                 raise
             except Exception as error:  # the model's own code fails in any way where values are missing
                 raise UnsupportedError(
-                    f"what {type(model).__name__} keeps for backward cannot be told from shapes",
+                    f"what {type(model).__name__} does in a step cannot be told from shapes",
                     why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 ) from error
-        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedStep:
+    """What rank 0 does in one microbatch.
+
+    Attributes:
+        held: between forward and backward.
+        tp: what the microbatch communicates over tp.
+        data: the same over the data axes.
+        after: what the gradient phase communicates after the last microbatch, over any axis.
+        layer: collectives over tp in the forward and in the backward of one run of a layer; None where no layer with
+            split parts ran.
+    """
+
+    held: HeldBytes
+    tp: Traffic
+    data: Traffic
+    after: Traffic
+    layer: tuple[float, float] | None
+
+
+def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
+    mesh = registry_of(model).mesh
+    group = mesh.group("tp")
+    over_tp, over_all = CommunicationCount(group=group), CommunicationCount()
+    with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers:
+        with MemoryCount(model) as count, _AsOnDevices():
+            loss = model(**batch).loss
+            held = count.held()
+        with _AsOnDevices():
+            loss.backward()
+        tp, total = over_tp.traffic(), over_all.traffic()
+        with _AsOnDevices():
+            reduce_gradients(model)
+    return RehearsedStep(held=held, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run)
 
 
 class _AsOnDevices(TorchDispatchMode):

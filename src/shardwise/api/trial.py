@@ -15,12 +15,12 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import registry_of
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.resolve import resolve
 from shardwise.plan.sequence import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.split.apply import apply_plan
+from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.train.gradients import reduce_gradients
 
@@ -90,8 +90,9 @@ class Trial:
         def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
             models.append(model)
-            resolved = resolve(plan, read_facts(model), tp_size=self.parts, sequence_parallel=sequence_parallel)
-            apply_plan(model, SimulatedMesh(group), resolved, ParallelSpec())
+            mesh = SimulatedMesh(group)
+            decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
+            apply_plan(model, mesh, decided, ParallelSpec())
             loss = objective_of(model(**self.inputs()))
             loss.backward()
             num_collectives = group.num_exchanges

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CommunicationCount"]
+__all__ = ["CommunicationCount", "Traffic"]
 
 # Operation to (what it is called here, which argument holds the tensors that say its size). Plain tensors are
 # communicated by c10d operations, DTensors by the functional ones, which do not pass through the former on their way.
@@ -35,6 +35,24 @@ _OPERATIONS = {
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
 _LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its joined result is as many times larger as it has ranks
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives and their bytes, by operation; `str` says both in words."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls - other.calls, self.bytes - other.bytes)
+
+    def __str__(self) -> str:
+        parts = []
+        for operation, count in sorted(self.calls.items()):
+            noun = operation.replace("_", "-") + ("s" if count > 1 else "")
+            parts.append(f"{count} {noun} ({self.bytes[operation] / 2**20:,.1f} MiB)")
+        return ", ".join(parts) or "nothing"
 
 
 @dataclass
@@ -79,6 +97,13 @@ class CommunicationCount(TorchDispatchMode):
         given = [dist.ProcessGroup.unbox(value).group_name for value in groups]
         named = [value for value in args if isinstance(value, str)]
         return self.group.group_name in (*given, *named)
+
+    def traffic(self) -> Traffic:
+        """Everything counted so far."""
+        calls: Counter[str] = Counter()
+        for (operation, _), count in self.calls.items():
+            calls[operation] += count
+        return Traffic(calls, Counter(self.bytes))
 
     def num_calls(self, operation: str | None = None, *, at_least_elements: int = 0) -> int:
         """Calls of one operation, or of all, on tensors of at least so many elements."""

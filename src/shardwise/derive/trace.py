@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.derive.sizes import MADE, Sizing, counted, sizings_of
 from shardwise.errors import UnsupportedError
-from shardwise.layers.norm import recognise_norm
+from shardwise.layers.norm import compute_norm, recognise_norm
 from shardwise.plan.structure import parent_of
 from shardwise.split.facts import argument_names
 
@@ -266,7 +266,9 @@ class _Watcher(TorchFunctionMode):
         def hook(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
             values = [*args, *kwargs.values()]
             gate = values[1] if len(values) > 1 else None
-            return formula.compute(module, values[0], gate, lambda moments: moments.detach().mean(-2, keepdim=True))
+            return compute_norm(
+                formula, module, values[0], gate=gate, means=lambda moments: moments.detach().mean(-2, keepdim=True)
+            )
 
         return hook
 

@@ -6,7 +6,6 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,48 +15,37 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import copy_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.layers.context import SplitContext
+from shardwise.plan.decision import NormFormula
 
-__all__ = ["NormFormula", "SplitNorm", "epsilon_of", "recognise_norm"]
+__all__ = ["SplitNorm", "compute_norm", "epsilon_of", "recognise_norm"]
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 
 
-@dataclass(frozen=True, kw_only=True)
-class NormFormula:
-    """What a norm computes.
+def compute_norm(
+    formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, means: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The norm of `x` by `formula`, with the module's weight, bias and epsilon.
 
-    Attributes:
-        centered: whether it subtracts the mean.
-        offset: added to the weight.
-        gate: where its second input, through a SiLU, multiplies: "before" or "after" normalising, "none" without one.
+    Args:
+        means: from summands `[..., features, count]` to their means over all features `[..., 1, count]`.
     """
-
-    centered: bool
-    offset: float
-    gate: str = "none"
-
-    def compute(self, module: Any, x: Tensor, gate: Tensor | None, means: Callable[[Tensor], Tensor]) -> Tensor:
-        """The norm of `x` with the module's weight, bias and epsilon.
-
-        Args:
-            means: from summands `[..., features, count]` to their means over all features `[..., 1, count]`.
-        """
-        values = x.float()
-        if gate is not None and self.gate == "before":
-            values = values * F.silu(gate.float())
-        moments = [values.pow(2), values] if self.centered else [values.pow(2)]
-        found = means(torch.stack(moments, -1))
-        if self.centered:
-            center = found[..., 1]
-            values = (values - center) * torch.rsqrt(found[..., 0] - center.pow(2) + epsilon_of(module))
-        else:
-            values = values * torch.rsqrt(found[..., 0] + epsilon_of(module))
-        values = values * (module.weight.float() + self.offset)
-        bias = getattr(module, "bias", None)
-        values = values if bias is None else values + bias.float()
-        if gate is not None and self.gate == "after":
-            values = values * F.silu(gate.float())
-        return values.to(x.dtype)
+    values = x.float()
+    if gate is not None and formula.gate == "before":
+        values = values * F.silu(gate.float())
+    moments = [values.pow(2), values] if formula.centered else [values.pow(2)]
+    found = means(torch.stack(moments, -1))
+    if formula.centered:
+        center = found[..., 1]
+        values = (values - center) * torch.rsqrt(found[..., 0] - center.pow(2) + epsilon_of(module))
+    else:
+        values = values * torch.rsqrt(found[..., 0] + epsilon_of(module))
+    values = values * (module.weight.float() + formula.offset)
+    bias = getattr(module, "bias", None)
+    values = values if bias is None else values + bias.float()
+    if gate is not None and formula.gate == "after":
+        values = values * F.silu(gate.float())
+    return values.to(x.dtype)
 
 
 class SplitNorm:
@@ -75,7 +63,7 @@ class SplitNorm:
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Args: x and gate `[..., features]`, per rank `[..., features / tp]`. Returns the same shape."""
-        return self._formula.compute(self, x, gate, self._means)
+        return compute_norm(self._formula, self, x, gate=gate, means=self._means)
 
     def _means(self, moments: Tensor) -> Tensor:
         """Args: moments `[..., features, count]`. Returns their means over all ranks' features `[..., 1, count]`."""
@@ -84,11 +72,8 @@ class SplitNorm:
         return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)
 
 
-def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> NormFormula:
-    """Which formula the norm computes, by trying it.
-
-    Args:
-        num_features: of the whole norm, where its weight is cut already.
+def recognise_norm(module: nn.Module) -> NormFormula:
+    """Which formula an unsplit norm (real or meta) computes, by trying it.
 
     Raises:
         UnsupportedError: it is no RMS norm or layer norm over its last dim.
@@ -101,13 +86,11 @@ def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> Nor
     probe._forward_hooks.clear()
     probe._forward_pre_hooks.clear()
     generator = torch.Generator().manual_seed(0)
-    size = num_features or weight.shape[0]
+    size = weight.shape[0]
     with torch.no_grad():
         for name in [name for name, value in probe._parameters.items() if value is not None]:
             probe._parameters[name] = nn.Parameter(torch.rand(size, generator=generator), requires_grad=False)
-        x = (
-            torch.randn(1, 3, size, generator=generator) + 0.5
-        )  # of three dims: a group norm takes the second's features
+        x = torch.randn(1, 3, size, generator=generator) + 0.5  # a group norm would take the second dim's features
         gate = torch.randn(1, 3, size, generator=generator)
         takes_gate = len(inspect.signature(probe.forward).parameters) > 1
         try:
@@ -120,9 +103,8 @@ def recognise_norm(module: nn.Module, *, num_features: int | None = None) -> Nor
             (False, True), (0.0, 1.0), ("before", "after") if takes_gate else ("none",)
         ):
             formula = NormFormula(centered=centered, offset=offset, gate=place)
-            found = formula.compute(
-                probe, x, gate if takes_gate else None, lambda moments: moments.mean(-2, keepdim=True)
-            )
+            given = gate if takes_gate else None
+            found = compute_norm(formula, probe, x, gate=given, means=lambda moments: moments.mean(-2, keepdim=True))
             if torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
                 return formula
     raise _not_a_norm(module)

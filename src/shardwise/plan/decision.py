@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwise.layout.placement import Placement
+from shardwise.layout.placement import Placement, Replicate
+from shardwise.layout.tensor import Layout
 from shardwise.plan.regions import Region
 from shardwise.plan.sequence import SequencePlan
 from shardwise.plan.spec import Rule
 from shardwise.plan.structure import Heads, Shape
+from shardwise.topology.shape import MeshShape
 
-__all__ = ["ParameterPlan", "SplitPlan"]
+__all__ = ["NormFormula", "ParameterPlan", "SplitPlan"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +21,43 @@ class ParameterPlan:
     """One parameter.
 
     Attributes:
-        placement: over the tp axis.
+        layout: how every axis of the mesh stores it; what tp does comes first.
         gradient: "whole" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
             gradients must be summed over tp (see [Note: partial inside]).
+        data: "" where there are no data axes, "managed" where FSDP2 keeps the parameter as a `DTensor` over them,
+            "reduced" where every data rank holds all of it and we sum its gradient.
     """
 
     fqn: str
-    shape: Shape
-    placement: Placement
+    layout: Layout
     rule: Rule
     gradient: str = "whole"
+    data: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        """Of the full tensor."""
+        return self.layout.shape
+
+    @property
+    def placement(self) -> Placement:
+        """Over the tp axis."""
+        return next((step.placement for step in self.layout.steps if step.axis == "tp"), Replicate())
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormFormula:
+    """What a norm computes.
+
+    Attributes:
+        centered: whether it subtracts the mean.
+        offset: added to the weight.
+        gate: where its second input, through a SiLU, multiplies: "before" or "after" normalising, "none" without one.
+    """
+
+    centered: bool
+    offset: float
+    gate: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +65,7 @@ class SplitPlan:
     """A model's plan with nothing left to decide.
 
     Attributes:
+        shape: of the mesh it was decided for.
         parameters: canonical FQN to its plan; tied aliases are left out.
         regions: in model order, outermost only.
         modules: FQN to the style of the modules whose forward changes.
@@ -51,9 +81,13 @@ class SplitPlan:
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
         tied: alias FQN of every tied parameter to its canonical FQN.
         embedding: the input embedding.
+        units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
+        norms: FQN of every norm over split features, to what it computes.
+        direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum
+            over ranks can wait for its entry.
     """
 
-    tp_size: int
+    shape: MeshShape
     parameters: Mapping[str, ParameterPlan]
     regions: tuple[Region, ...] = ()
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -69,6 +103,14 @@ class SplitPlan:
     unmatched: tuple[Rule, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     embedding: str | None = None
+    units: tuple[tuple[str, ...], ...] = ()
+    norms: Mapping[str, NormFormula] = field(default_factory=dict)
+    direct: bool = False
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks along tp."""
+        return self.shape.tp_size
 
     @property
     def sequence_parallel(self) -> bool:

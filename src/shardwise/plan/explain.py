@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardwise.layout.placement import Split
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.spec import Rule
-from shardwise.plan.structure import ModelFacts
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Explanation", "Row", "explain"]
@@ -52,7 +49,7 @@ class Explanation:
 
     Attributes:
         unmatched: automatic rules that match nothing in this model.
-        collectives: for every region edge or boundary, what is communicated over tp forward and backward in one step.
+        collectives: what a microbatch's step communicates, as counted, in words.
         memory: what a rank keeps from step to step, in words; may be empty.
     """
 
@@ -87,11 +84,8 @@ class Explanation:
             lines += ["stay whole:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
-        lines += (
-            ["communicated a step, over tp:", *(f"  {line}" for line in self.collectives), ""]
-            if self.collectives
-            else []
-        )
+        if self.collectives:
+            lines += ["communicated:", *(f"  {line}" for line in self.collectives), ""]
         if shape.fsdp_size > 1:
             kept = "sharded over fsdp: parameters are gathered, and gradients reduce-scattered, block by block"
             lines += [kept, ""]
@@ -103,30 +97,25 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: SplitPlan, facts: ModelFacts, *, layout: str, memory: str = "") -> Explanation:
-    """Explains `plan`, which was resolved for `facts`, under the layout's text form."""
-    fsdp_size = MeshShape.parse(layout).fsdp_size
+def explain(plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str = "") -> Explanation:
+    """Explains `plan`, with what was counted and measured of it."""
     grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for planned in plan.parameters.values():
         key = (_NUMBER.sub("*", planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
         grouped.setdefault(key, []).append(planned)
     return Explanation(
-        layout=layout,
-        rows=tuple(_row(same, fsdp_size) for same in grouped.values()),
+        layout=str(plan.shape),
+        rows=tuple(_row(same, plan.shape) for same in grouped.values()),
         unmatched=plan.unmatched,
-        collectives=tuple(_collectives(plan)),
+        collectives=collectives,
         memory=memory,
     )
 
 
-def _row(same: list[ParameterPlan], fsdp_size: int) -> Row:
+def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
     first = same[0]
     size = math.prod(first.shape)
-    local = list(first.shape)
-    if isinstance(first.placement, Split):
-        local[first.placement.dim] = first.placement.local_size_of(0)
-    if local:
-        local[0] = -(-local[0] // fsdp_size)
+    local = first.layout.local_shape(shape.coords(0))
     return Row(
         name=_NUMBER.sub("*", first.fqn) if len(same) > 1 else first.fqn,
         count=len(same),
@@ -139,25 +128,6 @@ def _row(same: list[ParameterPlan], fsdp_size: int) -> Row:
         num_elements=size * len(same),
         local_elements=math.prod(local) * len(same),
     )
-
-
-def _collectives(plan: SplitPlan) -> Iterable[str]:
-    if plan.tp_size == 1:
-        return
-    enter, leave = ("all-gather", "reduce-scatter") if plan.sequence_parallel else ("nothing", "all-reduce")
-    back_enter, back_leave = ("reduce-scatter", "all-gather") if plan.sequence_parallel else ("all-reduce", "nothing")
-    edged = sum(region.edge in ("row", "output") for region in plan.regions)
-    yield f"{edged} regions: enter with {enter} (backward {back_enter}), leave with {leave} (backward {back_leave})"
-    embeddings = sum(style.startswith("embedding") for style in plan.modules.values())
-    if embeddings:
-        joined = "reduce-scatter (backward all-gather)" if plan.sequence_parallel else "all-reduce"
-        yield f"{embeddings} embedding: {joined}"
-    if plan.head is not None:
-        entry = "all-gather (backward reduce-scatter)" if plan.sequence_parallel else "backward all-reduce"
-        yield f"head: {entry}; its loss: 4 values a token"
-    summed = sum(planned.gradient == "partial" for planned in plan.parameters.values())
-    if summed:
-        yield f"gradient phase: {summed} whole parameters' gradients summed together"
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from shardwise.errors import LayoutError, PlanError
 from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
+from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
 from shardwise.plan.joined import target_of, without_joins
@@ -19,6 +20,7 @@ from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle, divisor_of, is_split_style
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
 from shardwise.plan.whole import why_whole
+from shardwise.topology.shape import MeshShape
 
 __all__ = ["resolve"]
 
@@ -70,7 +72,7 @@ class _Resolver:
         if self.problems:
             raise _all_problems(self.problems)
         return SplitPlan(
-            tp_size=self.tp_size,
+            shape=MeshShape(tp_size=self.tp_size),
             parameters=parameters,
             regions=self.regions,
             modules={
@@ -104,9 +106,9 @@ class _Resolver:
             problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source}) on {fqn} {list(shape)}'
             problem.summary = f"cannot split {fqn} over tp={self.tp_size}: {problem.summary}"
             self.problems.append(problem)
-        return ParameterPlan(
-            fqn=fqn, shape=shape, placement=placement, rule=rule, gradient=self._gradient(rule, fqn, placement)
-        )
+        steps = (Step("tp", self.tp_size, placement),) if self.tp_size > 1 else ()
+        gradient = self._gradient(rule, fqn, placement)
+        return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
 
     def _why_whole(self, module: str, shape: Shape) -> str:
         if self.tp_size == 1:

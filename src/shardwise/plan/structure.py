@@ -34,7 +34,7 @@ class ModuleFacts:
 
     Attributes:
         kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList`
-            whose items run in a row), or "other".
+            whose items run in a row), "dict" (a `ModuleDict`), or "other".
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.

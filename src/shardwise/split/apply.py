@@ -17,7 +17,7 @@ from shardwise.split.data import apply_data_parallelism
 from shardwise.split.door import guard_door
 from shardwise.split.precision import apply_precision
 from shardwise.split.remat import apply_recomputation
-from shardwise.split.sequence import apply_sequence_parallelism, is_direct
+from shardwise.split.sequence import apply_sequence_parallelism
 from shardwise.split.tensor import apply_tensor_parallelism, cut_parameters
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
@@ -52,11 +52,10 @@ def apply_plan(
         has_dropout=_has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
-    direct = is_direct(model, plan, plan.embedding)
     cut_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
-        apply_sequence_parallelism(model, registry, embedding=plan.embedding if direct else None)
+        apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
     model.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)

@@ -1,20 +1,11 @@
 """Data parallelism: FSDP2 over the `fsdp` and `ddp` axes, set up once for the whole model.
 
-# [Note: units]
-FSDP2 gathers the parameters of a unit together when its module is called, and frees them behind it. Units are the
-blocks (what the model keeps in lists of modules), the input embedding and the output head; what is left, final norms
-and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
-share a parameter are one unit: it is gathered before the first of them runs and freed behind the last.
-
-A parameter that cannot be cut along its first dim lies whole on every data rank, and the gradient phase sums its
-gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer face each
-other).
+What is gathered together, and how every parameter is sharded, has been decided (`plan/data_axes.py`, [Note: units]).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,17 +15,12 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, expect_gradients
-from shardwise.layout.placement import Chunk, Replicate
-from shardwise.layout.tensor import Layout, Step
+from shardwise.layers.registry import Registry, carry_entry, expect_gradients
 from shardwise.mesh import Mesh
-from shardwise.plan.families.undivided import UNDIVIDED
 from shardwise.plan.options import FsdpPolicy
-from shardwise.split.blocks import find_blocks
 from shardwise.split.unused import reach_all_parameters
-from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["apply_data_parallelism", "find_units"]
+__all__ = ["apply_data_parallelism"]
 
 Unit = tuple[nn.Module, ...]
 
@@ -54,12 +40,11 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     if mesh.data_mesh is None:
         return
     _check(policy, mesh)
-    for fqn, entry in registry.entries.items():
-        registry.entries[fqn] = _with_data_steps(entry, model.get_parameter(fqn).ndim)
     kept_whole = {parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"}
     if kept_whole:
         _move(kept_whole, mesh.device)
-    units, own_class = find_units(model), type(model)
+    units: list[Unit] = [tuple(map(model.get_submodule, unit)) for unit in registry.plan.units]
+    own_class = type(model)
     if not _REDUCES_UNUSED:
         for module in (module for unit in units for module in unit if _chooses_modules(module)):
             reach_all_parameters(module)
@@ -75,70 +60,12 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     model.register_forward_pre_hook(lambda module, args: expect_gradients(module) if torch.is_grad_enabled() else None)
 
 
-def find_units(model: nn.Module) -> list[Unit]:
-    """What is gathered together (see [Note: units]), without the rest that belongs to the model itself, in order of
-    registration. Modules of a unit share parameters.
-    """
-    if getattr(getattr(model, "config", None), "model_type", None) in UNDIVIDED:
-        return []
-    candidates = [block for block in find_blocks(model) if any(True for _ in block.parameters())]
-    inside = {id(module) for block in candidates for module in block.modules()}
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        module = _get(model, getter)
-        if module is not None and id(module) not in inside and module is not model:
-            candidates.append(module)
-            inside.add(id(module))
-    units: list[list[nn.Module]] = []
-    for candidate in candidates:
-        held = {id(parameter) for parameter in candidate.parameters()}
-        sharing = [unit for unit in units if any(id(each) in held for module in unit for each in module.parameters())]
-        merged = [module for unit in sharing for module in unit] + [candidate]
-        units = [unit for unit in units if unit not in sharing] + [merged]
-    outside = _parameters_outside(model, [module for unit in units for module in unit])
-    return [tuple(unit) for unit in units if not any(id(p) in outside for module in unit for p in module.parameters())]
-
-
-def _parameters_outside(model: nn.Module, modules: Sequence[nn.Module]) -> set[int]:
-    """Ids of the parameters that a module outside `modules` holds."""
-    inside = {id(module) for each in modules for module in each.modules()}
-    return {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module._parameters.values()
-        if parameter is not None
-    }
-
-
 def _get(model: nn.Module, getter: str) -> nn.Module | None:
     try:
         module = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
         return None
     return module if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
-
-
-def _with_data_steps(entry: ParameterEntry, num_dims: int) -> ParameterEntry:
-    mesh = entry.registry.mesh
-    is_whole = num_dims == 0 or (mesh.size("fsdp") > 1 and not _face_each_other(entry))
-    steps = [
-        Step(axis, mesh.size(axis), Replicate() if is_whole or axis == "ddp" else Chunk(0))
-        for axis in reversed(DATA_AXES)
-        if mesh.size(axis) > 1
-    ]
-    layout = Layout(entry.layout.shape, (*entry.layout.steps, *steps))
-    return replace(entry, layout=layout, data="reduced" if is_whole else "managed")
-
-
-def _face_each_other(entry: ParameterEntry) -> bool:
-    """Whether copies that tp ranks hold of the same elements lie at the same place, so that cutting leaves them so."""
-    split = entry.split
-    if split is None or split.dim != 0:
-        return True
-    return all(
-        len({(split.local_of(coord, interval), split.local_size_of(coord)) for coord in holders}) == 1
-        for interval, holders in split.shared()
-    )
 
 
 def _move(parameters: set[nn.Parameter], device: torch.device) -> None:

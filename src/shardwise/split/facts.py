@@ -57,6 +57,8 @@ def _kind(module: nn.Module) -> str:
         return "embedding"
     if isinstance(module, nn.ModuleList):
         return "list"
+    if isinstance(module, nn.ModuleDict):
+        return "dict"
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return "transposed"  # transformers' Conv1D stores [in, out]

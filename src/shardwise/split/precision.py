@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from shardwise.layers.linear import become
 from shardwise.layers.registry import LossScale, Registry
 from shardwise.plan.options import Precision
-from shardwise.split.data import find_units
 
 __all__ = ["apply_precision"]
 
@@ -60,7 +59,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
         return
     dtype = getattr(torch, precision.compute)
     taken: set[int] = set()
-    for module in (*(each for unit in find_units(model) for each in unit), model):
+    for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         owners = [(owner, name) for owner in module.modules() if id(owner) not in taken for name in _floats(owner)]
         taken |= {id(owner) for owner in module.modules()}
         become(module, Cast, _cast_to=dtype, _cast_parameters=owners)

@@ -14,11 +14,10 @@ from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
 from shardwise.layers.local import install_shares, install_sliced
-from shardwise.layers.norm import SplitNorm, recognise_norm
+from shardwise.layers.norm import SplitNorm
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
-from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 from shardwise.split.heads import apply_divided, apply_local_heads
@@ -33,13 +32,13 @@ def cut_parameters(model: nn.Module, registry: Registry) -> None:
     """
     coords = registry.mesh.coords
     for fqn, planned in registry.plan.parameters.items():
-        step = Step("tp", registry.plan.tp_size, planned.placement)
-        layout = Layout(planned.shape, (step,) if registry.plan.tp_size > 1 else ())
-        entry = ParameterEntry(fqn=fqn, layout=layout, gradient=planned.gradient, registry=registry)
+        entry = ParameterEntry(
+            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+        )
         registry.entries[fqn] = entry
         if entry.split is None:
             continue
-        parameter = model.get_parameter(fqn)
+        parameter, layout = model.get_parameter(fqn), entry.tensor_layout
         if parameter.is_meta:
             parameter.data = parameter.data.new_empty(layout.local_shape(coords))
         else:
@@ -57,6 +56,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
             split, stack = _split_of(registry, name), plan.stack_of(name)
             leave = _leave(plan, name)
+            if plan.modules[name] == "norm_split" and split is not None:
+                held = sum(split.local_size_of(coord) for coord in range(split.parts))
+                become(module, SplitNorm, _split=context, _num_features=held, _formula=plan.norms[name])
             _apply_style(module, plan.modules[name], split, context, stack=stack, leave=leave if reduces else None)
     for region in plan.regions:
         module = modules[region.fqn]
@@ -134,10 +136,6 @@ def _apply_style(
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise" and split is not None:
         become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
-    elif style == "norm_split" and split is not None:
-        formula = recognise_norm(module, num_features=split.size)
-        held = sum(split.local_size_of(coord) for coord in range(split.parts))
-        become(module, SplitNorm, _split=context, _num_features=held, _formula=formula)
     elif style == "all_reduce":
         install_reduced(module, context)
     elif style == "moe_identity_expert":

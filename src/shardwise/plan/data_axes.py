@@ -1,0 +1,103 @@
+"""What the data axes do to a decided model: which parameters FSDP2 shards and how, and what it gathers together.
+
+# [Note: units]
+FSDP2 gathers the parameters of a unit together when its module is called, and frees them after it. Units are the
+blocks (what the model keeps in lists of modules), the input embedding and the output head; what is left, final norms
+and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
+share a parameter are one unit: it is gathered before the first of them runs and freed after the last.
+
+A parameter that cannot be cut along its first dim is kept in full on every data rank, and the gradient phase sums its
+gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer face each
+other).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shardwise.layout.placement import Chunk, Replicate, Split
+from shardwise.layout.tensor import Layout, Step
+from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.families.undivided import UNDIVIDED
+from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["find_units", "with_data_axes"]
+
+
+def with_data_axes(plan: SplitPlan, facts: ModelFacts, shape: MeshShape) -> SplitPlan:
+    """`plan`, which was resolved over tp alone, on a mesh of `shape`."""
+    parameters = {fqn: _over_data(each, shape) for fqn, each in plan.parameters.items()}
+    return replace(plan, shape=shape, parameters=parameters, units=find_units(facts))
+
+
+def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
+    if shape.data_size == 1:
+        return planned
+    in_full = not planned.shape or (shape.fsdp_size > 1 and not _face_each_other(planned.placement))
+    steps = [
+        Step(axis, shape.size(axis), Replicate() if in_full or axis == "ddp" else Chunk(0))
+        for axis in reversed(DATA_AXES)
+        if shape.size(axis) > 1
+    ]
+    layout = Layout(planned.shape, (*planned.layout.steps, *steps))
+    return replace(planned, layout=layout, data="reduced" if in_full else "managed")
+
+
+def _face_each_other(placement: object) -> bool:
+    """Whether copies that tp ranks hold of the same elements have the same place, so that cutting leaves them so."""
+    if not isinstance(placement, Split) or placement.dim != 0:
+        return True
+    return all(
+        len({(placement.local_of(coord, interval), placement.local_size_of(coord)) for coord in holders}) == 1
+        for interval, holders in placement.shared()
+    )
+
+
+def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
+    """What is gathered together, in order of registration, without the rest that belongs to the model itself."""
+    if facts.model_type in UNDIVIDED:
+        return ()
+    candidates = [block for block in _blocks(facts) if _held(block, facts)]
+    for end in (facts.embedding, facts.head):
+        if end and not any(_is_within(end, each) for each in candidates):
+            candidates.append(end)
+    units: list[list[str]] = []
+    for candidate in candidates:
+        held = _held(candidate, facts)
+        sharing = [unit for unit in units if any(held & _held(module, facts) for module in unit)]
+        merged = [module for unit in sharing for module in unit] + [candidate]
+        units = [unit for unit in units if unit not in sharing] + [merged]
+    outside = _held_outside([module for unit in units for module in unit], facts)
+    return tuple(tuple(unit) for unit in units if not any(_held(module, facts) & outside for module in unit))
+
+
+def _blocks(facts: ModelFacts) -> Iterator[str]:
+    """The modules in the outermost lists of modules."""
+    lists = {name for name, module in facts.modules.items() if module.kind == "list"}
+    for name, module in facts.modules.items():
+        around = parent_of(name)
+        is_outermost = not any(_is_within(around, each) for each in lists if each != around)
+        # A list of lists has no forward to gather before.
+        if around in lists and is_outermost and module.kind not in ("list", "dict"):
+            yield name
+
+
+def _held(module: str, facts: ModelFacts) -> frozenset[str]:
+    """Canonical FQNs of the parameters in a module."""
+    return frozenset(facts.tied.get(fqn, fqn) for fqn, owner, *_ in facts.parameters() if _is_within(owner, module))
+
+
+def _held_outside(modules: Sequence[str], facts: ModelFacts) -> frozenset[str]:
+    """Canonical FQNs of the parameters that a module outside `modules` holds."""
+    return frozenset(
+        facts.tied.get(fqn, fqn)
+        for fqn, owner, *_ in facts.parameters()
+        if not any(_is_within(owner, each) for each in modules)
+    )
+
+
+def _is_within(fqn: str, ancestor: str) -> bool:
+    return f"{fqn}.".startswith(f"{ancestor}.")
