@@ -11,6 +11,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us anew: c
 
 import random
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -43,6 +44,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.accelerator.is_available():
             pytest.skip("needs an accelerator")
+
+
+@pytest.fixture
+def on_ranks(request: pytest.FixtureRequest) -> Any:
+    """Runs a function on the ranks of a layout, once for several cases: see `tests/ranks.py`."""
+    from tests.ranks import Ranks  # not above: pure tests stay pure
+
+    return Ranks(request.node)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -75,6 +76,26 @@ OTHERS: dict[str, dict[str, Any]] = {
     "bert": {},
 }
 """Families of older build, which keep counts under names of their own; not causal, some of them."""
+
+
+MECHANISMS = {
+    "llama": "key/value heads that several ranks hold",
+    "qwen3": "norms within heads, whose gradients are sums over all ranks' heads",
+    "olmo2": "norms over all heads of a query and of a key, which ranks hold parts of",
+    "phi3": "query, key and value fused, with shared heads in the middle",
+    "mixtral": "a router and its balance of experts, which ranks compute alike",
+    "deepseek_v3": "low-rank projections that stay whole, experts that all tokens share",
+    "gpt2": "one tensor that is embedding and head",
+}
+"""Families that have a way of their own in which copies on different ranks could drift apart, and which."""
+
+FULL_PRODUCT = "SHARDWISE_FULL_PRODUCT" in os.environ
+"""Whether everything is proved for every family and every cell of a product, as `make coverage` does."""
+
+
+def num_steps(family: str) -> int:
+    """After how many steps copies are compared: a family made of others' parts takes the three that every one takes."""
+    return 20 if FULL_PRODUCT or family in MECHANISMS else 3
 
 
 def tiny_model(family: str, *, tied: bool = False, seed: int = 0, **overrides: Any) -> nn.Module:

@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import math
-import os
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from shardwise.proof.objective import objective_of
 from shardwise.proof.parity import measure
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.families import rows_of, tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, num_steps, rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
 
@@ -29,20 +28,6 @@ STAGES = (3, 1, 2)
 ACCUMULATION = (1, 3)
 RECOMPUTED = ("none", "full", "selective")
 ROWS = 12
-
-
-FULL = "SHARDWISE_FULL_PRODUCT" in os.environ
-"""Whether every cell of the product is proved, as `make coverage` does."""
-
-
-def runs():
-    """Layouts, each with the cells that are proved together."""
-    if not FULL:
-        return [pytest.param(layout, [cell for cell in cases() if cell[1] == layout], id=layout) for layout in LAYOUTS]
-    return [
-        pytest.param(layout, [(family, layout, *choice) for family in FAMILIES], id=f"{layout}-{choice}")
-        for layout, *choice in itertools.product(LAYOUTS, STAGES, ACCUMULATION, RECOMPUTED)
-    ]
 
 
 def cases():
@@ -67,38 +52,37 @@ def loss_of_parts(model, batch, *, num_parts):
     return torch.stack(losses).sum()
 
 
-def measure_layout(layout, chosen):
-    """Of every cell of one layout, what the proof finds."""
-    found = {}
-    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
-        for family, _, stage, accumulation, recomputed in chosen:
-            whole = tiny_model(family, tied=family == "gpt2")
-            has_experts = family == "mixtral"
-            parts = functools.partial(loss_of_parts, num_parts=mesh.data_size * accumulation)
-            found[family] = measure(
-                whole,
-                tiny_batch(whole, rows=ROWS),
-                mesh,
-                split=functools.partial(
-                    shardwise.parallelize,
-                    sequence_parallel=layout.endswith("+sp"),
-                    fsdp=FsdpPolicy(zero_stage=stage),
-                    recompute=Recompute(mode=recomputed),
-                ),
-                step=lambda model, mesh, batch, count=accumulation: (
-                    shardwise.TrainStep(model, mesh, num_microbatches=count)(rows_of(batch, mesh)).loss
-                ),
-                reference_loss=parts if has_experts else None,
-            )
-    return found
+def train(mesh, family, layout, stage, accumulation, recomputed):
+    whole = tiny_model(family, tied=family == "gpt2")
+    parts = functools.partial(loss_of_parts, num_parts=mesh.data_size * accumulation)
+    return measure(
+        whole,
+        tiny_batch(whole, rows=ROWS),
+        mesh,
+        split=functools.partial(
+            shardwise.parallelize,
+            sequence_parallel=layout.endswith("+sp"),
+            fsdp=FsdpPolicy(zero_stage=stage),
+            recompute=Recompute(mode=recomputed),
+        ),
+        step=lambda model, mesh, batch: (
+            shardwise.TrainStep(model, mesh, num_microbatches=accumulation)(rows_of(batch, mesh)).loss
+        ),
+        reference_loss=parts if family == "mixtral" else None,
+        num_steps=num_steps(family),
+    )
 
 
-@pytest.mark.parametrize(("layout", "chosen"), runs())
-def test_data_parallel_layouts_train_as_one_process(layout, chosen):
-    size = MeshShape.parse(layout.removesuffix("+sp")).world_size
-    for rank in spawn(measure_layout, size, layout, chosen, timeout=110):
-        for family, *cell in chosen:
-            assert rank[family].passed, f"{family} {cell}: {rank[family]}"
+@pytest.mark.parametrize(
+    ("family", "layout", "stage", "accumulation", "recomputed"),
+    sorted(
+        itertools.product(FAMILIES, LAYOUTS, STAGES, ACCUMULATION, RECOMPUTED) if FULL_PRODUCT else cases(),
+        key=lambda cell: LAYOUTS.index(cell[1]),
+    ),
+)
+def test_data_parallel_layouts_train_as_one_process(on_ranks, family, layout, stage, accumulation, recomputed):
+    for found in on_ranks(train, layout=layout.removesuffix("+sp")):
+        assert found.passed, found
 
 
 def clip_everywhere(layout):
