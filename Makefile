@@ -72,7 +72,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
 
 coverage: $(READY)
-	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/train/test_data_parallel.py -k train_as_one
+	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/train/test_data_parallel.py
 	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md

@@ -120,7 +120,8 @@ def tiny_model(family: str, *, tied: bool = False, seed: int = 0, **overrides: A
 def tiny_batch(model: nn.Module, *, rows: int = 2, length: int = 13, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random ids with labels, a few of them ignored."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator)
+    size = model.config.vocab_size
+    ids = torch.randint(3 if size > 3 else 0, size, (rows, length), generator=generator)
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}

@@ -16,6 +16,7 @@ the cases that shared its ranks then run again, each on ranks of its own.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ import shardwise
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 
-MAX_TOGETHER = 8
+MAX_TOGETHER = 20
 """Cases that one set of ranks runs: starting ranks costs as much as a small case, and a test has a time limit."""
 
 _FOUND = pytest.StashKey[dict[str, list[Any]]]()
@@ -42,23 +43,26 @@ class Ranks:
     def __init__(self, item: pytest.Function) -> None:
         self._item = item
 
-    def __call__(self, function: Callable[..., Any], *, layout: str | None = None, timeout: float = 100.0) -> list[Any]:
+    def __call__(
+        self, function: Callable[..., Any], *, layout: str | None = None, timeout: float = 100.0, **same: Any
+    ) -> list[Any]:
         """What `function(mesh, ...)` returns on each rank, given those of the test's parameters that it takes.
 
         Args:
             layout: of the mesh; by default the parameter `layout`.
+            same: further arguments, the first test's for all that run together with it.
         """
+        run = functools.partial(_run, function, layout or _params(self._item)["layout"], timeout, same)
         found = self._item.session.stash.setdefault(_FOUND, {})
         alone = self._item.session.stash.setdefault(_ALONE, set())
-        layout = layout or _params(self._item)["layout"]
         items = self._together()
         if self._item.nodeid not in found and self._item.nodeid not in alone and len(items) > 1:
             try:
-                found |= _run(function, layout, items, timeout)
+                found |= run(items)
             except Exception:  # noqa: BLE001 - each of them tells by itself whose it is
                 alone |= {item.nodeid for item in items}
         if self._item.nodeid not in found:
-            found |= _run(function, layout, [self._item], timeout)
+            found |= run([self._item])
         return found.pop(self._item.nodeid)
 
     def _together(self) -> list[pytest.Function]:
@@ -79,11 +83,11 @@ def _params(item: pytest.Function) -> Mapping[str, Any]:
 
 
 def _run(
-    function: Callable[..., Any], layout: str, items: Sequence[pytest.Function], timeout: float
+    function: Callable[..., Any], layout: str, timeout: float, same: Mapping[str, Any], items: Sequence[pytest.Function]
 ) -> dict[str, list[Any]]:
     """The ranks' results by the items' ids."""
     taken = inspect.signature(function).parameters
-    cases = [{name: value for name, value in _params(item).items() if name in taken} for item in items]
+    cases = [{**{name: value for name, value in _params(item).items() if name in taken}, **same} for item in items]
     ranks = spawn(run_cases, MeshShape.parse(layout).world_size, function, layout, cases, timeout=timeout)
     return {item.nodeid: [rank[at] for rank in ranks] for at, item in enumerate(items)}
 

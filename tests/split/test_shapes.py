@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,27 +13,24 @@ import shardwise
 from shardwise.errors import PlanError
 from shardwise.testing.spawn import spawn
 from tests.families import checkpoint_layers, tiny_batch, tiny_model
-from tests.oracle import Oracle, found_problems
+from tests.oracle import Oracle
 
 pytestmark = pytest.mark.spawn
 
-SEQUENCE_PARALLEL = (False, True)
+either_way = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 
 
-def run_cases(layout, cases):
-    """Runs `cases` (name -> model arguments, change to the batch) with and without sequence parallelism."""
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for name, (family, overrides, change, batch_options) in cases.items():
-            whole = tiny_model(family, **overrides)
-            batch = change(tiny_batch(whole, **batch_options), whole) if change else tiny_batch(whole, **batch_options)
-            found |= compare(name, whole, batch, mesh)
-        return found
+@functools.lru_cache(maxsize=1)
+def oracle_of(named):
+    """The whole model of one of the cases below and its batch, for both ways of splitting it."""
+    family, overrides, change, batch_options = CASES[named]
+    whole = tiny_model(family, **overrides)
+    batch = tiny_batch(whole, **batch_options)
+    return Oracle(whole, change(batch, whole) if change else batch)
 
 
-def compare(name, whole, batch, mesh):
-    oracle = Oracle(whole, batch)
-    return {f"{name} sp={on}": oracle.differences(mesh, sequence_parallel=on) for on in SEQUENCE_PARALLEL}
+def differences(mesh, named, sequence_parallel):
+    return oracle_of(named).differences(mesh, sequence_parallel=sequence_parallel)
 
 
 def case(family="llama", change=None, *, rows=2, length=13, **overrides):
@@ -57,9 +55,11 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("cases", [HEADS, UNEVEN], ids=["heads", "uneven"])
-def test_heads_and_features_divide_among_four_ranks(cases):
-    assert not found_problems(spawn(run_cases, 4, "tp4", cases, timeout=100))
+@either_way
+@pytest.mark.parametrize("named", [*HEADS, *UNEVEN])
+def test_heads_and_features_divide_among_four_ranks(on_ranks, named, sequence_parallel):
+    for problems in on_ranks(differences, layout="tp4"):
+        assert not problems
 
 
 def refused_heads(layout, num_heads, num_key_value_heads):
@@ -83,24 +83,17 @@ def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(num_ranks
     assert others == [first] * len(others)
 
 
-def vocabularies(layout, directory):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for size in (99, 257, 3):
-            for tied in (False, True):
-                whole = tiny_model(
-                    "llama", vocab_size=size, tied=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None
-                )
-                batch = (
-                    tiny_batch(whole)
-                    if size > 3
-                    else {name: value % 3 for name, value in tiny_batch(tiny_model("llama")).items()}
-                )
-                found |= compare(f"vocabulary {size} tied={tied}", whole, batch, mesh)
-                found[f"vocabulary {size} tied={tied} leaves"] = true_sizes(
-                    whole, mesh, directory / f"{size}{tied}", size
-                )
-        return found
+VOCABULARIES = {
+    f"{size} tokens{', tied' * tied}": case(
+        vocab_size=size, tied=tied, pad_token_id=None, bos_token_id=None, eos_token_id=None
+    )
+    for size in (99, 257, 3)
+    for tied in (False, True)
+}
+
+
+def true_sizes_of(mesh, named, directory):
+    return true_sizes(oracle_of(named).whole, mesh, directory / named, int(named.split()[0]))
 
 
 def true_sizes(whole, mesh, directory, size):
@@ -122,9 +115,19 @@ def true_sizes(whole, mesh, directory, size):
     return problems
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_vocabularies_of_any_size_keep_it(num_ranks, tmp_path):
-    assert not found_problems(spawn(vocabularies, num_ranks, f"tp{num_ranks}", tmp_path, timeout=100))
+@either_way
+@pytest.mark.parametrize("named", VOCABULARIES)
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_vocabularies_of_any_size_divide(on_ranks, layout, named, sequence_parallel):
+    for problems in on_ranks(differences):
+        assert not problems
+
+
+@pytest.mark.parametrize("named", VOCABULARIES)
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_vocabularies_leave_with_their_true_sizes(on_ranks, layout, named, tmp_path):
+    for problems in on_ranks(true_sizes_of, directory=tmp_path):
+        assert not problems
 
 
 def pad(side):
@@ -160,83 +163,81 @@ def embed(batch, model):
 pad_left, pad_right = pad("left"), pad("right")
 
 
-def run_batches(layout, family):
-    cases = {
-        **{f"length {length}": case(family, length=length, change=keep_labels) for length in (1, 3, 5, 13)},
-        "left padding": case(family, pad_left),
-        "right padding": case(family, pad_right, rows=3),
-        "a row without labels": case(family, ignore_row),
-        "inputs_embeds": case(family, embed, rows=3),
-        "inputs_embeds, one row": case(family, embed, rows=1, length=5),
-        "three rows": case(family, rows=3),
-    }
-    return run_cases(layout, cases)
-
-
 def keep_labels(batch, model):
     return batch | {"labels": batch["input_ids"].clone()}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_batches_of_any_length_and_padding(family):
-    assert not found_problems(spawn(run_batches, 4, "tp4", family, timeout=100))
+BATCHES = {
+    f"{family}, {name}": case(family, **batch)
+    for family in ("llama", "gemma3_text")
+    for name, batch in {
+        **{f"length {length}": {"length": length, "change": keep_labels} for length in (1, 3, 5, 13)},
+        "left padding": {"change": pad_left},
+        "right padding": {"change": pad_right, "rows": 3},
+        "a row without labels": {"change": ignore_row},
+        "inputs_embeds": {"change": embed, "rows": 3},
+        "inputs_embeds, one row": {"change": embed, "rows": 1, "length": 5},
+        "three rows": {"rows": 3},
+    }.items()
+}
+NOTHING_TO_LEARN = {"nothing to learn": case(change=ignore_all, num_hidden_layers=2)}
+
+CASES = {**HEADS, **UNEVEN, **VOCABULARIES, **BATCHES, **NOTHING_TO_LEARN}
 
 
-def nothing_to_learn(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        whole = tiny_model("llama")
-        return compare("all ignored", whole, ignore_all(tiny_batch(whole), whole), mesh)
+@either_way
+@pytest.mark.parametrize("named", BATCHES)
+def test_batches_of_any_length_and_padding(on_ranks, named, sequence_parallel):
+    for problems in on_ranks(differences, layout="tp4"):
+        assert not problems
 
 
-def test_a_batch_without_any_label_gives_what_the_whole_model_gives():
-    assert not found_problems(spawn(nothing_to_learn, 2, "tp2"))
+@either_way
+@pytest.mark.parametrize("named", NOTHING_TO_LEARN)
+def test_a_batch_without_any_label_gives_what_the_whole_model_gives(on_ranks, named, sequence_parallel):
+    for problems in on_ranks(differences, layout="tp2"):
+        assert not problems
 
 
-def resized(layout, tied):
-    with shardwise.Mesh.open(layout) as mesh:
-        whole = tiny_model("llama", tied=tied)
-        whole.resize_token_embeddings(101, mean_resizing=False)
-        found = Oracle(whole, tiny_batch(whole)).differences(mesh)
-        model = shardwise.parallelize(whole, mesh)
-        shape = tuple(shardwise.full_state_dict(model)["lm_head.weight"].shape)
-        return {"resized": found + ([] if shape == (101, 64) else [f"the head has shape {shape}"])}
+def resized(mesh, tied):
+    whole = tiny_model("llama", tied=tied)
+    whole.resize_token_embeddings(101, mean_resizing=False)
+    problems = Oracle(whole, tiny_batch(whole)).differences(mesh)
+    model = shardwise.parallelize(whole, mesh)
+    return problems, tuple(shardwise.full_state_dict(model)["lm_head.weight"].shape)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_vocabulary_resized_before_splitting(tied):
-    assert not found_problems(spawn(resized, 2, "tp2", tied))
+def test_a_vocabulary_resized_before_splitting(on_ranks, tied):
+    assert on_ranks(resized, layout="tp2") == [([], (101, 64))] * 2
 
 
-def embed_then_run(layout):
+def embed_then_run(mesh, sequence_parallel):
     """Embeds outside the model's forward, changes the rows, and hands them in."""
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        whole = tiny_model("llama")
-        ids = tiny_batch(whole)["input_ids"]
-        expected = whole.get_input_embeddings()(ids)
-        logits = whole(inputs_embeds=expected + 1.0).logits
-        for sequence_parallel in SEQUENCE_PARALLEL:
-            model = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
-            rows = model.get_input_embeddings()(ids)
-            problems = [] if torch.equal(rows, expected) else ["the embedding gives other rows outside the model"]
-            if not torch.allclose(model(inputs_embeds=rows + 1.0).logits, logits, atol=1e-4):
-                problems.append("the logits differ")
-            found[f"sp={sequence_parallel}"] = problems
-        return found
+    whole = tiny_model("llama")
+    ids = tiny_batch(whole)["input_ids"]
+    expected = whole.get_input_embeddings()(ids)
+    logits = whole(inputs_embeds=expected + 1.0).logits
+    model = shardwise.parallelize(whole, mesh, sequence_parallel=sequence_parallel)
+    rows = model.get_input_embeddings()(ids)
+    assert torch.equal(rows, expected), "the embedding gives other rows outside the model"
+    torch.testing.assert_close(model(inputs_embeds=rows + 1.0).logits, logits, atol=1e-4, rtol=0)
 
 
-def test_the_embedding_may_be_called_by_itself():
-    assert not found_problems(spawn(embed_then_run, 2, "tp2"))
+@either_way
+def test_the_embedding_may_be_called_by_itself(on_ranks, sequence_parallel):
+    on_ranks(embed_then_run, layout="tp2")
 
 
-def recompute(layout):
+def recompute(mesh, sequence_parallel):
     """Layers that run again in backward, as transformers' own checkpointing makes them."""
-    with shardwise.Mesh.open(layout) as mesh:
-        whole = tiny_model("gemma2").train()
-        oracle = Oracle(whole, tiny_batch(whole))
-        checkpoint_layers(whole)
-        return {f"sp={on}": oracle.differences(mesh, sequence_parallel=on) for on in SEQUENCE_PARALLEL}
+    whole = tiny_model("gemma2").train()
+    oracle = Oracle(whole, tiny_batch(whole))
+    checkpoint_layers(whole)
+    return oracle.differences(mesh, sequence_parallel=sequence_parallel)
 
 
-def test_layers_may_run_again_in_backward():
-    assert not found_problems(spawn(recompute, 2, "tp2"))
+@either_way
+def test_layers_may_run_again_in_backward(on_ranks, sequence_parallel):
+    for problems in on_ranks(recompute, layout="tp2"):
+        assert not problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import pytest
@@ -11,44 +12,24 @@ import torch
 import shardwise
 from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
-from tests.oracle import differing_gradients, found_problems
+from tests.oracle import differing_gradients
 
 pytestmark = pytest.mark.spawn
 
 ORDERS = (1.0, 2.0, 3.5, math.inf)
 
 
-CASES = (
-    ("llama", {"num_key_value_heads": 2}, True),
-    ("phi3", {"num_key_value_heads": 1, "tied": True}, False),
-)
+CASES = {
+    "llama": ({"num_key_value_heads": 2}, True),
+    "phi3": ({"num_key_value_heads": 1, "tied": True}, False),
+}
 
 
-def clip_cases(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for family, options, sequence_parallel in CASES:
-            whole = tiny_model(family, num_hidden_layers=1, **options)
-            split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
-            for name, problems in compare_norms(whole, split, tiny_batch(whole)).items():
-                found[f"{family} {name}"] = problems
-        return found
-
-
-def compare_norms(whole, split, batch):
-    found = {}
-    for order in ORDERS:
-        for max_norm, select in (
-            (0.1, whole_model),
-            (0.1, every_parameter),
-            (1e6, every_parameter),
-            (math.inf, whole_model),
-        ):
-            name = f"p={order} max_norm={max_norm} {select.__name__}"
-            found[name] = compare_one(whole, split, batch, select, max_norm=max_norm, order=order)
-    for select in (some_parameters, one_parameter):
-        found[select.__name__] = compare_one(whole, split, batch, select, max_norm=0.01, order=2.0)
-    return found
+@functools.lru_cache(maxsize=1)
+def models(mesh, family):
+    options, sequence_parallel = CASES[family]
+    whole = tiny_model(family, num_hidden_layers=1, **options)
+    return whole, shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
 
 
 def whole_model(model):
@@ -69,10 +50,12 @@ def one_parameter(model):
     return next(value for name, value in model.named_parameters() if "norm" in name)
 
 
-def compare_one(whole, split, batch, select, *, max_norm, order):
+def compare(mesh, family, select, order, max_norm):
+    """Problems of the norm of selected parameters, and of all gradients after clipping them."""
+    whole, split = models(mesh, family)
     for model in (whole, split):
         model.zero_grad()
-        model(**batch).loss.backward()
+        model(**tiny_batch(whole)).loss.backward()
     parameters = select(whole)
     parameters = parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters
     expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm, order)
@@ -84,10 +67,19 @@ def compare_one(whole, split, batch, select, *, max_norm, order):
     return problems + differing_gradients(shardwise.full_gradients(split), gradients)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
-def test_the_norm_is_that_of_the_whole_model(num_ranks):
-    ranks = spawn(clip_cases, num_ranks, f"tp{num_ranks}", timeout=100)
-    assert not found_problems(ranks)
+@pytest.mark.parametrize(
+    ("select", "order", "max_norm"),
+    [
+        *((whole_model, order, max_norm) for order in ORDERS for max_norm in (0.1, math.inf)),
+        *((every_parameter, order, max_norm) for order in ORDERS for max_norm in (0.1, 1e6)),
+        *((select, 2.0, 0.01) for select in (some_parameters, one_parameter)),
+    ],
+)
+@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("layout", ["tp1", "tp4"])
+def test_the_norm_is_that_of_the_whole_model(on_ranks, layout, family, select, order, max_norm):
+    for problems in on_ranks(compare):
+        assert not problems
 
 
 def edge_cases(layout):

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
-from tests.oracle import differing, differing_gradients, found_problems
+from tests.oracle import differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
 
@@ -154,18 +153,15 @@ def optimizers(whole, split, mesh):
 CHECKS = (microbatches, accumulation, nothing_to_learn, a_fault_on_the_way, copied, optimizers)
 
 
-def run_all(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for sequence_parallel in (False, True):
-            whole = whole_model()
-            split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
-            for check in CHECKS:
-                for case, problems in check(copy.deepcopy(whole), split, mesh).items():
-                    found[f"{check.__name__} sp={sequence_parallel}: {case}"] = problems
-        return found
+def run(mesh, check, sequence_parallel):
+    whole = whole_model()
+    split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
+    return check(whole, split, mesh)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_steps_compute_what_the_whole_model_computes(num_ranks):
-    assert not found_problems(spawn(run_all, num_ranks, f"tp{num_ranks}", timeout=100))
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+def test_steps_compute_what_the_whole_model_computes(on_ranks, layout, check, sequence_parallel):
+    for found in on_ranks(run):
+        assert not {case: problems for case, problems in found.items() if problems}
