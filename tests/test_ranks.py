@@ -41,7 +41,9 @@ def run_tests(directory, *options):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root), str(directory)])}
     command = [sys.executable, "-m", "pytest", "-q", "-c", str(root / "pyproject.toml"), "--rootdir", str(directory)]
     command += ["--confcutdir", str(directory), "-p", "no:cacheprovider", "--basetemp", str(directory / "base"), "-rA"]
-    run = subprocess.run([*command, *options, str(directory)], cwd=directory, env=env, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [*command, *options, str(directory)], cwd=directory, env=env, capture_output=True, text=True, check=False
+    )
     lines = [line.split() for line in run.stdout.splitlines() if "::test_case[" in line]
     found = {words[1].split("[")[1].rstrip("]"): words[0] for words in lines if words[0] in ("PASSED", "FAILED")}
     assert found, run.stdout + run.stderr
