@@ -16,8 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
+
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardwise-sweep-")  # no plan of other code is found again
 
 import transformers
 from rich.progress import Progress

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # its own processes share the one directory that the session makes
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardwise-tests-")  # no plan of other code is found again
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
