@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -96,14 +97,15 @@ def _load(
     with found.index or nullcontext():
         with failing_together(mesh, "building the model"):
             chosen = as_dtype(dtype) or found.config.dtype or _stored_dtype(found.index)
-            model = build_meta_model(found.config, auto_class, dtype=chosen, options=found.options)
+            build = functools.partial(build_meta_model, found.config, auto_class, dtype=chosen, options=found.options)
+            model = build()
         registry = prepare(model, mesh, spec)
         with failing_together(mesh, "loading"):
             if found.index is not None and not isinstance(source, PreTrainedConfig):
                 load_weights(model, registry, found.index, dtype=chosen, **found.reading)
                 model.config.name_or_path = model.name_or_path = os.fspath(source)
                 read_generation_config(model, source, found.where)
-            initialize_missing(model, registry, seed=seed)
+            initialize_missing(model, registry, build=build, seed=seed)
     return model
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from shardwise.api.refusal import refused
 from shardwise.api.trial import Trial, Verdict, copied
@@ -29,6 +29,7 @@ from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
+from shardwise.proof.twin_config import apply_repeatable
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import vocabulary_plan
@@ -122,11 +123,14 @@ def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
         raise UnsupportedError(f"{type(model).__name__} is no transformers model", why="no twin of it can be built")
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         twin = copy.deepcopy(model).float().eval()
+        apply_repeatable(twin.config)
         randomize(twin, torch.Generator().manual_seed(0))
+        return twin
+    if own_size:
+        config = apply_repeatable(copy.deepcopy(model.config))
     else:
-        config = _without_dropout(model.config) if own_size else shrink_config(model.config, without_dropout=True)
-        twin = build_twin(config, type(model), seed=0).eval()
-    return twin
+        config = shrink_config(model.config, without_dropout=True)
+    return build_twin(config, type(model), seed=0).eval()
 
 
 def _eager(twin: nn.Module) -> nn.Module:
@@ -138,15 +142,6 @@ def _eager(twin: nn.Module) -> nn.Module:
         except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
             continue
     return copied_twin
-
-
-def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    silent = copy.deepcopy(config)
-    for part in (silent, *(getattr(silent, name) for name in silent.sub_configs)):
-        for name, value in vars(part).items() if part is not None else ():
-            if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                vars(part)[name] = 0.0
-    return silent
 
 
 class _Candidates:

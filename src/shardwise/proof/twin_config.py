@@ -15,7 +15,7 @@ from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, 
 from shardwise.proof.twin_layers import choose_layers, shrink_layer_lists
 from shardwise.proof.twin_rotary import shrink_rotary
 
-__all__ = ["default_config", "shrink_config"]
+__all__ = ["apply_repeatable", "default_config", "shrink_config"]
 
 # Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
 _RANDOM = (
@@ -79,15 +79,28 @@ def shrink_config(
     for original, part in zip(sub_configs(config), list(sub_configs(tiny)), strict=True):
         shrink = _Shrink(original, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size)
         new = shrink.values()
-        if without_dropout:
-            new |= {name: _zero(value) for name, value in fields_of(part).items() if name.endswith(_RANDOM) and value}
         # Not through setattr: configurations check each assignment, and in between the values do not fit together.
         vars(part).update(new)
         vars(part).update(shrink_rotary(original, part))
         if shrink.overrides:
             part.per_layer_config = shrink.new_overrides(new)
+    apply_repeatable(tiny, without_dropout=without_dropout)
     _check(tiny)
     return tiny
+
+
+def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) -> PreTrainedConfig:
+    """Sets `config` so that a forward computes the same every time and keeps nothing, in place.
+
+    Twins are trained and never generate, and some models cannot make a cache for every order of their layers.
+    """
+    for part in sub_configs(config):
+        if hasattr(part, "use_cache"):
+            vars(part)["use_cache"] = False
+        for name, value in fields_of(part).items() if without_dropout else ():
+            if name.endswith(_RANDOM) and value:
+                vars(part)[name] = _zero(value)
+    return config
 
 
 def _check(config: PreTrainedConfig) -> None:

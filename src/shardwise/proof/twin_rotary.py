@@ -34,9 +34,11 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
     for name in _DICTS:
         if isinstance(values.get(name), dict):
             new[name] = _shrink(values[name], whole_dim or new_dim, default, fixed=factor is not None)
-    if isinstance(rope := new.get("rope_parameters"), dict) and "mrope_section" not in rope and _has_sections(tiny):
-        rotated = (whole_dim or new_dim) * (rope.get("partial_rotary_factor") or default)
-        rope["mrope_section"] = _apportion(_SECTIONS, int(rotated) // 2)
+    rope = new.get("rope_parameters") if _has_sections(tiny) else None
+    for each in [value for value in rope.values() if isinstance(value, dict)] or [rope] if rope else ():
+        if "mrope_section" not in each:
+            rotated = (whole_dim or new_dim) * (each.get("partial_rotary_factor") or default)
+            each["mrope_section"] = _apportion(_SECTIONS, int(rotated) // 2)
     return new
 
 

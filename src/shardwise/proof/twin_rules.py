@@ -215,7 +215,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "blt_local_encoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
     "blt_local_decoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
-    "blt": Family(set={"use_cache": False}, why="a cache made from its own configuration finds no layer count"),
     "dbrx": Family(construct={"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}, why=_LACKS),
     "cohere_compass_text": Family(
         construct={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, why=_LACKS
@@ -275,8 +274,7 @@ FAMILIES: Mapping[str, Family] = {
     "wav2vec2-bert": Family(construct={"vocab_size": 32}, why=_LACKS),
     "wav2vec2-conformer": Family(construct={"vocab_size": 32}, why=_LACKS),
     "xlstm": Family(
-        set={"hidden_size": 128, "embedding_dim": 128, "use_cache": False},
-        why="key sizes are rounded up to 64 in the model; its cache is written in place, over what backward needs",
+        set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"
     ),
     "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
     "zamba": Family(set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED),

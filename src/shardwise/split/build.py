@@ -94,10 +94,10 @@ def build_meta_model(
     try:
         with torch.device("meta"):
             model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # foreign constructors fail in any way; the cause is passed on
         raise UnsupportedError(
             f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
-            why=str(error).strip().splitlines()[0],
+            why=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0],
             fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options it takes",
         ) from error
     model.eval()

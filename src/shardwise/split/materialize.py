@@ -1,28 +1,25 @@
 """From the meta device to real values: random initialisation that is the same for every layout.
 
-transformers initialises module by module in one stream of random numbers, on whole weights. Here every unit (a layer,
-or a module outside the layers) has a stream of its own, seeded by its name, and is initialised whole, by the model's
-own `_init_weights`, before each rank keeps its part. So the values depend on the seed alone, and no more than one layer
-is ever whole in memory.
+transformers initialises in one stream of random numbers, and all weights at once. Here the tensors that a module owns
+have a stream of their own, seeded by the module's name, and are made unsplit, one module's at a time, before each rank
+keeps its part (see [Note: recorded construction]). So the values depend on the seed alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, initialization
+from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.registry import Registry, carry_entry
+from shardwise.split.construction import Construction
 
 __all__ = ["initialize_missing", "put_tensor"]
-
-_DONE = "_is_hf_initialized"
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
@@ -43,105 +40,58 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
     carry_entry(new, entry)
 
 
-def initialize_missing(model: nn.Module, registry: Registry, *, seed: int) -> None:
+def initialize_missing(
+    model: nn.Module, registry: Registry, *, build: Callable[[], PreTrainedModel], seed: int
+) -> None:
     """Gives every tensor that is still on the meta device its initial value, on the mesh's device.
 
+    Args:
+        build: makes the unsplit model on the meta device once more.
+
     Raises:
-        UnsupportedError: the model's `_init_weights` leaves a parameter as it is.
+        UnsupportedError: neither the model's constructor nor its `_init_weights` gives a parameter a value.
 
     Communicates: nothing.
     """
-    for unit in _units(model, "", model):
-        targets = [
-            (fqn, module, own, own in module._buffers)
-            for name, module, _ in unit.modules
-            for own, tensor in (*module._parameters.items(), *module._buffers.items())
-            if tensor is not None and tensor.is_meta and (fqn := f"{name}.{own}" if name else own) not in registry.tied
-        ]
-        if targets:
-            for fqn, whole in _initial_values(unit, targets, registry, seed).items():
-                value = (
-                    local_tensor(whole, registry.entry(fqn).layout, registry.mesh.coords)
-                    if fqn in registry.entries
-                    else whole
-                )
-                put_tensor(model, registry, fqn, value.to(registry.home(fqn)))
+    missing = {owner: names for owner, module in model.named_modules() if (names := _missing(owner, module, registry))}
+    if not missing:
+        return
+    with Construction() as construction:
+        unsplit = build()
+        unsplit.initialize_weights()
+    for owner, names in missing.items():
+        own = unsplit.get_submodule(owner)
+        tensors = [own._parameters[name] if name in own._parameters else own._buffers[name] for name in names]
+        for name, value in zip(names, _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
+            fqn = f"{owner}.{name}" if owner else name
+            _check_initialized(fqn, value)
+            if fqn in registry.entries:
+                value = local_tensor(value, registry.entry(fqn).layout, registry.mesh.coords)
+            put_tensor(model, registry, fqn, value.to(registry.home(fqn)))
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """What is initialised together: (FQN, module, submodel whose `_init_weights` serves it), children first."""
-
-    name: str
-    modules: list[tuple[str, nn.Module, nn.Module]]
-
-
-def _units(model: nn.Module, name: str, owner: nn.Module) -> Iterator[_Unit]:
-    """Every layer with all that is in it, and every module outside layers by itself."""
-    module = model.get_submodule(name)
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    for child, submodule in module.named_children():
-        fqn = f"{name}.{child}" if name else child
-        if isinstance(module, nn.ModuleList):
-            yield _Unit(fqn, list(_post_order(fqn, submodule, owner)))
-        else:
-            yield from _units(model, fqn, owner)
-    yield _Unit(name, [(name, module, owner)])
-
-
-def _post_order(name: str, module: nn.Module, owner: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    for child, submodule in module.named_children():
-        yield from _post_order(f"{name}.{child}", submodule, owner)
-    yield name, module, owner
-
-
-def _initial_values(
-    unit: _Unit, targets: Sequence[tuple[str, nn.Module, str, bool]], registry: Registry, seed: int
-) -> dict[str, Tensor]:
-    """The whole initial tensors of a unit by FQN, from the stream of random numbers that is the unit's own."""
-    kept = [
-        tensor for _, module, _ in unit.modules for tensor in (*module._parameters.values(), *module._buffers.values())
+def _missing(owner: str, module: nn.Module, registry: Registry) -> list[str]:
+    """The module's own tensors that are still on the meta device; of tied ones the first."""
+    own = (*module._parameters.items(), *module._buffers.items())
+    return [
+        name
+        for name, tensor in own
+        if tensor is not None and tensor.is_meta and (f"{owner}.{name}" if owner else name) not in registry.tied
     ]
-    for tensor in kept:
-        if tensor is not None and not tensor.is_meta:
-            setattr(tensor, _DONE, True)  # transformers' init functions leave these alone
-    for fqn, module, own, is_buffer in targets:
-        old = _get(module, own)
-        shape = registry.entries[fqn].layout.shape if fqn in registry.entries else old.shape
-        whole = torch.empty(shape, dtype=old.dtype)
-        if whole.is_floating_point():
-            whole.fill_(torch.nan)
-        if is_buffer:
-            module._buffers[own] = whole
-        else:
-            module._parameters[own] = nn.Parameter(whole, requires_grad=old.requires_grad)
-    digest = hashlib.sha256(f"{seed}/{unit.name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]), initialization.guard_torch_init_functions(), torch.no_grad():
+
+
+def _drawn(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
+    """The tensors' values, what is random in them from a stream of that name."""
+    digest = hashlib.sha256(stream.encode()).digest()
+    with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        for _, module, owner in unit.modules:
-            reset = getattr(module, "reset_parameters", None)
-            if isinstance(owner, PreTrainedModel):
-                owner._initialize_weights(module)
-            elif callable(reset):
-                reset()
-    values = {fqn: _get(module, own).detach() for fqn, module, own, _ in targets}
-    _check_initialized(values)
-    return values
+        return construction.values(tensors)
 
 
-def _get(module: nn.Module, own: str) -> Tensor:
-    value: Tensor | None = module._parameters.get(own)
-    value = module._buffers.get(own) if value is None else value
-    assert value is not None
-    return value
-
-
-def _check_initialized(values: dict[str, Tensor]) -> None:
-    left = [fqn for fqn, value in values.items() if value.is_floating_point() and bool(value.isnan().any())]
-    if left:
+def _check_initialized(fqn: str, value: Tensor) -> None:
+    if value.is_floating_point() and bool(value.isnan().any()):
         raise UnsupportedError(
-            f"{', '.join(left)} cannot be initialised",
-            why="the model's _init_weights leaves them as they are, and they are in no checkpoint",
+            f"{fqn} cannot be initialised",
+            why="neither the model's constructor nor its _init_weights gives it a value, and it is in no checkpoint",
             fix="build the model on the CPU and pass it to shardwise.parallelize, or load a complete checkpoint",
         )
