@@ -48,7 +48,9 @@ def test_initial_values_are_parts_of_the_unsplit_model_s(model_type, name):
 
 
 @pytest.mark.single
-@pytest.mark.parametrize(("model_type", "name"), [("falcon_h1", "FalconH1ForCausalLM"), ("apertus", "ApertusForCausalLM")])
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("falcon_h1", "FalconH1ForCausalLM"), ("apertus", "ApertusForCausalLM")]
+)
 def test_constants_are_what_transformers_gives(model_type, name):
     config = shrink_config(default_config(model_type))
     theirs = dict(model_class(name)(config).named_buffers())

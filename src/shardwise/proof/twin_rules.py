@@ -273,9 +273,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "wav2vec2-bert": Family(construct={"vocab_size": 32}, why=_LACKS),
     "wav2vec2-conformer": Family(construct={"vocab_size": 32}, why=_LACKS),
-    "xlstm": Family(
-        set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"
-    ),
+    "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
     "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
     "zamba": Family(set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED),
     "zamba2": Family(
