@@ -22,7 +22,7 @@ def tensors_of(model):
     return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-# What is told by counts that a split divides; constants of constructors; draws of constructors; several modules at once.
+# Told by counts that a split divides; constants and draws of constructors; by another module's `_init_weights`.
 @pytest.mark.single
 @pytest.mark.parametrize(
     ("model_type", "name"),

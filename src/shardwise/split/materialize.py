@@ -60,14 +60,14 @@ def initialize_missing(
         unsplit = build()
         unsplit.initialize_weights()
     for owner, names in missing.items():
-        own = unsplit.get_submodule(owner)
-        tensors = [own._parameters[name] if name in own._parameters else own._buffers[name] for name in names]
+        module = unsplit.get_submodule(owner)
+        tensors = [module._parameters[name] if name in module._parameters else module._buffers[name] for name in names]
         for name, value in zip(names, _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
             fqn = f"{owner}.{name}" if owner else name
             _check_initialized(fqn, value)
-            if fqn in registry.entries:
-                value = local_tensor(value, registry.entry(fqn).layout, registry.mesh.coords)
-            put_tensor(model, registry, fqn, value.to(registry.home(fqn)))
+            entry = registry.entries.get(fqn)
+            own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
+            put_tensor(model, registry, fqn, own.to(registry.home(fqn)))
 
 
 def _missing(owner: str, module: nn.Module, registry: Registry) -> list[str]:
