@@ -8,6 +8,7 @@ meet in different collectives, or train a mixture of their models without a word
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -130,8 +131,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 
 def _open_subgroups(registry: Registry) -> None:
-    """Creates the groups of replicated heads now, where every rank is at the same point."""
+    """Creates the groups that this model needs besides its mesh's, where every rank is at the same point."""
     for entry in registry.entries.values():
         if entry.split is not None and entry.split.shared():
             blocks = tuple(sorted({holders for _, holders in entry.split.shared()}))
             registry.mesh.subgroup("tp", blocks)
+    root: Any = registry.data_root
+    if root is not None and registry.policy.separate_reduce_group:
+        root.set_separate_reduce_scatter_group(True)

@@ -7,8 +7,6 @@ import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch.distributed as dist
-
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import RankError
 from shardwise.mesh import Mesh
@@ -30,8 +28,7 @@ def failing_together(mesh: Mesh, doing: str) -> Iterator[None]:
         yield
     except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         error = fault
-    group = dist.group.WORLD if mesh.shape.world_size > 1 else None
-    faults = all_gather_objects(_portable(error), group)
+    faults = all_gather_objects(_portable(error), mesh.group())
     first = next((rank for rank, fault in enumerate(faults) if fault is not None), None)
     if first is None:
         return

@@ -32,8 +32,6 @@ from shardwise.comm.operations import (
     all_reduce_,
     all_reduce_value,
     gives_values,
-    group_rank,
-    group_size,
     reduce_scatter_single,
     reduce_scatter_value,
 )
@@ -111,20 +109,20 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
     if gives_values(group):
         return all_gather_value(x, group, dim=dim % x.ndim)
-    return all_gather_padded(x, group, sizes=[x.shape[dim]] * group_size(group), dim=dim)
+    return all_gather_padded(x, group, sizes=[x.shape[dim]] * group.size(), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     if gives_values(group):
         return reduce_scatter_value(x, group, dim=dim % x.ndim)
     parts = x.movedim(dim, 0).contiguous()
-    mine = parts.new_empty(parts.shape[0] // group_size(group), *parts.shape[1:])
+    mine = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
     reduce_scatter_single(mine, parts, group)
     return mine.movedim(0, dim).contiguous() if dim % x.ndim else mine
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
-    rank = group_rank(group)
+    rank = group.rank()
     return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 

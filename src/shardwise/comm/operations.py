@@ -1,18 +1,16 @@
-"""The operations everything communicates with, on a process group or on simulated ranks. No autograd here."""
+"""The operations everything communicates with, on any process group, simulated ones included. No autograd here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
-
-from shardwise.comm.simulated import SimulatedGroup
 
 __all__ = [
     "Group",
@@ -25,8 +23,6 @@ __all__ = [
     "as_values",
     "gather_list",
     "gives_values",
-    "group_rank",
-    "group_size",
     "host_device",
     "reduce_scatter_single",
     "reduce_scatter_value",
@@ -34,7 +30,7 @@ __all__ = [
 
 _AS_VALUES: ContextVar[bool] = ContextVar("as_values", default=False)
 
-Group = dist.ProcessGroup | SimulatedGroup
+Group = dist.ProcessGroup
 
 # torch 2.13 renamed the single-tensor forms and deprecates the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,21 +39,9 @@ _all_gather_value = getattr(functional, "all_gather_single", None) or functional
 _reduce_scatter_value = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-def group_size(group: Group) -> int:
-    """Number of ranks in the group."""
-    return group.size if isinstance(group, SimulatedGroup) else dist.get_world_size(group)
-
-
-def group_rank(group: Group) -> int:
-    """This rank's position in the group."""
-    return group.rank if isinstance(group, SimulatedGroup) else dist.get_rank(group)
-
-
 def host_device(group: Group, device: torch.device) -> torch.device:
     """Where small values that the host needs are summed: on the host if the group can, else on `device`."""
-    if isinstance(group, SimulatedGroup) or "cpu:" in str(dist.get_backend_config(group)):
-        return torch.device("cpu")
-    return device
+    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
 
 
 @contextmanager
@@ -73,66 +57,51 @@ def as_values() -> Iterator[None]:
         _AS_VALUES.reset(token)
 
 
-def gives_values(group: Group) -> TypeGuard[dist.ProcessGroup]:
+def gives_values(group: Group) -> bool:
     """Whether regions are to use the functional forms below: compiled graphs can hold no others."""
-    return not isinstance(group, SimulatedGroup) and (torch.compiler.is_compiling() or _AS_VALUES.get())
+    return (torch.compiler.is_compiling() or _AS_VALUES.get()) and bool(group.group_name)
 
 
-def all_reduce_value(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_reduce_value(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's `x`."""
     return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
 
 
-def all_gather_value(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+def all_gather_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Every rank's `x` along `dim`, all of one shape."""
     return functional.wait_tensor(_all_gather_value(x.contiguous(), dim, group))
 
 
-def reduce_scatter_value(x: Tensor, group: dist.ProcessGroup, *, dim: int) -> Tensor:
+def reduce_scatter_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's `x`."""
     return functional.wait_tensor(_reduce_scatter_value(x.contiguous(), "sum", dim, group))
 
 
 def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:
     """Sums `x` over the group in place, or takes the largest value of every element."""
-    if isinstance(group, SimulatedGroup):
-        others = torch.stack(group.exchange(x.detach().clone()))
-        x.detach().copy_(others.amax(0) if largest else others.sum(0))
-        return
     dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
 
 
 def all_gather_single(joined: Tensor, x: Tensor, group: Group) -> None:
     """Fills `joined` with every rank's `x` along dim 0."""
-    if isinstance(group, SimulatedGroup):
-        joined.copy_(torch.cat(group.exchange(x.detach().clone())))
-        return
     _all_gather_single(joined, x, group=group)
 
 
 def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:
     """Fills `mine` with this rank's part along dim 0 of the sum of every rank's `x`."""
-    if isinstance(group, SimulatedGroup):
-        mine.copy_(torch.stack(group.exchange(x.detach().clone())).sum(0).chunk(group.size)[group.rank])
-        return
     _reduce_scatter_single(mine, x, group=group)
 
 
 def all_gather_list(x: Tensor, group: Group) -> list[Tensor]:
     """Every rank's `x`, all of one shape, in rank order."""
-    if isinstance(group, SimulatedGroup):
-        return group.exchange(x.detach().clone())
-    parts = [torch.empty_like(x) for _ in range(group_size(group))]
+    parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return parts
 
 
 def gather_list(x: Tensor, group: Group) -> list[Tensor] | None:
     """On rank 0 of the group every rank's `x`, all of one shape, in rank order; None elsewhere."""
-    if isinstance(group, SimulatedGroup):
-        parts = group.exchange(x.detach().clone())
-        return parts if group.rank == 0 else None
-    received = [torch.empty_like(x) for _ in range(group_size(group))] if group_rank(group) == 0 else None
+    received = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(x.contiguous(), received, group=group, group_dst=0)
     return received
 
@@ -141,8 +110,6 @@ def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
     """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path)."""
     if group is None:
         return [value]
-    if isinstance(group, SimulatedGroup):
-        return group.exchange(value)
-    values: list[Any] = [None] * group_size(group)
+    values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -10,6 +10,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from shardwise.errors import RankError
 
 __all__ = ["SimulatedGroup", "run_ranks"]
@@ -17,18 +21,20 @@ __all__ = ["SimulatedGroup", "run_ranks"]
 Result = TypeVar("Result")
 
 
-class SimulatedGroup:
-    """One rank's handle on a group of threads.
+_Base: Any = dist.ProcessGroup  # its types say that every collective returns a work to wait for; here none is left
+
+
+class SimulatedGroup(_Base):
+    """One rank's handle on a group of threads: what `torch.distributed` calls on a process group, by exchanges.
 
     Attributes:
-        rank: position in the group.
-        size: number of ranks.
         num_exchanges: how many collectives this rank has taken part in.
     """
 
+    group_name = ""  # functional collectives find a group by its name, and none of these
+
     def __init__(self, rank: int, size: int, shared: _Shared) -> None:
-        self.rank = rank
-        self.size = size
+        super().__init__(rank, size)
         self.num_exchanges = 0
         self._shared = shared
 
@@ -38,11 +44,11 @@ class SimulatedGroup:
         shared = _Shared(size)
         return [cls(rank, size, shared) for rank in range(size)]
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. All ranks must call it."""
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """Copies of every rank's `x`, in rank order. All ranks must call it."""
         shared = self._shared
         self.num_exchanges += 1
-        shared.slots[self.rank] = value
+        shared.slots[self.rank()] = x.detach().clone()
         shared.wait()
         values = list(shared.slots)
         shared.wait()
@@ -50,19 +56,47 @@ class SimulatedGroup:
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
         """This rank's handle on its block; None where it is alone in it. All ranks must call it."""
-        block = next(block for block in blocks if self.rank in block)
+        block = next(block for block in blocks if self.rank() in block)
         with self._shared.lock:
             shared = self._shared.children.setdefault(block, _Shared(len(block)))
-        return SimulatedGroup(block.index(self.rank), len(block), shared) if len(block) > 1 else None
+        return SimulatedGroup(block.index(self.rank()), len(block), shared) if len(block) > 1 else None
 
     def abort(self) -> None:
         """Releases everybody who waits, with an error."""
         self._shared.abort()
 
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        """`dist.all_reduce`: the sum, or the largest of every element."""
+        (x,) = tensors
+        parts = torch.stack(self.exchange(x))
+        x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
+
+    def all_gather_single(self, joined: Tensor, x: Tensor, options: Any) -> None:
+        """`dist.all_gather_single`."""
+        joined.copy_(torch.cat(self.exchange(x)))
+
+    def reduce_scatter_single(self, mine: Tensor, x: Tensor, options: Any) -> None:
+        """`dist.reduce_scatter_single`."""
+        mine.copy_(torch.stack(self.exchange(x)).sum(0).chunk(self.size())[self.rank()])
+
+    def allgather(self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any) -> None:
+        """`dist.all_gather`."""
+        for part, value in zip(parts[0], self.exchange(tensors[0]), strict=True):
+            part.copy_(value)
+
+    def gather(self, parts: list[list[Tensor]], tensors: list[Tensor], options: Any) -> None:
+        """`dist.gather`."""
+        values = self.exchange(tensors[0])
+        for part, value in zip(parts[0] if self.rank() == options.rootRank else [], values, strict=False):
+            part.copy_(value)
+
+    _allgather_base = all_gather_single  # as torch called them up to 2.12
+    _reduce_scatter_base = reduce_scatter_single
+
 
 class _Shared:
     def __init__(self, size: int) -> None:
-        self.slots: list[Any] = [None] * size
+        self.slots: list[Any] = [None] * size  # a tensor each, between the two waits of an exchange
         self.lock = threading.Lock()
         self.children: dict[tuple[int, ...], _Shared] = {}
         self._barrier = threading.Barrier(size, timeout=60)
@@ -91,9 +125,9 @@ def run_ranks(fn: Callable[[SimulatedGroup], Result], size: int) -> list[Result]
 
     def run(group: SimulatedGroup) -> None:
         try:
-            results[group.rank] = fn(group)
+            results[group.rank()] = fn(group)
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
-            failures.append((group.rank, error))
+            failures.append((group.rank(), error))
             group.abort()
 
     threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]

@@ -5,35 +5,20 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.simulated import SimulatedGroup
-from shardwise.mesh import Mesh
+from shardwise.mesh import Blocks, Mesh
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["SimulatedMesh"]
 
 
 class SimulatedMesh(Mesh):
-    """One simulated rank of a tensor-parallel layout on the CPU."""
+    """One simulated rank of a tensor-parallel layout on the CPU. It has no `DeviceMesh`, so logits are joined."""
 
     def __init__(self, group: SimulatedGroup) -> None:
-        shape = MeshShape(tp_size=group.size)
-        self.shape = shape
-        self.rank = group.rank
-        self.device = torch.device("cpu")
-        self._coords = shape.coords(group.rank)
-        self._owns_processes = False
-        self._groups = {}
-        self._device_mesh = None
+        shape = MeshShape(tp_size=group.size())
+        super().__init__(shape, rank=group.rank(), device=torch.device("cpu"), groups={("tp",): group})
         self._group = group
 
-    def group(self, *axes: str) -> SimulatedGroup | None:  # type: ignore[override]
-        """The simulated group along tp or along all axes, None along any other."""
-        return self._group if axes in ((), ("tp",)) and self._group.size > 1 else None
-
-    def subgroup(self, axis: str, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:  # type: ignore[override]
+    def subgroup(self, axis: str, blocks: Blocks) -> SimulatedGroup | None:
         """This rank's simulated block."""
         return self._group.subgroup(blocks)
-
-    @property
-    def tensor_mesh(self) -> None:
-        """None: logits cannot be DTensors here, so they are joined."""
-        return

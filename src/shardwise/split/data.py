@@ -33,8 +33,6 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
 
     Raises:
         UnsupportedError: the policy asks for what this torch or device does not have.
-
-    Communicates: the creation of the data axes' process groups.
     """
     mesh, registry.policy = registry.mesh, policy
     if mesh.data_mesh is None:
@@ -155,8 +153,6 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
                 module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
             if policy.symmetric_memory:
                 module.set_symm_mem_for_comm()
-    if policy.separate_reduce_group:
-        _as_fsdp(model).set_separate_reduce_scatter_group(True)
 
 
 def _chooses_modules(block: nn.Module) -> bool:

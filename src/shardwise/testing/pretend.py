@@ -32,9 +32,8 @@ def pretended_mesh(shape: MeshShape) -> Iterator[Mesh]:
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
     try:
-        mesh = Mesh(shape, rank=0, device=torch.device("cpu"), owns_processes=False)
-        if shape.world_size > 1:
-            mesh.device_mesh  # noqa: B018 - torch reads ranks off tensors to make it: do so before any is fake
+        is_alone = shape.world_size == 1
+        mesh = Mesh(shape, rank=0, device=torch.device("cpu")) if is_alone else Mesh.open(shape, device="cpu")
         yield mesh
         mesh.close()
     finally:
