@@ -40,7 +40,7 @@ def test_a_job_may_open_meshes_one_after_another_and_within():
 
 
 def count_groups(layout):
-    """The process groups that were made, on any ranks, when the mesh is open, and after a step of a model that shares key/value heads."""
+    """The process groups made, on any ranks, when the mesh is open and after a step that sums shared heads."""
     with shardwise.Mesh.open(layout) as mesh:
         opened = dist.distributed_c10d.get_pg_count()
         model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1, num_key_value_heads=1), mesh)

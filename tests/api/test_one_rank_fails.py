@@ -1,4 +1,4 @@
-"""When one rank fails where ranks do not communicate, all raise its error, and at once: on a mesh that was just opened."""
+"""When one rank fails where ranks do not communicate, all raise its error, and at once, on a fresh mesh too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import shardwise
 from shardwise.errors import LoadError
@@ -39,7 +40,7 @@ def parallelize_on_fresh_mesh(layout):
     model = tiny_model("llama", num_hidden_layers=1)
     if mesh.rank == 1:
         model.to = full_device
-    return outcome_of(lambda: shardwise.parallelize(model, mesh))
+    return outcome_of(lambda: shardwise.parallelize(model, mesh, dtype=torch.float64))
 
 
 def full_device(*args, **kwargs):

@@ -37,7 +37,11 @@ def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
     ours = _translated(dict(zip(names, mesh.shape, strict=True)), axes)
     ranks = mesh.mesh.permute(*_order(names, ours), *(dim for dim, name in enumerate(names) if name not in ours))
     shape = _checked_shape(ours, dict(zip(names, mesh.shape, strict=True)), ranks)
-    return shape, ranks.reshape([shape.size(axis) for axis in AXES]), {(ours[name],): mesh.get_group(name) for name in ours}
+    return (
+        shape,
+        ranks.reshape([shape.size(axis) for axis in AXES]),
+        {(ours[name],): mesh.get_group(name) for name in ours},
+    )
 
 
 def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]) -> Foreign:
