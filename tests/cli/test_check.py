@@ -71,7 +71,7 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("model.plan={'**.no_such_proj': colwise}", "no_such_proj"),
         ("model.config.hiden_size=64", "did you mean 'hidden_size'"),
         ("model.config.model_type=lama", "did you mean 'llama'"),
-        ("model.tokenizer=./nowhere", "no directory ./nowhere"),
+        ("model.tokenizer=./nowhere", "nothing can be loaded from './nowhere'"),
         ("optimizer.options.beta=1", "did you mean 'betas'"),
         ("optimizer.name=LBFGS", "evaluates the loss itself"),
         ("optimizer.name=torch.optim.SDG", "no optimizer class"),
@@ -117,6 +117,6 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert main(["plan", str(config)]) == 1
     assert "no layout is given" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "corpus"), "--layout", "tp2"]) == 1
-    assert "no model directory" in capsys.readouterr().err
+    assert "the directory has no config.json" in capsys.readouterr().err
     assert main(["plan", "./nowhere", "--layout", "tp2"]) == 1
-    assert "there is no model directory ./nowhere" in capsys.readouterr().err
+    assert "nothing can be loaded from './nowhere'" in capsys.readouterr().err

@@ -3,12 +3,14 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.locate import locate_source
 
 pytestmark = pytest.mark.single
 
@@ -224,3 +226,30 @@ def test_adopted_rows_are_private_pages_with_a_storage_of_their_own(tmp_path: Pa
     adopted.add_(1)
     with CheckpointIndex.open(tmp_path) as index:
         assert torch.equal(index.read("rows"), rows), "writing does not reach the file"
+
+
+def test_the_hub_is_asked_once_and_only_for_what_the_cache_lacks(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(url, token=None):
+        asked.append((url, token))
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", ask)
+    with pytest.raises(LoadError, match="cannot reach the hub for 'owner/name'") as raised:
+        locate_source("owner/name", cache_dir=tmp_path, token="secret", revision="v2")
+    assert "no route" in str(raised.value) and "secret" not in str(raised.value)
+    assert [(url.rpartition("/owner/")[2], token) for url, token in asked] == [
+        ("name/resolve/v2/config.json", "secret")
+    ]
+    assert locate_source("owner/name", cache_dir=tmp_path, local_files_only=True) is None
+    (tmp_path / "models--owner--name").mkdir()
+    assert locate_source("owner/name", cache_dir=tmp_path) is None
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "./a", "a\0b", "x" * 300, Path("owner/name")])
+def test_a_name_that_can_be_nothing_is_an_error(name):
+    with pytest.raises(LoadError, match="nothing can be loaded from") as raised:
+        locate_source(name)
+    assert "not a hub id either" in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -15,6 +16,7 @@ from shardwise.cli.logs import check_tensorboard
 from shardwise.errors import LoadError, ShardwiseError, did_you_mean
 from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
+from shardwise.weights.locate import locate_source
 
 __all__ = ["check_inputs", "find_optimizer", "optimizer_arguments", "read_data_state"]
 
@@ -33,7 +35,8 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if config.log.tensorboard:
         problems += _caught("log.tensorboard", check_tensorboard)
     for key, place in (("model.path", config.model.path), ("model.tokenizer", config.model.tokenizer)):
-        problems += _check_place(key, place)
+        if place is not None:
+            problems += _caught(key, functools.partial(locate_source, place))
     if isinstance(config.model.config, str) and not Path(config.model.config).is_file():
         problems.append(Problem("model.config", f"there is no file {config.model.config}"))
     if isinstance(config.model.config, dict):
@@ -86,14 +89,6 @@ def _caught(key: str, check: Callable[[], object]) -> list[Problem]:
     return []
 
 
-def _check_place(key: str, place: str | None) -> list[Problem]:
-    """A hub id has at most one slash and no dot in front; anything else must exist here."""
-    if place is None or Path(place).exists():
-        return []
-    looks_local = place.startswith((".", "/", "~")) or place.count("/") > 1 or place.endswith("/")
-    return [Problem(key, f"there is no directory {place}")] if looks_local else []
-
-
 def _check_model_config(given: dict[str, Any]) -> list[Problem]:
     from transformers import CONFIG_MAPPING
 
@@ -102,13 +97,15 @@ def _check_model_config(given: dict[str, Any]) -> list[Problem]:
         close = did_you_mean(model_type, CONFIG_MAPPING)
         return [Problem("model.config.model_type", f"transformers knows no {model_type!r}{close}")]
     default = CONFIG_MAPPING[model_type]()
-    known = [*default.to_dict(), *getattr(default, "attribute_map", {}), *inspect.signature(type(default)).parameters]
-    # transformers keeps any key it is given, so a misspelt one would silently do nothing.
-    return [
-        Problem(f"model.config.{key}", f"unknown key of {model_type}{did_you_mean(key, known)}")
-        for key in given
-        if key not in known
-    ]
+    values = default.to_dict()
+    known = [*values, *getattr(default, "attribute_map", {}), *inspect.signature(type(default)).parameters]
+    problems = []
+    for key, value in given.items():
+        if key not in known:  # transformers keeps any key it is given, so a misspelt one would silently do nothing
+            problems.append(Problem(f"model.config.{key}", f"unknown key of {model_type}{did_you_mean(key, known)}"))
+        elif type(value) is type(normal := values.get(key)) is int and value < 0 < normal and not key.endswith("_id"):
+            problems.append(Problem(f"model.config.{key}", f"is {value}, must not be negative"))
+    return problems
 
 
 def _check_optimizer(config: OptimizerConfig) -> list[Problem]:

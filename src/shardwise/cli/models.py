@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,15 +12,17 @@ from shardwise.api.building import load
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.cli.config import config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
-from shardwise.errors import ConfigError, LoadError, ShardwiseError
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
+from shardwise.split.build import read_config
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
 from shardwise.train.optimizer import build_optimizer
+from shardwise.weights.locate import locate_source
 
-__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "new_model_config", "spec_of"]
+__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -31,14 +31,17 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 def load_tokenizer(config: TrainConfig) -> Any:
     """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
-    place = config.model.tokenizer or config.model.path
+    place = str(config.model.tokenizer or config.model.path)
+    directory = locate_source(place)
     try:
         return transformers.AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a damaged file raises errors of many kinds
+        names = [] if directory is None else sorted(entry.name for entry in directory.iterdir())
+        why = f"found {', '.join(names) or 'nothing'}; transformers says: " if directory is not None else ""
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
-            why=str(error).strip(),
-            fix="name a directory with tokenizer files, or a hub id that can be reached",
+            why=f"{why}{' '.join(str(error).split())}",
+            fix="name a directory or hub id that has tokenizer files with model.tokenizer",
         ) from error
 
 
@@ -71,7 +74,7 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
         ShardwiseError: the model cannot be loaded or split.
     """
     given = config.model
-    model_config = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
+    model_config = _read_model_config(config, tokenizer)
     problems = _check_fit(model_config, config, tokenizer)
     if problems:
         raise config_error("the configuration", problems)
@@ -104,17 +107,29 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
 
 def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:
     """What does not fit together in model, tokenizer, rows, layout and optimizer; reads no weights."""
-    given = config.model
+    key = "model"
     try:
+        if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
+            _check_task(read_config(config.model.path, {})[0])
+        key = "model.tokenizer"
         tokenizer = load_tokenizer(config)
         build_encoder(tokenizer)
+        key = "model"
+        found = _read_model_config(config, tokenizer)
+        _check_task(found)
     except ShardwiseError as error:
-        return [Problem("model.tokenizer", str(error))]
-    try:
-        found = new_model_config(given.config, tokenizer) if given.path is None else _read_model_config(given.path)
-    except ShardwiseError as error:
-        return [Problem("model", str(error))]
+        return [Problem(key, str(error))]
     return [*_check_fit(found, config, tokenizer), *_rehearse(config, found, with_optimizer=with_optimizer)]
+
+
+def _check_task(model_config: Any) -> None:
+    served = transformers.AutoModelForCausalLM._model_mapping
+    if type(model_config) not in served and not hasattr(model_config, "auto_map"):
+        raise UnsupportedError(
+            f"a model of type {model_config.model_type!r}",
+            why="shardwise train trains causal language models, and transformers has none of this type",
+            fix="train it in Python: shardwise.load(path, mesh, auto_class=...) and shardwise.TrainStep",
+        )
 
 
 def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -> list[Problem]:
@@ -142,25 +157,15 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
     return []
 
 
-def _read_model_config(place: str) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot read a model configuration from {place!r}", why=str(error).strip()) from error
-
-
-def new_model_config(given: str | Mapping[str, Any] | None, tokenizer: Any) -> Any:
-    """A transformers configuration from a mapping or a config.json.
-
-    A mapping takes its vocabulary size and special tokens from the tokenizer where it does not name them.
+def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
+    """The model's configuration: of its path, or new, with vocabulary size and special tokens of the tokenizer where
+    it does not name them.
     """
-    if isinstance(given, str):
-        return transformers.AutoConfig.from_pretrained(Path(given))
-    values = dict(given or {})
-    values.setdefault("vocab_size", len(tokenizer))
-    for name in SPECIAL_TOKENS:
-        values.setdefault(name, getattr(tokenizer, name))
-    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    given = config.model.path or config.model.config
+    if isinstance(given, dict):
+        names = {"vocab_size": len(tokenizer), **{name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}}
+        given = names | given
+    return read_config(given or {}, {})[0]
 
 
 def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> list[Problem]:

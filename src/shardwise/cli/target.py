@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.cli.config import read_config
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError
 from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import TrainConfig
@@ -62,13 +61,11 @@ def find_target(arguments: argparse.Namespace) -> Target:
         from shardwise.cli.models import spec_of  # torch is slow to import
 
         config = read_config(Path(name))
-        model = _new_config(config.model.config) if config.model.path is None else config.model.path
+        model = config.model.path or _new_config(config.model.config)
         layout = layout or config.layout
         spec = spec_of(config)
     elif Path(name).suffix == ".json":
         model = _new_config(name)
-    else:
-        _check_model(name)
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
     if arguments.sequence_parallel:
@@ -76,26 +73,7 @@ def find_target(arguments: argparse.Namespace) -> Target:
     return Target(model=model, shape=MeshShape.parse(layout), spec=spec, run=config)
 
 
-def _check_model(name: str) -> None:
-    path = Path(name)
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise LoadError(f"{name} is no model directory", why="it holds no config.json")
-    if not path.exists() and (name.startswith((".", "/")) or name.count("/") > 1):
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise LoadError(f"there is no model directory {name}{did_you_mean(path.name, beside)}")
-
-
 def _new_config(given: Any) -> Any:
-    """A transformers configuration from a mapping or a config.json."""
-    import transformers
+    from shardwise.split.build import read_config  # torch and transformers are slow to import
 
-    if isinstance(given, dict):
-        values = dict(given)
-        return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    try:
-        json.loads(Path(given).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise LoadError(f"there is no file {given}") from error
-    except ValueError as error:
-        raise LoadError(f"{given} is not JSON", why=str(error)) from error
-    return transformers.AutoConfig.from_pretrained(str(given))
+    return read_config(given, {})[0]

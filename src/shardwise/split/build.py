@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.weights.locate import locate_source
 
 __all__ = ["HUB_OPTIONS", "as_dtype", "build_meta_model", "read_config", "read_generation_config"]
 
@@ -41,8 +44,13 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
+def read_config(
+    source: str | os.PathLike[str] | Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The config at `source`, changed by those of `options` that are config values, and the options left.
+
+    Args:
+        source: a directory with a config.json, a .json file, a hub id, or the values themselves.
 
     Raises:
         LoadError: there is no config, or transformers cannot read it.
@@ -50,21 +58,39 @@ def read_config(source: str | os.PathLike[str], options: dict[str, Any]) -> tupl
     where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
     try:
+        if isinstance(source, Mapping):
+            return AutoConfig.for_model(**source), rest
+        _check_file(source, where)
         config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
-    except (OSError, ValueError, KeyError) as error:
-        why, fix = _no_config(source, where.get("subfolder") or "", error)
-        raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
+    except LoadError:
+        raise
+    except Exception as error:  # a config's class refuses its values with errors of many kinds
+        raise LoadError(
+            f"transformers cannot read the model config {'values' if isinstance(source, Mapping) else repr(source)}",
+            why=" ".join(str(error).split()),
+            fix="correct the values, or take the config of another checkpoint of the kind",
+        ) from error
     return config, unused
 
 
-def _no_config(source: str | os.PathLike[str], subfolder: str, error: Exception) -> tuple[str, str]:
-    """Why there is no config to read at `source`, and what to do."""
-    directory = Path(source)
-    if directory.is_dir() and not (directory / subfolder / "config.json").is_file():
-        return "the directory has no config.json", "point at a directory that save_pretrained wrote"
-    if not directory.exists() and (directory.is_absolute() or not isinstance(source, str)):
-        return "there is no such directory", "check the path"
-    return str(error).strip().splitlines()[0], "check the path; a hub id needs a connection or a local cache"
+def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
+    path = Path(source)
+    if path.suffix != ".json":
+        directory = locate_source(source, **{name: value for name, value in where.items() if name != "subfolder"})
+        if directory is None:
+            return
+        path = directory / (where.get("subfolder") or "") / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        why = "there is no such file" if path == Path(source) else "the directory has no config.json"
+        fix = "point at a directory that save_pretrained wrote"
+        raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} is not JSON", why=str(error), fix="copy or download the file again") from error
+    if not isinstance(found, dict):
+        why = f"it holds a {type(found).__name__}, not keys and values"
+        raise LoadError(f"{path} is no model config", why=why, fix="copy or download the file again")
 
 
 def build_meta_model(
@@ -95,10 +121,15 @@ def build_meta_model(
         with torch.device("meta"):
             model = build(config, **({} if dtype is None else {"dtype": dtype}), **options)
     except Exception as error:  # foreign constructors fail in any way; the cause is passed on
+        fixes = {
+            ImportError: "install what is missing, or pass another attn_implementation, such as sdpa",
+            RuntimeError: "correct the sizes in the config",
+        }
+        fits = "pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options it takes"
         raise UnsupportedError(
             f"{getattr(chosen, '__name__', chosen)} cannot build a model of type {config.model_type!r}",
             why=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0],
-            fix="pass the auto_class that fits the checkpoint, such as transformers.AutoModel, and options it takes",
+            fix=next((fix for kind, fix in fixes.items() if isinstance(error, kind)), fits),
         ) from error
     model.eval()
     return model

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 
-__all__ = ["CheckpointFiles", "locate_files"]
+__all__ = ["CheckpointFiles", "locate_files", "locate_source"]
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 _CONVERT = (
@@ -51,31 +54,66 @@ def locate_files(
                 f"unknown option {option!r}{did_you_mean(option, _HUB_OPTIONS)}", at="opening a checkpoint"
             )
     single, index = _with_variant(SAFE_WEIGHTS_NAME, variant), _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
-    directory = Path(path_or_hub_id) / subfolder
-    if directory.is_dir():
-        return _locate_local(directory, single, index)
-    if _is_hub_id(path_or_hub_id):
-        return _locate_hub(os.fspath(path_or_hub_id), single, index, {"subfolder": subfolder, **hub_options})
-    why = "it is a file" if directory.is_file() else "there is no such directory"
-    raise LoadError(
-        f"cannot open the checkpoint {os.fspath(path_or_hub_id)!r}",
-        at=str(directory.absolute()),
-        why=f"{why}, and the name is not a hub id either (`name` or `owner/name`)",
-        fix=f"pass the directory that holds {single} or {index}",
-    )
+    directory = locate_source(path_or_hub_id, **hub_options)
+    if directory is not None:
+        return _locate_local(directory / subfolder, single, index)
+    return _locate_hub(os.fspath(path_or_hub_id), single, index, {"subfolder": subfolder, **hub_options})
+
+
+def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) -> Path | None:
+    """The directory that `path_or_hub_id` names, or None for a hub id: a name that is no directory, but could be one.
+
+    Where the cache has nothing of a hub id, the hub must answer. It is asked once, because its own library would go on
+    asking for half a minute.
+
+    Args:
+        path_or_hub_id: The name.
+        hub_options: As for `locate_files`.
+
+    Raises:
+        LoadError: there is no such directory, and the name is no hub id; or the hub does not answer.
+    """
+    path = Path(path_or_hub_id)
+    exists = os.path.exists(path)  # noqa: PTH110 - pathlib raises where a name is too long
+    if exists and path.is_dir():
+        return path
+    try:
+        if exists or not isinstance(path_or_hub_id, str):
+            raise HFValidationError
+        validate_repo_id(path_or_hub_id)
+    except HFValidationError:
+        beside = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []  # noqa: PTH112
+        what = "it is a file" if exists else f"there is no such directory{did_you_mean(path.name, beside)}"
+        raise LoadError(
+            f"nothing can be loaded from {os.fspath(path_or_hub_id)!r}",
+            why=f"{what}, and the name is not a hub id either (`name` or `owner/name`)",
+            fix="check the path",
+        ) from None
+    cache = Path(hub_options.get("cache_dir") or huggingface_hub.constants.HF_HUB_CACHE)
+    is_cached = (cache / f"models--{path_or_hub_id.replace('/', '--')}").is_dir()
+    if not (is_cached or hub_options.get("local_files_only") or hub_options.get("proxies")):
+        _check_hub(path_or_hub_id, hub_options)
+    return None
+
+
+def _check_hub(hub_id: str, options: Mapping[str, Any]) -> None:
+    try:
+        url = huggingface_hub.hf_hub_url(hub_id, "config.json", revision=options.get("revision"))
+        huggingface_hub.get_hf_file_metadata(url, token=options.get("token"))
+    except HfHubHTTPError:
+        return  # it answers; whatever it refuses is told by whoever wants a file
+    except Exception as error:  # the HTTP library's own, which differ between versions of the hub's
+        raise LoadError(
+            f"cannot reach the hub for {hub_id!r}",
+            why=f"there is no such directory here, and asking the hub failed: {error}",
+            fix="pass an existing directory, or a hub id that is reachable or cached",
+        ) from error
 
 
 def _with_variant(name: str, variant: str | None) -> str:
     # As transformers does: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`.
     stem, _, suffix = name.rpartition(".")
     return name if variant is None else f"{stem}.{variant}.{suffix}"
-
-
-def _is_hub_id(name: str | os.PathLike[str]) -> bool:
-    # A `Path`, a name that starts like a path or has several slashes can only mean the disk.
-    text = os.fspath(name)
-    exists = Path(text).exists()
-    return isinstance(name, str) and not exists and not text.startswith((".", "/", "~")) and text.count("/") <= 1
 
 
 def _locate_local(directory: Path, single: str, index: str) -> CheckpointFiles:

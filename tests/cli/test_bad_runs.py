@@ -1,0 +1,186 @@
+"""Each way in which a run can be wrong is one error in words, before the first step, and never a traceback."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file, save_file
+
+from shardwise.cli.main import main
+from tests.cli.test_train import MODEL, make_tokenizer
+
+pytestmark = pytest.mark.single
+
+RUN = {
+    "model": {"path": "model"},
+    "data": {"path": "corpus", "seq_length": 32},
+    "steps": 2,
+    "batch_size": 4,
+    "log": {"dir": "log"},
+}
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory):
+    """A sound run: its file, a model with a tokenizer, text."""
+    directory = tmp_path_factory.mktemp("run")
+    text = "".join(f"def function_{number}(x):\n    return x + {number}\n\n" for number in range(200))
+    (directory / "corpus").mkdir()
+    (directory / "corpus/a.txt").write_text(text)
+    make_tokenizer(directory / "model", text)
+    make_tokenizer(directory / "tokenizer", text)
+    values = {name: value for name, value in MODEL.items() if name != "model_type"}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, vocab_size=301)).save_pretrained(
+        directory / "model"
+    )
+    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    return directory
+
+
+@pytest.fixture
+def run(origin, tmp_path, monkeypatch):
+    """Runs `shardwise train run.yaml WORDS` in a copy of the sound run; gives its exit code."""
+    shutil.copytree(origin, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return lambda *words: main(["train", "run.yaml", *words])
+
+
+def set_config(**values):
+    path = Path("model/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def replace_config(text):
+    Path("model/config.json").write_text(text)
+
+
+def empty_model():
+    shutil.rmtree("model")
+    Path("model").mkdir()
+
+
+def change_weights(change):
+    path = "model/model.safetensors"
+    save_file({name: value for key, each in load_file(path).items() for name, value in change(key, each)}, path)
+
+
+def write_as(kind, **values):
+    """A directory with the model of another kind, without a tokenizer."""
+    shutil.rmtree("model")
+    transformers.AutoConfig.for_model(kind, **values).save_pretrained("model")
+
+
+def with_head():
+    config = transformers.AutoConfig.from_pretrained("model")
+    transformers.LlamaForSequenceClassification(config).save_pretrained("model")
+
+
+def part(function, *arguments, **options):
+    return functools.partial(function, *arguments, **options)
+
+
+# Name -> (what is done to the run, words of the command line, parts of the one error).
+CASES = {
+    "config: negative size": (part(set_config, hidden_size=-32), [], ["negative dimension -32", "correct the sizes"]),
+    "config: a list": (part(replace_config, "[]"), [], ["model/config.json is no model config", "it holds a list"]),
+    "config: no JSON": (part(replace_config, "{"), [], ["model/config.json is not JSON", "line 1"]),
+    "config: a number is text": (
+        part(set_config, num_attention_heads="four"),
+        [],
+        ["cannot read the model config 'model'", "'num_attention_heads' expected int, got str (value: 'four')"],
+    ),
+    "config: no such type": (part(set_config, model_type="lama"), [], ["cannot read the model config", "lama"]),
+    "config: negative layers": (part(set_config, num_hidden_layers=-1), [], ["18 of layers that the model does not"]),
+    "config: more layers": (part(set_config, num_hidden_layers=3), [], ["21 of 30 tensors fit", "allow_missing"]),
+    "config: fewer layers": (part(set_config, num_hidden_layers=1), [], ["9 others of the checkpoint", "allow_unused"]),
+    "config: other width": (part(set_config, hidden_size=64), [], ["0 of 21 tensors fit", "[301, 32] in the check"]),
+    "config: attention that is not installed": (
+        part(set_config, attn_implementation="flash_attention_2"),
+        [],
+        ["cannot build a model of type 'llama'", "FlashAttention2", "another attn_implementation, such as sdpa"],
+    ),
+    "new model: negative layers": (
+        None,
+        ["model={config: {model_type: llama, num_hidden_layers: -1}, tokenizer: tokenizer}"],
+        ["model.config.num_hidden_layers: is -1, must not be negative"],
+    ),
+    "new model: text for a number": (
+        None,
+        ["model={config: {model_type: llama, num_hidden_layers: two}, tokenizer: tokenizer}"],
+        ["cannot read the model config values", "'num_hidden_layers' expected int, got str"],
+    ),
+    "model: empty directory": (empty_model, [], ["model: no model config at 'model'", "has no config.json"]),
+    "model: hub id and no hub": (
+        None,
+        ["model.path=nobody/nothing-like-this"],
+        ["model.path: cannot reach the hub for 'nobody/nothing-like-this'"],
+    ),
+    "model: text with a NUL": (None, ['model.path="a\\0b"'], ["nothing can be loaded from 'a\\x00b'"]),
+    "model: a name too long": (None, [f"model.path={'x' * 300}"], ["model.path: nothing can be loaded from 'xxx"]),
+    "model: no tokenizer": (
+        lambda: Path("model/tokenizer.json").unlink(),
+        [],
+        ["model.tokenizer: cannot load a tokenizer from 'model'", "found config.json, generation_config.json, model."],
+    ),
+    "model: damaged tokenizer": (
+        lambda: Path("model/tokenizer.json").write_text("{}"),
+        [],
+        ["model.tokenizer: cannot load a tokenizer from 'model'"],
+    ),
+    "model: t5": (part(write_as, "t5"), [], ["model: a model of type 't5'", "trains causal language models"]),
+    "model: vit": (part(write_as, "vit"), [], ["model: a model of type 'vit'", "auto_class=..."]),
+    "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
+    "weights: one missing": (
+        part(change_weights, lambda key, value: [] if "layers.0.self_attn.q_proj" in key else [(key, value)]),
+        [],
+        ["20 of 21 tensors fit", "model.layers.0.self_attn.q_proj.weight", "model.allow_missing in the file of a run"],
+    ),
+    "weights: integers": (
+        part(change_weights, lambda key, value: [(key, value.int())]),
+        [],
+        ["0 of 21 tensors fit", "21 of another kind", "torch.int32 in the checkpoint"],
+    ),
+    "weights: NaN": (
+        part(change_weights, lambda key, value: [(key, value * torch.nan if "norm" in key else value)]),
+        [],
+        ["5 of 21 tensors hold NaN", "model.norm.weight"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_one_error_before_the_first_step(run, capsys, name):
+    prepare, words, parts = CASES[name]
+    if prepare is not None:
+        prepare()
+    capsys.readouterr()
+    assert run(*words) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and "Traceback" not in err and "\nerror: " not in err
+    assert [each for each in parts if each not in err] == [], err
+    assert "step" not in out
+
+
+# Name -> (what is done to the run, words of the command line).
+GOOD = {
+    "as it is": (None, []),
+    "weights: a prefix": (part(change_weights, lambda key, value: [(f"module.{key}", value)]), []),
+    "weights: a head of its own": (with_head, ["model.allow_missing=[lm_head]"]),
+    "config: fewer layers": (part(set_config, num_hidden_layers=1), ["model.allow_unused=[model.layers.1]"]),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_can_be_done_is_done(run, capsys, name):
+    prepare, words = GOOD[name]
+    if prepare is not None:
+        prepare()
+    assert run(*words) == 0, capsys.readouterr().err
+    assert "step 2/2" in capsys.readouterr().out
