@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.operations import Group
 
-__all__ = ["SplitContext"]
+__all__ = ["ForwardState", "SplitContext"]
 
 _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
 
@@ -51,14 +52,10 @@ class Entered:
 
 
 @dataclass
-class SplitContext:
-    """The tp group of a split model and the state of the forward under way.
+class ForwardState:
+    """What one forward carries, from the model's entry to its end, and again where a part of it is computed anew.
 
     Attributes:
-        group: the tp process group; None in one process.
-        size: ranks in it.
-        coord: this rank's position.
-        mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
         sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
             layers, and in no module there that is given all of it. Every region says so itself when it is entered,
             because a layer that is run again in backward is not entered through its hooks.
@@ -66,15 +63,74 @@ class SplitContext:
             off inside every region.
         lengths: FQN of every stack to the length of its sequence, set where it is entered.
         rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
-        partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
-        keep_logits_split: whether the forward under way computes its loss inside, so that logits stay split.
+        keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
-        holds_partial_rows: whether it has done so in the forward under way (not where a caller passes `inputs_embeds`).
-        has_dropout: whether anything in the model draws random numbers in training.
+        holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         waiting: the partial sum of a region that is left to a later one of the same layer.
-        door_open: whether `state_dict()` of the model may give this rank's parts.
+        loss_mode: the mode that a head has entered.
+        random: generators whose stream was changed, by level, with their state before.
+    """
+
+    sequence_parallel: bool = False
+    sequence_length: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    rows: int = 0
+    keep_logits_split: bool = False
+    defer_embedding: bool = False
+    holds_partial_rows: bool = False
+    entered: Entered = field(default_factory=Entered)
+    waiting: torch.Tensor | None = None
+    loss_mode: TorchFunctionMode | None = None
+    random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
+
+    def enter_stack(self, stack: str | None) -> None:
+        """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
+        inside, length = stack is not None, self.lengths[stack] if stack is not None else 0
+        if (inside, length) != (self.sequence_parallel, self.sequence_length):  # compiled blocks must not write in vain
+            self.sequence_parallel, self.sequence_length = inside, length
+
+    def leave_loss_mode(self) -> None:
+        """Ends the mode of this forward, if a head entered one."""
+        if self.loss_mode is not None:
+            mode, self.loss_mode = self.loss_mode, None
+            mode.__exit__(None, None, None)
+
+    def end(self) -> None:
+        """Ends what is under way, also where the forward raised."""
+        self.keep_logits_split = False
+        self.end_layers()
+        self.leave_loss_mode()
+
+    def end_layers(self) -> None:
+        """Ends what stacks of layers, and what is in front of them, have under way."""
+        self.defer_embedding = self.holds_partial_rows = False
+        self.entered.clear()
+        self.waiting = None
+        for level in ("region", "whole", "layer"):
+            self.end_draws(level)
+
+    def end_draws(self, level: str) -> None:
+        """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
+        if level in self.random:
+            generator, state = self.random.pop(level)
+            generator.set_state(state)
+
+
+@dataclass
+class SplitContext:
+    """The tp group of a split model, and the forward of it that is under way.
+
+    Attributes:
+        group: the tp process group; None in one process.
+        size: ranks in it.
+        coord: this rank's position.
+        mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
+        partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
+        has_dropout: whether anything in the model draws random numbers in training.
+        state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
+            lie within each other, and backward may compute parts of an earlier one again after a later one has run.
 
     # [Note: random numbers]
     All tp ranks start from equal random states, and what they compute alike must be dropped alike: there they draw from
@@ -88,20 +144,10 @@ class SplitContext:
     size: int = 1
     coord: int = 0
     mesh: dist.DeviceMesh | None = None
-    sequence_parallel: bool = False
-    sequence_length: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
-    rows: int = 0
     partial_behind: bool = False
-    keep_logits_split: bool = False
-    defer_embedding: bool = False
-    holds_partial_rows: bool = False
     has_dropout: bool = False
-    entered: Entered = field(default_factory=Entered)
-    waiting: torch.Tensor | None = None
-    door_open: bool = False
-    _loss_mode: TorchFunctionMode | None = None
-    _kept: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
+    state: ForwardState = field(default_factory=ForwardState)
+    _around: list[ForwardState] = field(default_factory=list)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
         """Lengths of the ranks' parts of `length` elements, as `torch.chunk` cuts them."""
@@ -112,32 +158,27 @@ class SplitContext:
         # A copied model runs on the same ranks; process groups cannot be copied.
         return self
 
-    def enter_stack(self, stack: str | None) -> None:
-        """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
-        inside, length = stack is not None, self.lengths[stack] if stack is not None else 0
-        if (inside, length) != (self.sequence_parallel, self.sequence_length):  # compiled blocks must not write in vain
-            self.sequence_parallel, self.sequence_length = inside, length
+    def begin_forward(self) -> None:
+        """A forward of the model begins, perhaps within another one."""
+        self._around.append(self.state)
+        self.state = ForwardState()
 
-    def enter_loss_mode(self, build_mode: Callable[[SplitContext], TorchFunctionMode]) -> None:
-        """Makes the mode active until `leave_loss_mode`, once for each forward."""
-        if self._loss_mode is None:
-            self._loss_mode = build_mode(self)
-            self._loss_mode.__enter__()
+    def end_forward(self) -> None:
+        """It has ended, perhaps by an error. The outermost one's state stays for what backward computes again."""
+        if self._around:
+            self.state.end()
+            around = self._around.pop()
+            if self._around:
+                self.state = around
 
-    def leave_loss_mode(self) -> None:
-        """Ends the mode of this forward, if a head entered one."""
-        if self._loss_mode is not None:
-            mode, self._loss_mode = self._loss_mode, None
-            mode.__exit__(None, None, None)
-
-    def forget_forward(self) -> None:
-        """Ends what a forward that raised has left under way."""
-        self.defer_embedding = self.holds_partial_rows = False
-        self.entered.clear()
-        self.waiting = None
-        self.end_draws("region")
-        self.end_draws("whole")
-        self.end_draws("layer")
+    @contextmanager
+    def resumed(self, state: ForwardState) -> Iterator[None]:
+        """Inside, the forward under way is that of `state`, of which a part is computed again."""
+        current, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = current
 
     def begin_draws(self, level: str, module: nn.Module, *, alike: str = "") -> None:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
@@ -155,14 +196,12 @@ class SplitContext:
             seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
-        self._kept[level] = generator, generator.get_state()
+        self.state.random[level] = generator, generator.get_state()
         generator.manual_seed(seed % 2**63)
 
     def end_draws(self, level: str) -> None:
         """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
-        if level in self._kept:
-            generator, state = self._kept.pop(level)
-            generator.set_state(state)
+        self.state.end_draws(level)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -53,11 +53,11 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     Communicates: over tp, nothing forward and one all-reduce of the gradient backward; under sequence parallelism an
     all-gather forward and a reduce-scatter backward.
     """
-    if not context.sequence_parallel:
+    if not context.state.sequence_parallel:
         return copy_to_region(x, context.group)
     dim = _sequence_dim(x)
     whole = gather_to_region(x, context.group, dim=dim)
-    return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
+    return _cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,10 @@ class Leave:
         Args:
             drops: whether something might be dropped behind: then each has a sum of its own.
         """
-        if self.takes and context.waiting is not None:
-            x, context.waiting = x + context.waiting.view_as(x), None
+        if self.takes and context.state.waiting is not None:
+            x, context.state.waiting = x + context.state.waiting.view_as(x), None
         if self.waits and not drops:
-            context.waiting = x
+            context.state.waiting = x
             return x.new_zeros(_part_shape(x, context))
         return leave_region(x, context)
 
@@ -92,10 +92,10 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
     Communicates: over tp, one all-reduce forward and nothing backward; under sequence parallelism a reduce-scatter
     forward and an all-gather backward.
     """
-    if not context.sequence_parallel:
+    if not context.state.sequence_parallel:
         return reduce_from_region(x, context.group)
-    if x.ndim == 2 and context.rows:  # flattened inside: the parts are parts of every sequence all the same
-        return leave_region(x.unflatten(0, (context.rows, -1)), context).flatten(0, 1)
+    if x.ndim == 2 and context.state.rows:  # flattened inside: the parts are parts of every sequence all the same
+        return leave_region(x.unflatten(0, (context.state.rows, -1)), context).flatten(0, 1)
     dim = _sequence_dim(x)
     return scatter_from_region(_pad(x, dim, context.size), context.group, dim=dim)
 
@@ -123,13 +123,13 @@ def install_region(
     inputs, left = _Inputs(_argument_names(module), context, asides, parts), leave or Leave()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        context.enter_stack(stack)
+        context.state.enter_stack(stack)
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
         args, kwargs = inputs.enter(args, kwargs, jitters=jitters)
         if edge != "output":
             context.begin_draws("region", module)
-        elif context.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
+        elif context.state.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
             context.begin_draws("region", module, alike=name)
         return args, kwargs
 
@@ -158,8 +158,8 @@ class _Inputs:
         """The region's view of its inputs."""
 
         def on_hidden(x: Tensor) -> Tensor:
-            if self.context.sequence_parallel:
-                self.context.rows = x.shape[0] if _sequence_dim(x) else 0
+            if self.context.state.sequence_parallel:
+                self.context.state.rows = x.shape[0] if _sequence_dim(x) else 0
             entered = self._once("", x, enter_region)
             return entered.clone() if jitters else entered
 
@@ -175,8 +175,8 @@ class _Inputs:
         if self.context.group is None or gives_values(self.context.group):
             return change(x, self.context)  # a graph, or its recomputation, communicates the same whatever ran before
         # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
-        along = self.context.sequence_length if self.context.sequence_parallel else None
-        return self.context.entered.once((slot, change, along), x, lambda x: change(x, self.context))
+        along = self.context.state.sequence_length if self.context.state.sequence_parallel else None
+        return self.context.state.entered.once((slot, change, along), x, lambda x: change(x, self.context))
 
     def _on_other(self, name: str, x: Tensor) -> Tensor:
         return x if name in self.parts else self._once(name, x, _enter_whole)
@@ -199,14 +199,14 @@ def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
 
 def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
     """Another input of a region that is along the sequence as the hidden states are, which have entered already."""
-    if not context.sequence_parallel:
+    if not context.state.sequence_parallel:
         return copy_to_region(x, context.group) if x.is_floating_point() else x
-    dim = 1 if context.rows else 0
+    dim = 1 if context.state.rows else 0
     if x.is_floating_point():
         whole = gather_to_region(x, context.group, dim=dim)
     else:
         whole = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
-    return _cut(whole, dim, context.sequence_length) if dim == 1 else whole
+    return _cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
@@ -217,7 +217,7 @@ def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitCo
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         whole = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
-        return _own_part(whole, context) if context.sequence_parallel else whole
+        return _own_part(whole, context) if context.state.sequence_parallel else whole
 
     module.register_forward_hook(leave)
 
@@ -235,7 +235,7 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
         return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context))
 
     def join(module: nn.Module, args: Any, output: Any) -> Any:
-        length = context.lengths[stack]
+        length = context.state.lengths[stack]
         return _map_first(output, lambda x: _join_sequence(x, length, context, partial_behind=partial_behind))
 
     layers[0].register_forward_pre_hook(split, with_kwargs=True)
@@ -267,7 +267,7 @@ def install_whole(module: nn.Module, fqn: str, stack: str, context: SplitContext
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        length = context.lengths[stack]
+        length = context.state.lengths[stack]
         context.begin_draws("whole", module, alike=fqn)
         return _map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
 
@@ -293,10 +293,10 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
 
 
 def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
-    context.lengths[stack] = x.shape[1]
-    context.defer_embedding = False
-    if context.holds_partial_rows:
-        context.holds_partial_rows = False
+    context.state.lengths[stack] = x.shape[1]
+    context.state.defer_embedding = False
+    if context.state.holds_partial_rows:
+        context.state.holds_partial_rows = False
         return scatter_from_region(_pad(x, 1, context.size), context.group, dim=1)
     return _own_part(x, context)
 
@@ -368,9 +368,9 @@ def _sequence_dim(x: Tensor) -> int:
 def _part_shape(x: Tensor, context: SplitContext) -> tuple[int, ...]:
     """The shape of what leaves a region whose partial sums are `x`."""
     shape = list(x.shape)
-    if context.sequence_parallel and x.ndim == 2 and context.rows:
-        shape[0] = context.rows * -(-shape[0] // context.rows // context.size)
-    elif context.sequence_parallel:
+    if context.state.sequence_parallel and x.ndim == 2 and context.state.rows:
+        shape[0] = context.state.rows * -(-shape[0] // context.state.rows // context.size)
+    elif context.state.sequence_parallel:
         shape[_sequence_dim(x)] = -(-shape[_sequence_dim(x)] // context.size)
     return tuple(shape)
 

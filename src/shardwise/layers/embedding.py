@@ -38,8 +38,8 @@ class VocabularyEmbedding:
         else:
             found = super().forward(local.masked_fill(outside, 0))  # type: ignore[misc]
             found = found.masked_fill(outside.unsqueeze(-1), 0)
-        if self._split.defer_embedding and self._may_defer:
-            self._split.holds_partial_rows = True
+        if self._split.state.defer_embedding and self._may_defer:
+            self._split.state.holds_partial_rows = True
             return found
         return reduce_from_region(found, self._split.group)
 

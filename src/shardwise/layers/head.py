@@ -36,11 +36,13 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
         return (copy_to_region(args[0], context.group), *args[1:])
 
     def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
-        if not context.keep_logits_split:
+        if not context.state.keep_logits_split:
             sizes = context.even_sizes(vocabulary_size)
             return gather_full(local, context.group, dim=local.ndim - 1, sizes=sizes)
         shape = (*local.shape[:-1], vocabulary_size)
-        context.enter_loss_mode(SplitLossMode)
+        if context.state.loss_mode is None:
+            context.state.loss_mode = SplitLossMode(context)
+            context.state.loss_mode.__enter__()
         return DTensor.from_local(
             local,
             context.mesh,
@@ -63,14 +65,11 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         labels = kwargs.get("labels")
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
-        context.forget_forward()
-        context.keep_logits_split = labels is not None and context.mesh is not None
+        context.state.keep_logits_split = labels is not None and context.mesh is not None
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        context.keep_logits_split = False
-        context.leave_loss_mode()
-        left = context.waiting is not None
-        context.forget_forward()
+        left = context.state.waiting is not None
+        context.state.end()
         if left and output is not None:
             raise LayoutError(
                 "a partial sum was left to a block that did not run",

@@ -47,7 +47,7 @@ class RowSplit:
         if self._reenters:
             out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
             return out if bias is None else out + bias
-        context.enter_stack(self._stack)
+        context.state.enter_stack(self._stack)
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None), context, drops=drops)
         context.end_draws("region")  # what the module drops behind this is whole again

@@ -58,14 +58,15 @@ def apply_plan(
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
-    model.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+    model.register_forward_pre_hook(lambda *_: context.begin_forward(), prepend=True)
+    model.register_forward_hook(lambda *_: context.end_forward(), always_call=True)
     if dtype is not None:
         model.to(dtype)
     devices = {value.device for value in (*model.parameters(), *model.buffers())} - {mesh.device}
     if devices and torch.device("meta") not in devices:
         model.to(mesh.device)
     apply_precision(model, registry, spec.precision)
-    apply_recomputation(model, spec.recompute)
+    apply_recomputation(model, context, spec.recompute)
     apply_compilation(model, spec.compilation)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from shardwise.layers.registry import Registry, registry_of
 
 __all__ = ["guard_door", "open_door"]
 
+_ALLOWED: ContextVar[bool] = ContextVar("local_state_allowed", default=False)
+
 
 def guard_door(model: nn.Module, registry: Registry) -> None:
     """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` cut whole tensors to size.
@@ -25,10 +28,10 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
     """
     if registry.plan.tp_size == 1 and registry.mesh.data_size == 1:
         return
-    context, name, tp_size = registry.context, type(model).__name__, registry.plan.tp_size
+    name, tp_size = type(model).__name__, registry.plan.tp_size
 
     def refuse(module: nn.Module, prefix: str, keep_vars: Any) -> None:
-        if not context.door_open:
+        if not _ALLOWED.get():
             raise UnsupportedError(
                 f"state_dict() of a {name} that is split over tp={tp_size}",
                 why="this rank holds parts of its parameters, which would pass for whole ones",
@@ -47,12 +50,11 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
 @contextmanager
 def open_door(model: nn.Module) -> Iterator[None]:
     """Inside, `model.state_dict()` gives this rank's parts."""
-    context = registry_of(model).context
-    context.door_open = True
+    token = _ALLOWED.set(True)
     try:
         yield
     finally:
-        context.door_open = False
+        _ALLOWED.reset(token)
 
 
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

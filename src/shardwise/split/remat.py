@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardwise.comm.operations import as_values
 from shardwise.errors import ConfigError
+from shardwise.layers.context import SplitContext
 from shardwise.layers.linear import become
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
@@ -47,16 +48,25 @@ class Recomputed:
     """Mixin: keeps the inputs of its forward and computes it again in backward."""
 
     _checkpoint: Callable[..., Any]
+    _split: SplitContext
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
-        return self._checkpoint(own, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._checkpoint(own, *args, **kwargs)
+        state = self._split.state
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self._split.resumed(state):
+                return own(*args, **kwargs)
+
+        return self._checkpoint(forward, *args, **kwargs)
 
 
-def apply_recomputation(model: nn.Module, recompute: Recompute) -> None:
+def apply_recomputation(model: nn.Module, context: SplitContext, recompute: Recompute) -> None:
     """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay.
 
     Raises:
@@ -68,7 +78,7 @@ def apply_recomputation(model: nn.Module, recompute: Recompute) -> None:
         return
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
     for module in _chosen(model, recompute):
-        become(module, Recomputed, _checkpoint=run)
+        become(module, Recomputed, _checkpoint=run, _split=context)
 
 
 def _chosen(model: nn.Module, recompute: Recompute) -> list[nn.Module]:

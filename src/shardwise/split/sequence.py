@@ -46,7 +46,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         layers = _layers(model, stack.fqn)
         install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)
         owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
-        owner.register_forward_hook(lambda *_: context.forget_forward(), always_call=True)
+        owner.register_forward_hook(lambda *_: context.state.end_layers(), always_call=True)
         if embedding is not None:
             _defer_sum(model.get_submodule(embedding), owner, layers, context)
     inputs: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, co
 
     def defer(module: nn.Module, args: Any) -> None:
         # A layer that is run again in backward must not ask whether its input was summed already.
-        context.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
+        context.state.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
 
     owner.register_forward_pre_hook(defer)
 
