@@ -91,7 +91,7 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     own_class: Any = type(module)
     read = names_read(own_class)
     if "config" in read and config is not None:
-        values = {name: _read(config, name) for name in read if name not in found}
+        values = {name: _read(config, name) for name in sorted(read) if name not in found}
         found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
     return found
 
