@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+import torch
+import transformers
+
+from shardwise.split import facts
 
 pytestmark = pytest.mark.single
 
-FACTS = """
-import torch, transformers
-from shardwise.split.facts import read_facts
-with torch.device("meta"):
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(num_hidden_layers=2, vocab_size=301))
-print(read_facts(model))
-"""
 
-
-def test_facts_do_not_depend_on_the_order_of_a_set():
-    def read(seed):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        return subprocess.run(
-            [sys.executable, "-c", FACTS], env=environment, capture_output=True, text=True, check=True
-        )
-
-    first, second = (read(seed).stdout for seed in ("1", "2"))
-    assert "config.num_hidden_layers" in first
-    assert first == second
+def test_facts_do_not_depend_on_the_order_of_a_set(monkeypatch):
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(num_hidden_layers=2, vocab_size=301)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    names, told = facts.names_read, []
+    for order in (sorted, lambda read: sorted(read, reverse=True)):  # as two hash seeds may have it
+        monkeypatch.setattr(facts, "names_read", lambda cls, order=order: order(names(cls)))
+        told.append(repr(facts.read_facts(model)))
+    assert "config.num_hidden_layers" in told[0]
+    assert told[0] == told[1]
