@@ -12,16 +12,17 @@ _EDGES = ("region", "region_output", "aside")
 
 
 def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
-    """`plan` with every region that is left at its output raised to the module around it, to be tried.
+    """`plan` with every region that is left at its output, or lies in a list inside of a layer (experts that tokens
+    choose), raised to the module around it or the list, to be tried.
 
     What else is split there joins it: one collective in each direction instead of one for each, and tokens are routed
-    where all of the sequence is seen. A module that is a layer, or a list, is no such module.
+    where all of the sequence is seen, alike on every rank. A module that is a layer, or a list, is no such module.
     """
     raised = []
     for region in resolve(plan, facts, tp_size=parts).regions:
-        block = parent_of(region.fqn)
+        block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
         is_layer = facts.modules[block].kind == "list" or facts.modules[parent_of(block)].kind == "list"
-        if region.edge == "output" and block and not is_layer and block not in raised:
+        if block and not is_layer and block not in raised:
             raised.append(block)
     if not raised:
         return plan
@@ -34,3 +35,10 @@ def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
     return Plan(tuple(Rule(block, "region_output", source="structure", reason=reason) for block in raised)) | Plan(
         tuple(kept)
     )
+
+
+def _list_around(module: str, facts: ModelFacts) -> str:
+    """The outermost list that `module` is in, inside of a layer; the empty name where there is none."""
+    names = module.split(".")
+    around = [".".join(names[:end]) for end in range(1, len(names))]
+    return next(iter([name for name in around if facts.modules[name].kind == "list"][1:]), "")

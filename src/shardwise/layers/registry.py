@@ -32,6 +32,7 @@ __all__ = [
     "attach_registry",
     "carry_entry",
     "entry_of",
+    "expect_before_forwards",
     "expect_gradients",
     "is_split",
     "local_part",
@@ -267,6 +268,16 @@ def expect_gradients(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         share_out(parameter, registry.entry(name))
     registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)
+
+
+def expect_before_forwards(model: nn.Module) -> None:
+    """Lets every forward with a graph say so: before FSDP2 gathers parameters, whose gradients are then out of sight."""
+
+    def expect(module: nn.Module, args: object) -> None:
+        if torch.is_grad_enabled():
+            expect_gradients(module)
+
+    model.register_forward_pre_hook(expect, prepend=True)
 
 
 def local_part(value: Tensor) -> Tensor:

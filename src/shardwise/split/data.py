@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.layers.registry import Registry, carry_entry, expect_gradients
+from shardwise.layers.registry import Registry, carry_entry, expect_before_forwards
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
 from shardwise.split.unused import reach_all_parameters
@@ -55,7 +55,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     _tune(model, units, registry)
     for name, parameter in model.named_parameters():
         carry_entry(parameter, registry.entry(name))
-    model.register_forward_pre_hook(lambda module, args: expect_gradients(module) if torch.is_grad_enabled() else None)
+    expect_before_forwards(model)
 
 
 def _get(model: nn.Module, getter: str) -> nn.Module | None:

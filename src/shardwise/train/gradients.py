@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, local_part, registry_of
+from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, local_part, registry_of, share_out
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["reduce_gradients", "sum_gradients"]
@@ -42,20 +42,52 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def sum_gradients(parameters: Iterable[tuple[ParameterEntry, Tensor]], registry: Registry) -> None:
     """As `reduce_gradients`, of some parameters of a model: the same on every rank."""
-    pending = [(entry, parameter.grad) for entry, parameter in parameters if entry.fqn in registry.unsummed]
-    summable = [(entry, local_part(gradient)) for entry, gradient in pending if gradient is not None]
-    _sum_together((gradient for entry, gradient in summable if entry.gradient == "partial"), registry.mesh.group("tp"))
+    if not registry.unsummed:
+        return
+    summands = [_Summand(*each) for each in parameters if each[0].needs_sum and each[1].requires_grad]
+    partial = [each for each in summands if each.entry.gradient == "partial"]
+    _sum_together((part for each in partial for part in (each.local, each.present)), registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
-    for entry, gradient in summable:
-        for _, part in entry.shared_parts(gradient):
-            shared.setdefault(_holder_blocks(entry), []).append(part)
+    for each in summands:
+        if each.entry.split is not None and each.entry.split.shared():
+            parts = [part for _, part in each.entry.shared_parts(each.local)]
+            shared.setdefault(_holder_blocks(each.entry), []).extend((*parts, each.present))
     for blocks, parts in shared.items():
         _sum_together(parts, registry.mesh.subgroup("tp", blocks))
-    reduced = [gradient for entry, gradient in summable if entry.data == "reduced"]
-    _sum_together(reduced, registry.mesh.group(*DATA_AXES))
-    for gradient in reduced:
-        gradient.div_(registry.divide_factor)
-    registry.unsummed.difference_update(entry.fqn for entry, _ in pending)
+    reduced = [each for each in summands if each.entry.data == "reduced"]
+    _sum_together((part for each in reduced for part in (each.local, each.present)), registry.mesh.group(*DATA_AXES))
+    for each in reduced:
+        each.local.div_(registry.divide_factor)
+    for each in summands:
+        each.keep()
+    registry.unsummed.difference_update(each.entry.fqn for each in summands)
+
+
+class _Summand:
+    """A parameter's gradient on its way through the sums.
+
+    # [Note: gradients that some ranks lack]
+    An expert that none of this rank's tokens chose has no gradient here and one elsewhere. What is summed is decided
+    from the layout alone, so that ranks sum the same: zeros stand for a gradient that is not there, and beside every
+    gradient runs a one where it is there. Where these add up to zero it is nowhere, and stays None as in the full
+    model: an optimizer must not decay it. Only a rank that lacks a gradient looks.
+
+    Attributes:
+        local: what this rank adds to the sum; afterwards the sum.
+        present: how many ranks have the gradient.
+    """
+
+    def __init__(self, entry: ParameterEntry, parameter: Tensor) -> None:
+        share_out(parameter, entry)
+        gradient = parameter.grad
+        self.entry, self.parameter, self.is_lacking = entry, parameter, gradient is None
+        self.local = torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)
+        self.present = self.local.new_full((1,), float(gradient is not None))
+
+    def keep(self) -> None:
+        """Gives the parameter the sum where it has had no gradient here."""
+        if self.is_lacking and bool(self.present):
+            self.parameter.grad = self.entry.wrap(self.local)
 
 
 def _note_strangers(model: nn.Module, registry: Registry) -> None:

@@ -1,0 +1,148 @@
+"""Modules that tokens choose: ranks whose tokens chose otherwise still sum the same gradients, in the same collectives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+import shardwise
+from shardwise.proof.parity import measure
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+
+pytestmark = pytest.mark.spawn
+
+HIDDEN, LENGTH, VOCABULARY = 16, 8, 24
+
+
+class ForkConfig(PreTrainedConfig):
+    model_type = "fork"
+
+    def __init__(self, hidden_size=HIDDEN, vocab_size=VOCABULARY, num_experts=3, **kwargs):
+        super().__init__(**kwargs)
+        self.hidden_size, self.vocab_size, self.num_experts = hidden_size, vocab_size, num_experts
+
+
+class Expert(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.down = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.gain * self.down(nn.functional.gelu(self.up(x)))
+
+
+class Router(nn.Module):
+    """Tokens whose first feature is positive go to the first expert, the others to the second, none to the third."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.score = nn.Linear(config.hidden_size, 1)
+        self.experts = nn.ModuleList(Expert(config) for _ in range(config.num_experts))
+
+    def forward(self, hidden_states):
+        flat = hidden_states.flatten(0, -2)
+        weight, chosen = torch.sigmoid(self.score(flat)), (flat[:, 0] < 0).long()
+        out = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            mine = chosen == number
+            out[mine] = self.experts[number](flat[mine])
+        return (out * weight).view_as(hidden_states)
+
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.up = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.down = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.router = Router(config)
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.down(nn.functional.gelu(self.up(self.norm(hidden_states))))
+        return hidden_states + self.router(hidden_states)
+
+
+class ForkForCausalLM(PreTrainedModel):
+    config_class = ForkConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(2))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        hidden_states = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        logits = self.head(hidden_states)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+SPLIT = {
+    "layers.*.up": "colwise",
+    "layers.*.down": "rowwise",
+    "layers.*.router.experts.*.up": "colwise",
+    "layers.*.router.experts.*.down": "rowwise",
+}
+LIFTED = SPLIT | {"layers.*.router": "region_output"}
+WHOLE = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+
+def train(layout, plan, sequence_parallel, num_experts):
+    with shardwise.Mesh.open(layout) as mesh:
+        torch.manual_seed(0)
+        whole = ForkForCausalLM(ForkConfig(num_experts=num_experts)).eval()
+        rows, half = 2 * mesh.data_size, VOCABULARY // 2
+        with torch.no_grad():
+            whole.embed.weight[:, 0] = torch.tensor([4.0, -4.0]).repeat_interleave(half)
+        # Along the sequence, or else over the rows, the first part of all tokens goes here and the second there.
+        place = torch.arange(LENGTH) * 2 // LENGTH if mesh.data_size == 1 else torch.arange(rows)[:, None] * 2 // rows
+        drawn = torch.randint(0, half, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+        ids = drawn + half * place
+        return measure(
+            whole,
+            {"input_ids": ids, "labels": ids},
+            mesh,
+            split=lambda model, mesh: shardwise.parallelize(
+                model, mesh, plan=plan, sequence_parallel=sequence_parallel
+            ),
+            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(
+                {name: value.chunk(mesh.data_size)[mesh.data_rank] for name, value in batch.items()}
+            ).loss,
+            num_steps=5,
+        )
+
+
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT, LIFTED], ids=["whole", "split", "lifted"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2", "fsdp2.tp2"])
+def test_experts_that_some_ranks_do_not_run(layout, plan):
+    """Over tp alone the third expert has no gradient anywhere, and keeps none; FSDP2 gives it zeros."""
+    num_experts = 3 if layout == "tp2" else 2
+    for found in spawn(train, MeshShape.parse(layout).world_size, layout, plan, False, num_experts):
+        assert found.passed, found
+
+
+@pytest.mark.parametrize("plan", [WHOLE, LIFTED, "auto"], ids=["whole", "lifted", "derived"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_experts_that_some_ranks_do_not_run_with_sequence_parallelism(layout, plan):
+    num_experts = 3 if layout == "tp2" else 2
+    for found in spawn(train, MeshShape.parse(layout).world_size, layout, plan, True, num_experts):
+        assert found.passed, found
