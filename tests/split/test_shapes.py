@@ -52,6 +52,7 @@ UNEVEN = {
     "fused gate and up": case("phi3", intermediate_size=42),
     "fewer features than a multiple": case(intermediate_size=5),
     "experts": case("mixtral", intermediate_size=30, experts_implementation="eager"),
+    "grouped experts": case("mixtral", intermediate_size=36),
 }
 
 
@@ -60,6 +61,15 @@ UNEVEN = {
 def test_heads_and_features_divide_among_four_ranks(on_ranks, named, sequence_parallel):
     for problems in on_ranks(differences, layout="tp4"):
         assert not problems
+
+
+@pytest.mark.parametrize("width", [20, 36, 100])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_of_any_width_run(family, width):
+    """Products of stacked experts read rows of whole 16 bytes alone, which a rank's part need not be."""
+    name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
+    cases = {"experts": case(family, num_hidden_layers=2, **{name: width})}
+    assert not found_problems(spawn(run_cases, 2, "tp2", cases))
 
 
 def refused_heads(layout, num_heads, num_key_value_heads):

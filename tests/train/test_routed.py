@@ -1,4 +1,4 @@
-"""Modules that tokens choose: ranks whose tokens chose otherwise still sum the same gradients, in the same collectives."""
+"""Modules that tokens choose: ranks whose tokens chose otherwise still sum the same gradients together."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
+from shardwise.errors import PlanError
 from shardwise.proof.parity import measure
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
@@ -55,13 +56,29 @@ class Router(nn.Module):
         return (out * weight).view_as(hidden_states)
 
 
+class FusedRouter(nn.Module):
+    """Experts stacked in one parameter; tokens whose first feature is not positive choose none of them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.score = nn.Linear(config.hidden_size, 1)
+        self.matrices = nn.Parameter(torch.randn(2, config.hidden_size, config.hidden_size))
+
+    def forward(self, hidden_states):
+        out = hidden_states.clone()
+        chosen = hidden_states[..., 0] > 0
+        if bool(chosen.any()):
+            out[chosen] = torch.tanh(hidden_states[chosen] @ self.matrices[0]) @ self.matrices[1]
+        return out * torch.sigmoid(self.score(hidden_states))
+
+
 class Layer(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size)
         self.up = nn.Linear(config.hidden_size, 2 * config.hidden_size)
         self.down = nn.Linear(2 * config.hidden_size, config.hidden_size)
-        self.router = Router(config)
+        self.router = FusedRouter(config) if config.num_experts == 0 else Router(config)
 
     def forward(self, hidden_states):
         hidden_states = hidden_states + self.down(nn.functional.gelu(self.up(self.norm(hidden_states))))
@@ -124,9 +141,11 @@ def train(layout, plan, sequence_parallel, num_experts):
             split=lambda model, mesh: shardwise.parallelize(
                 model, mesh, plan=plan, sequence_parallel=sequence_parallel
             ),
-            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(
-                {name: value.chunk(mesh.data_size)[mesh.data_rank] for name, value in batch.items()}
-            ).loss,
+            step=lambda model, mesh, batch: (
+                shardwise.TrainStep(model, mesh)(
+                    {name: value.chunk(mesh.data_size)[mesh.data_rank] for name, value in batch.items()}
+                ).loss
+            ),
             num_steps=5,
         )
 
@@ -140,9 +159,35 @@ def test_experts_that_some_ranks_do_not_run(layout, plan):
         assert found.passed, found
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2", "fsdp2.tp2"])
+def test_stacked_experts_that_some_ranks_do_not_run(layout, sequence_parallel):
+    for found in spawn(train, MeshShape.parse(layout).world_size, layout, WHOLE, sequence_parallel, 0):
+        assert found.passed, found
+
+
 @pytest.mark.parametrize("plan", [WHOLE, LIFTED, "auto"], ids=["whole", "lifted", "derived"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
 def test_experts_that_some_ranks_do_not_run_with_sequence_parallelism(layout, plan):
     num_experts = 3 if layout == "tp2" else 2
     for found in spawn(train, MeshShape.parse(layout).world_size, layout, plan, True, num_experts):
         assert found.passed, found
+
+
+def refuse(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        model = ForkForCausalLM(ForkConfig())
+        with torch.no_grad():
+            model.embed.weight[:, 0] = torch.where(torch.arange(len(model.embed.weight)) % 2 == 0, 4.0, -4.0)
+        plan = SPLIT | {"layers.*.router": "replicate"}
+        shardwise.parallelize(model, mesh, plan=plan, sequence_parallel=True)
+        ids = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 0]])  # each rank chooses three tokens of its four, and one
+        with pytest.raises(PlanError) as raised:
+            model(input_ids=ids, labels=ids)
+        return str(raised.value)
+
+
+def test_a_split_module_that_is_given_chosen_tokens_of_a_part_of_the_sequence_is_an_error():
+    for message in spawn(refuse, 2, "tp2"):
+        assert "layers.0.router.experts.0.up is given 3 tokens, where this rank's part of the sequence has 4" in message
+        assert '"region_output"' in message

@@ -62,6 +62,7 @@ class ForwardState:
         sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is cut
             off inside every region.
         lengths: FQN of every stack to the length of its sequence, set where it is entered.
+        stack_rows: batch size of what entered the stack of layers under way.
         rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
@@ -76,6 +77,7 @@ class ForwardState:
     sequence_parallel: bool = False
     sequence_length: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
+    stack_rows: int = 0
     rows: int = 0
     keep_logits_split: bool = False
     defer_embedding: bool = False

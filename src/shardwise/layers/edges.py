@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from shardwise.comm.collectives import (
     split_full,
 )
 from shardwise.comm.operations import gives_values
+from shardwise.errors import PlanError
 from shardwise.layers.context import SplitContext
 
 __all__ = [
@@ -120,7 +122,7 @@ def install_region(
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    inputs, left = _Inputs(_argument_names(module), context, asides, parts), leave or Leave()
+    inputs, left = _Inputs(name, _argument_names(module), context, asides, parts), leave or Leave()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.state.enter_stack(stack)
@@ -147,8 +149,11 @@ def install_region(
 
 @dataclass(frozen=True)
 class _Inputs:
-    """What a region's inputs are: names of those given by position, those that do not enter, those that are parts."""
+    """What the inputs of a region, called so, are: names of those given by position, those that do not enter, those
+    that are parts.
+    """
 
+    region: str
     names: Sequence[str]
     context: SplitContext
     asides: Collection[str]
@@ -159,6 +164,7 @@ class _Inputs:
 
         def on_hidden(x: Tensor) -> Tensor:
             if self.context.state.sequence_parallel:
+                _check_part(x, self.context, self.region)
                 self.context.state.rows = x.shape[0] if _sequence_dim(x) else 0
             entered = self._once("", x, enter_region)
             return entered.clone() if jitters else entered
@@ -293,7 +299,7 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
 
 
 def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
-    context.state.lengths[stack] = x.shape[1]
+    context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
     context.state.defer_embedding = False
     if context.state.holds_partial_rows:
         context.state.holds_partial_rows = False
@@ -363,6 +369,20 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 def _sequence_dim(x: Tensor) -> int:
     return 1 if x.ndim > 2 else 0
+
+
+def _check_part(x: Tensor, context: SplitContext, region: str) -> None:
+    """Raises `PlanError` where a region is not entered with this rank's part of the sequence: ranks that hold other
+    tokens would exchange other numbers of them, or meet in other collectives.
+    """
+    part = -(-context.state.sequence_length // context.size)
+    expected, given = context.state.stack_rows * part if x.ndim == 2 else part, x.shape[_sequence_dim(x)]
+    if given != expected and not torch.compiler.is_compiling():
+        raise PlanError(
+            f"{region} is given {given} tokens, where this rank's part of the sequence has {expected}",
+            why="what runs before it in the layer chooses tokens, and each rank chooses among its own",
+            fix='give the module that chooses them the style "region_output", or use sequence_parallel=False',
+        )
 
 
 def _part_shape(x: Tensor, context: SplitContext) -> tuple[int, ...]:

@@ -271,7 +271,7 @@ def expect_gradients(model: nn.Module) -> None:
 
 
 def expect_before_forwards(model: nn.Module) -> None:
-    """Lets every forward with a graph say so: before FSDP2 gathers parameters, whose gradients are then out of sight."""
+    """Lets every forward with a graph say so, before FSDP2 gathers parameters and their gradients are out of sight."""
 
     def expect(module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():

@@ -156,10 +156,16 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
 
 
 def _chooses_modules(block: nn.Module) -> bool:
-    """Whether a block may run other modules for other rows, as experts that are modules of their own do: then a rank
-    reduces zeros for those it has not run.
+    """Whether a block may run other parameters for other rows, as experts do, modules of their own or stacked in one
+    parameter: then a rank reduces zeros for those it has not run.
     """
-    return any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in block.modules())
+    for module in block.modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return True
+        own = [each for each in module._parameters.values() if each is not None]
+        if any(each.ndim > 2 for each in own) and not type(module).__module__.startswith("torch."):
+            return True
+    return False
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

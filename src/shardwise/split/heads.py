@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from shardwise.plan.structure import Heads
+from shardwise.layout.placement import Split
+from shardwise.plan.decision import ParameterPlan
+from shardwise.plan.structure import Heads, parent_of
 from shardwise.split.facts import KEY_VALUE_HEAD_NAMES, QUERY_HEAD_NAMES, names_read
 
-__all__ = ["LocalConfig", "apply_divided", "apply_local_heads"]
+__all__ = ["LocalConfig", "apply_divided", "apply_expert_widths", "apply_local_heads"]
+
+logger = logging.getLogger("shardwise.plan")
+
+_ALIGNED = 8
+"""Grouped products read rows of a multiple of 16 bytes: that many elements of the narrowest dtypes."""
 
 
 class LocalConfig:
@@ -20,7 +28,7 @@ class LocalConfig:
     saved with it, and never changes.
     """
 
-    def __init__(self, config: Any, **values: int) -> None:
+    def __init__(self, config: Any, **values: Any) -> None:
         self.__dict__.update(values, _config=config)
 
     def __getattr__(self, name: str) -> Any:
@@ -52,10 +60,28 @@ def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int
         if owner in modules:
             setattr(modules[owner], name, value)
             continue
-        module = modules[owner.removesuffix(".config")]
-        if not isinstance(module.config, LocalConfig):
-            setattr(module, "config", LocalConfig(module.config))  # noqa: B010 - torch types it a Module
-        module.config.__dict__[name] = value
+        _set_in_config(modules[owner.removesuffix(".config")], name, value)
+
+
+def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
+    """Lets stacked experts of which a rank has rows that no grouped product can read run one after another."""
+    for fqn, planned in parameters.items():
+        owner, placement = parent_of(fqn), planned.placement
+        module = modules[owner]
+        if not isinstance(placement, Split) or len(planned.shape) != 3:
+            continue
+        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        sizes = {placement.local_size_of(coord) for coord in range(placement.parts)}
+        if implementation == "grouped_mm" and any(size % _ALIGNED for size in sizes):
+            logger.warning("%s runs its experts one after another: ranks have widths of %s", owner, sorted(sizes))
+            _set_in_config(module, "_experts_implementation", "eager")
+
+
+def _set_in_config(module: nn.Module, name: str, value: Any) -> None:
+    """Sets a value in the module's view of its config."""
+    if not isinstance(module.config, LocalConfig):
+        setattr(module, "config", LocalConfig(module.config))  # noqa: B010 - torch types it a Module
+    module.config.__dict__[name] = value
 
 
 def _set_counts(module: nn.Module, names: tuple[str, ...], full: int, local: int) -> None:

@@ -20,7 +20,7 @@ from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
-from shardwise.split.heads import apply_divided, apply_local_heads
+from shardwise.split.heads import apply_divided, apply_expert_widths, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
 
@@ -79,6 +79,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             install_gathered(module, _sizes(split), context)
     apply_local_heads(modules, plan.heads)
     apply_divided(modules, plan.attributes)
+    apply_expert_widths(modules, plan.parameters)
     _install_local(modules, plan, context)
     if plan.head is not None:
         install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)

@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.layers.registry import ParameterEntry, Registry, carry_entry, entry_of, local_part, registry_of, share_out
+from shardwise.layers.registry import (
+    ParameterEntry,
+    Registry,
+    carry_entry,
+    entry_of,
+    local_part,
+    registry_of,
+    share_out,
+)
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["reduce_gradients", "sum_gradients"]
