@@ -63,13 +63,23 @@ def test_heads_and_features_divide_among_four_ranks(on_ranks, named, sequence_pa
         assert not problems
 
 
-@pytest.mark.parametrize("width", [20, 36, 100])
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_of_any_width_run(family, width):
+WIDTHS = {
+    f"{family} {width}": case(family, num_hidden_layers=2, **{name: width})
+    for family, name in (
+        ("mixtral", "intermediate_size"),
+        ("qwen3_moe", "moe_intermediate_size"),
+        ("deepseek_v3", "moe_intermediate_size"),
+    )
+    for width in (20, 36, 100)
+}
+
+
+@either_way
+@pytest.mark.parametrize("named", WIDTHS)
+def test_experts_of_any_width_run(on_ranks, named, sequence_parallel):
     """Products of stacked experts read rows of whole 16 bytes alone, which a rank's part need not be."""
-    name = "intermediate_size" if family == "mixtral" else "moe_intermediate_size"
-    cases = {"experts": case(family, num_hidden_layers=2, **{name: width})}
-    assert not found_problems(spawn(run_cases, 2, "tp2", cases))
+    for problems in on_ranks(differences, layout="tp2"):
+        assert not problems
 
 
 def refused_heads(layout, num_heads, num_key_value_heads):
@@ -192,7 +202,7 @@ BATCHES = {
 }
 NOTHING_TO_LEARN = {"nothing to learn": case(change=ignore_all, num_hidden_layers=2)}
 
-CASES = {**HEADS, **UNEVEN, **VOCABULARIES, **BATCHES, **NOTHING_TO_LEARN}
+CASES = {**HEADS, **UNEVEN, **WIDTHS, **VOCABULARIES, **BATCHES, **NOTHING_TO_LEARN}
 
 
 @either_way

@@ -129,6 +129,7 @@ class SplitContext:
         size: ranks in it.
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
+        device: what modules run on, and draw random numbers from.
         partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
         state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
@@ -146,6 +147,7 @@ class SplitContext:
     size: int = 1
     coord: int = 0
     mesh: dist.DeviceMesh | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
     partial_behind: bool = False
     has_dropout: bool = False
     state: ForwardState = field(default_factory=ForwardState)
@@ -193,7 +195,7 @@ class SplitContext:
         """
         if not (self.has_dropout and module.training):
             return
-        generator = _generator(next(module.parameters()).device)
+        generator = _generator(self.device)
         if alike:
             seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())
         else:

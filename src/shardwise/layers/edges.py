@@ -2,23 +2,16 @@
 
 See [Note: partial inside] in `shardwise.plan.regions`. With sequence parallelism the same edges carry the same bytes as
 all-gather and reduce-scatter, and everything between regions works on a part of the sequence.
-
-# [Note: sequence lengths]
-Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
-Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
-set where a stack of layers is entered; microbatches of one step share it.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import (
@@ -28,25 +21,21 @@ from shardwise.comm.collectives import (
     gather_to_region,
     reduce_from_region,
     scatter_from_region,
-    split_full,
 )
 from shardwise.comm.operations import gives_values
 from shardwise.errors import PlanError
+from shardwise.layers.arguments import argument_names, map_first, map_inputs
 from shardwise.layers.context import SplitContext
+from shardwise.layers.sequence_edges import cut, own_part, pad, sequence_dim
 
 __all__ = [
     "Leave",
     "enter_region",
     "install_gathered",
-    "install_parts",
     "install_reduced",
     "install_region",
-    "install_stack",
-    "install_whole",
     "leave_region",
 ]
-
-_Change = Callable[[Tensor], Tensor]
 
 
 def enter_region(x: Tensor, context: SplitContext) -> Tensor:
@@ -57,9 +46,9 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     """
     if not context.state.sequence_parallel:
         return copy_to_region(x, context.group)
-    dim = _sequence_dim(x)
+    dim = sequence_dim(x)
     whole = gather_to_region(x, context.group, dim=dim)
-    return _cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
+    return cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +87,8 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
         return reduce_from_region(x, context.group)
     if x.ndim == 2 and context.state.rows:  # flattened inside: the parts are parts of every sequence all the same
         return leave_region(x.unflatten(0, (context.state.rows, -1)), context).flatten(0, 1)
-    dim = _sequence_dim(x)
-    return scatter_from_region(_pad(x, dim, context.size), context.group, dim=dim)
+    dim = sequence_dim(x)
+    return scatter_from_region(pad(x, dim, context.size), context.group, dim=dim)
 
 
 def install_region(
@@ -122,7 +111,7 @@ def install_region(
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    inputs, left = _Inputs(name, _argument_names(module), context, asides, parts), leave or Leave()
+    inputs, left = _Inputs(name, argument_names(module), context, asides, parts), leave or Leave()
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.state.enter_stack(stack)
@@ -140,7 +129,7 @@ def install_region(
         if edge != "output" or output is None:
             return output
         drops = context.has_dropout and module.training
-        return _map_first(output, lambda x: left(x, context, drops=drops))
+        return map_first(output, lambda x: left(x, context, drops=drops))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     # Hooks that must run tell blocks apart for torch.compile, so there are none where nothing is drawn.
@@ -165,11 +154,11 @@ class _Inputs:
         def on_hidden(x: Tensor) -> Tensor:
             if self.context.state.sequence_parallel:
                 _check_part(x, self.context, self.region)
-                self.context.state.rows = x.shape[0] if _sequence_dim(x) else 0
+                self.context.state.rows = x.shape[0] if sequence_dim(x) else 0
             entered = self._once("", x, enter_region)
             return entered.clone() if jitters else entered
 
-        new_args, new_kwargs = _map_inputs(args, kwargs, on_hidden, self._on_other, self.names)
+        new_args, new_kwargs = map_inputs(args, kwargs, on_hidden, self._on_other, self.names)
         if self.asides or self.parts:
             seen = itertools.starmap(self._on_known, zip(self.names, args, new_args, strict=False))
             new_args = (*seen, *new_args[len(self.names) :])
@@ -195,7 +184,7 @@ class _Inputs:
 
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
     """Makes a module whose output is a partial sum the place where a region is left."""
-    module.register_forward_hook(lambda module, args, output: _map_first(output, lambda x: leave_region(x, context)))
+    module.register_forward_hook(lambda module, args, output: map_first(output, lambda x: leave_region(x, context)))
 
 
 def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
@@ -212,7 +201,7 @@ def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
         whole = gather_to_region(x, context.group, dim=dim)
     else:
         whole = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
-    return _cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
+    return cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
@@ -223,152 +212,9 @@ def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitCo
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         whole = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
-        return _own_part(whole, context) if context.state.sequence_parallel else whole
+        return own_part(whole, context) if context.state.sequence_parallel else whole
 
     module.register_forward_hook(leave)
-
-
-def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_behind: bool) -> None:
-    """Splits the hidden states along the sequence where they enter the first layer, joins them behind the last.
-
-    Args:
-        stack: the name of the layers.
-        partial_behind: whether gradients behind the stack are partial (a split head follows), so that the join must sum
-            them; else every rank's gradient is complete and the join takes its slice.
-    """
-
-    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return _map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context))
-
-    def join(module: nn.Module, args: Any, output: Any) -> Any:
-        length = context.state.lengths[stack]
-        return _map_first(output, lambda x: _join_sequence(x, length, context, partial_behind=partial_behind))
-
-    layers[0].register_forward_pre_hook(split, with_kwargs=True)
-    for layer in layers if context.has_dropout else ():
-        _install_draws(layer, context)
-    layers[-1].register_forward_hook(join)
-
-
-def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
-    """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
-    positions = [position for position, name in enumerate(_argument_names(layer)) if name in names]
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        def part(value: Any) -> Any:
-            return _own_part(value, context) if isinstance(value, Tensor) else value
-
-        return (
-            tuple(part(value) if position in positions else value for position, value in enumerate(args)),
-            {name: part(value) if name in names else value for name, value in kwargs.items()},
-        )
-
-    layer.register_forward_pre_hook(enter, with_kwargs=True)
-
-
-def install_whole(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
-    """Gives `module`, called `fqn`, inside a layer of a stack the whole sequence; it computes alike on every rank.
-
-    Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
-    """
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        length = context.state.lengths[stack]
-        context.begin_draws("whole", module, alike=fqn)
-        return _map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        context.end_draws("whole")
-        return output if output is None else _map_first(output, lambda x: _own_part(x, context))
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=context.has_dropout)
-
-
-def _install_draws(layer: nn.Module, context: SplitContext) -> None:
-    """Lets a layer that works on a part of the sequence draw its own numbers, each anew: it may be run again."""
-
-    def enter(module: nn.Module, args: Any) -> None:
-        context.begin_draws("layer", module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        context.end_draws("layer")
-
-    layer.register_forward_pre_hook(enter)
-    layer.register_forward_hook(leave, always_call=True)
-
-
-def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
-    context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
-    context.state.defer_embedding = False
-    if context.state.holds_partial_rows:
-        context.state.holds_partial_rows = False
-        return scatter_from_region(_pad(x, 1, context.size), context.group, dim=1)
-    return _own_part(x, context)
-
-
-def _own_part(x: Tensor, context: SplitContext) -> Tensor:
-    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
-    dim = _sequence_dim(x)
-    padded = _pad(x, dim, context.size)
-    return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
-
-
-def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_behind: bool) -> Tensor:
-    if partial_behind:
-        whole = gather_to_region(x, context.group, dim=1)
-    else:
-        whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
-    return _cut(whole, 1, length)
-
-
-def _map_inputs(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    on_hidden: _Change,
-    on_other: Callable[[str, Tensor], Tensor] = lambda name, x: x,
-    names: Sequence[str] = (),
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Changes a module's hidden states, and the other floating-point tensors among its inputs.
-
-    The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
-
-    Args:
-        on_other: is told the name of the input, too.
-        names: of the positional arguments.
-    """
-    first = [name for name in ("hidden_states",) if name in kwargs]
-    seen = bool(first)
-
-    def changed(name: str, value: Any) -> Any:
-        nonlocal seen
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if not seen:
-            seen = True
-            return on_hidden(value)
-        return on_other(name, value)
-
-    new_kwargs = {name: on_hidden(kwargs[name]) for name in first}
-    names = (*names[: len(args)], *map(str, range(len(names), len(args))))
-    new_args = tuple(changed(name, value) for name, value in zip(names, args, strict=True))
-    rest = {name: value if name in first else changed(name, value) for name, value in kwargs.items()}
-    return new_args, rest | new_kwargs
-
-
-def _map_first(output: Any, change: _Change) -> Any:
-    """Applies `change` to a module's output, or to the first element of it where it is a tuple."""
-    if isinstance(output, Tensor):
-        return change(output)
-    return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output
-
-
-def _argument_names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
-
-
-def _sequence_dim(x: Tensor) -> int:
-    return 1 if x.ndim > 2 else 0
 
 
 def _check_part(x: Tensor, context: SplitContext, region: str) -> None:
@@ -376,7 +222,7 @@ def _check_part(x: Tensor, context: SplitContext, region: str) -> None:
     tokens would exchange other numbers of them, or meet in other collectives.
     """
     part = -(-context.state.sequence_length // context.size)
-    expected, given = context.state.stack_rows * part if x.ndim == 2 else part, x.shape[_sequence_dim(x)]
+    expected, given = context.state.stack_rows * part if x.ndim == 2 else part, x.shape[sequence_dim(x)]
     if given != expected and not torch.compiler.is_compiling():
         raise PlanError(
             f"{region} is given {given} tokens, where this rank's part of the sequence has {expected}",
@@ -391,14 +237,5 @@ def _part_shape(x: Tensor, context: SplitContext) -> tuple[int, ...]:
     if context.state.sequence_parallel and x.ndim == 2 and context.state.rows:
         shape[0] = context.state.rows * -(-shape[0] // context.state.rows // context.size)
     elif context.state.sequence_parallel:
-        shape[_sequence_dim(x)] = -(-shape[_sequence_dim(x)] // context.size)
+        shape[sequence_dim(x)] = -(-shape[sequence_dim(x)] // context.size)
     return tuple(shape)
-
-
-def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    missing = -x.shape[dim] % size
-    return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
-
-
-def _cut(x: Tensor, dim: int, length: int) -> Tensor:
-    return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x

@@ -49,6 +49,7 @@ def apply_plan(
         size=plan.tp_size,
         coord=mesh.coord("tp"),
         mesh=mesh.tensor_mesh,
+        device=mesh.device,
         has_dropout=_has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import install_parts, install_stack, install_whole
 from shardwise.layers.modes import in_eval_mode
 from shardwise.layers.registry import Registry
+from shardwise.layers.sequence_edges import install_parts, install_stack, install_whole
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 
