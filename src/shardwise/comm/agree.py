@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import pickle
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -11,7 +13,7 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import RankError
 from shardwise.mesh import Mesh
 
-__all__ = ["check_equal", "failing_together"]
+__all__ = ["check_equal", "failing_together", "meet"]
 
 
 @contextmanager
@@ -58,6 +60,32 @@ def check_equal(mesh: Mesh, described: Mapping[str, str], *, what: str, fix: str
         f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     )
     raise RankError(what, at=name, why=why, fix=fix)
+
+
+def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: float) -> list[int]:
+    """Waits until every rank of `group` has come to `place`, which all call by the same name and visit once.
+
+    Args:
+        after: the place where all have met last; its name is forgotten.
+
+    Returns:
+        The ranks that have not come within `seconds`; empty where all have.
+
+    Communicates: nothing but a word in the store through which the processes found each other.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    own, deadline = dist.get_rank(), time.monotonic() + seconds
+    store.set(f"{place}/{own}", "")
+    missing = []
+    for rank in dist.get_process_group_ranks(group):
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            store.wait([f"{place}/{rank}"], datetime.timedelta(seconds=left))
+        except dist.DistStoreError:
+            missing.append(rank)
+    if after is not None:
+        store.delete_key(f"{after}/{own}")
+    return missing
 
 
 def _portable(error: Exception | None) -> Exception | str | None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
+from shardwise.layers.logits import SplitLogits, as_logits
 from shardwise.layers.loss import SplitLossMode
 
 __all__ = ["install_head", "install_loss", "install_side_outputs"]
@@ -43,14 +44,15 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
         if context.state.loss_mode is None:
             context.state.loss_mode = SplitLossMode(context)
             context.state.loss_mode.__enter__()
-        return DTensor.from_local(
+        split = DTensor.from_local(
             local,
             context.mesh,
             [Shard(local.ndim - 1)],
             run_check=False,
             shape=torch.Size(shape),
-            stride=_strides(shape),
+            stride=torch.empty(shape, device="meta").stride(),
         )
+        return as_logits(split, context)
 
     head.register_forward_pre_hook(enter)
     head.register_forward_hook(leave)
@@ -58,6 +60,7 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
 
 def install_loss(model: nn.Module, context: SplitContext) -> None:
     """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode behind each."""
+    context.model_name = type(model).__name__
     names = list(inspect.signature(model.forward).parameters)
     position = names.index("labels") if "labels" in names else None
 
@@ -76,10 +79,12 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
                 why="the plan sums what blocks side by side compute together, but the forward ran only one of them",
                 fix="give the first of them the style without _into",
             )
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if isinstance(loss, DTensor):  # computed by other means than cross-entropy
-            output["loss"] = loss.full_tensor()
-        return output
+        if isinstance(output, dict):
+            for name, value in list(output.items()):
+                if isinstance(value, DTensor):
+                    output[name] = _handed_out(value)
+            return output
+        return tuple(map(_handed_out, output)) if type(output) is tuple else output
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, with_kwargs=True, always_call=True)
@@ -104,8 +109,6 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
     base.register_forward_hook(leave)
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides)
+def _handed_out(value: Any) -> Any:
+    """What leaves the model: split logits as they are, everything else full (a loss that is no cross-entropy)."""
+    return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

@@ -1,13 +1,13 @@
 """Cross-entropy over logits that are split along the vocabulary.
 
 85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them
-are
-served: from the head to the end of the model's forward a torch-function mode is active, which computes cross-entropy on
-split logits from the local parts and leaves every other call alone.
+are served: from the head to the end of the model's forward a torch-function mode is active, which computes
+cross-entropy on split logits from the local parts.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -20,12 +20,20 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.comm.operations import all_reduce_
 from shardwise.layers.checks import check_index
 from shardwise.layers.context import SplitContext
+from shardwise.layers.logits import SplitLogits, as_logits
 
 __all__ = ["SplitLossMode", "split_cross_entropy"]
 
+logger = logging.getLogger("shardwise.loss")
+
 
 class SplitLossMode(TorchFunctionMode):
-    """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts."""
+    """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts, and what is
+    done to the logits on the way there is done to the parts.
+
+    What `DTensor` cannot do to parts is done to full logits: they are joined, which costs memory and an all-gather and
+    is right, and is said once.
+    """
 
     def __init__(self, context: SplitContext) -> None:
         super().__init__()
@@ -36,31 +44,44 @@ class SplitLossMode(TorchFunctionMode):
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not any(isinstance(value, DTensor) for value in tensors):
             return func(*args, **kwargs)
-        if func is F.cross_entropy:
-            logits = args[0] if args else kwargs["input"]
-            if isinstance(logits, DTensor) and logits.placements == (Shard(_class_dim(logits)),):
+        if not any(isinstance(value, SplitLogits) and value.is_joined for value in tensors):
+            logits = args[0] if args else kwargs.get("input")
+            if func is F.cross_entropy and logits.placements == (Shard(_class_dim(logits)),):
                 return _intercepted(self.context, *args, **kwargs)
-        if all(isinstance(value, DTensor) for value in tensors):
-            return func(*args, **kwargs)
-        return self._mixed(func, args, kwargs)
+            try:
+                return self._on_parts(func, args, kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                self._say(func, error)
+        return func(*tree_map(_full, args), **tree_map(_full, kwargs))
 
-    def _mixed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs `func` on split logits and whole tensors: a bias that is added, a mask that picks rows.
-
-        What DTensor cannot do to split logits is done to whole ones: then they are gathered, which costs memory and one
-        all-gather, and is right.
-        """
+    def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs `func` on split logits and full tensors: a bias that is added, a mask that picks rows."""
 
         def split(value: Any) -> Any:
             if isinstance(value, Tensor) and not isinstance(value, DTensor):
                 return DTensor.from_local(value, self.context.mesh, [Replicate()], run_check=False)
             return value
 
-        try:
-            return func(*tree_map(split, args), **tree_map(split, kwargs))
-        except (RuntimeError, NotImplementedError):
-            whole = tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, (args, kwargs))
-            return func(*whole[0], **whole[1])
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*tree_map(split, args), **tree_map(split, kwargs))
+        return tree_map(lambda value: as_logits(value, self.context), out)
+
+    def _say(self, func: Any, error: Exception) -> None:
+        name = getattr(func, "__name__", str(func))
+        if name not in self.context.joined_for:
+            self.context.joined_for.add(name)
+            logger.warning(
+                "%s gathers the logits of every forward with labels, because %s cannot be computed on parts: %s",
+                self.context.model_name,
+                name,
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, SplitLogits):
+        return value.join()  # every rank's forward does the same
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _intercepted(  # noqa: PLR0913 - torch's own signature
@@ -79,7 +100,7 @@ def _intercepted(  # noqa: PLR0913 - torch's own signature
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
         return F.cross_entropy(
-            input.full_tensor(), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
+            _full(input), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
         )
     dim = _class_dim(input)
     local = input.to_local().movedim(dim, -1)
