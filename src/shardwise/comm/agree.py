@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import RankError
 from shardwise.mesh import Mesh
