@@ -102,7 +102,7 @@ def compare(rank, num_ranks, group, count, name, dim, length):
 
 
 def compare_simulated(group, **case):
-    compare(group.rank, group.size, group, lambda: group.num_exchanges, **case)
+    compare(group.rank(), group.size(), group, lambda: group.num_exchanges, **case)
 
 
 def compare_over_gloo(mesh, name, dim, length, values):
@@ -159,8 +159,8 @@ def test_what_enters_a_region_without_a_graph_is_not_touched():
 
 def sum_shared(group):
     """Two consumers of one tensor: the gradient that is summed in place must be nobody else's."""
-    x = drawn(group.rank, SHAPE).requires_grad_()
-    gradient = drawn(10 + group.rank, SHAPE)
+    x = drawn(group.rank(), SHAPE).requires_grad_()
+    gradient = drawn(10 + group.rank(), SHAPE)
     kept = gradient.clone()
     hidden = x * 1.0
     torch.autograd.backward([collectives.copy_to_region(hidden, group), hidden], [gradient, gradient])
@@ -174,7 +174,7 @@ def test_a_gradient_that_others_hold_is_summed_in_a_copy():
 
 
 def sum_saved(group):
-    hidden = drawn(group.rank, SHAPE).requires_grad_() * 1.0
+    hidden = drawn(group.rank(), SHAPE).requires_grad_() * 1.0
     square = hidden**2  # saves what the sum then writes over
     assert collectives.reduce_from_region(hidden, group) is hidden
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import copy
+import functools
+from unittest import mock
 
 import pytest
 import torch
 
 import shardwise
+from shardwise.api.planning import plan_for
 from shardwise.comm import collectives, operations
+from shardwise.comm.count import CommunicationCount
 from shardwise.comm.simulated import run_ranks
-from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import registry_of
 from shardwise.plan.options import ParallelSpec
+from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.split.apply import apply_plan
+from shardwise.split.decide import decide_split
+from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
-from shardwise.train.gradients import reduce_gradients
+from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -98,45 +102,57 @@ def test_an_operation_gives_what_gloo_gives(name, found):
                 torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
 
 
-FAMILIES = {"llama": False, "gemma2": True, "mixtral": False, "deepseek_v3": True}
+FAMILIES = ("llama", "qwen3", "phi3", "olmo2", "gemma3_text", "gpt_neox", "mixtral", "deepseek_v3", "gpt2", "bert")
 
 
-def step_of(model, mesh, plan):
-    apply_plan(model, mesh, plan, ParallelSpec())
-    return step(model, mesh)
+def rules_of(model, num_ranks, sequence_parallel):
+    return plan_for(model, ParallelSpec(sequence_parallel=sequence_parallel), tp_size=num_ranks)
 
 
-def step(model, mesh):
-    """Loss and full gradients of one batch."""
-    loss = model(**tiny_batch(model)).loss
+def train(mesh, count, model, rules, sequence_parallel):
+    """The loss and all gradients of one step, and how many collectives its forward and backward took."""
+    decided = decide_split(rules, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
+    apply_plan(model, mesh, decided, ParallelSpec(sequence_parallel=sequence_parallel))
+    start = count()
+    loss = objective_of(model(**tiny_batch(model)))
     loss.backward()
-    reduce_gradients(model)
-    registry = registry_of(model)
-    gradients = {
-        name: canonical_tensor(parameter.grad, registry.entry(name).layout, mesh)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-    return loss.item(), gradients
+    num_collectives = count() - start
+    return loss.detach(), shardwise.full_gradients(model), num_collectives
 
 
-def step_over_gloo(family, sequence_parallel):
-    with shardwise.Mesh.open("tp2", device="cpu") as mesh:
-        model = shardwise.parallelize(tiny_model(family), mesh, sequence_parallel=sequence_parallel)
-        return registry_of(model).plan, step(model, mesh)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_gives_what_gloo_gives(family):
-    (plan, over_gloo), _ = spawn(step_over_gloo, 2, family, FAMILIES[family])
+def train_over_gloo(mesh, family, sequence_parallel):
     model = tiny_model(family)
-    for loss, gradients in run_ranks(lambda group: step_of(copy.deepcopy(model), SimulatedMesh(group), plan), 2):
-        assert abs(loss - over_gloo[0]) < 1e-6
-        assert gradients.keys() == over_gloo[1].keys()
-        for name, value in gradients.items():
-            torch.testing.assert_close(
-                value, over_gloo[1][name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    rules = rules_of(model, mesh.size("tp"), sequence_parallel)
+    # Simulated ranks have no DTensors: they join the logits. So do gloo's here.
+    with mock.patch.object(mesh, "tensor_mesh", None), CommunicationCount() as calls:
+        return train(mesh, calls.num_calls, model, rules, sequence_parallel)
+
+
+def train_simulated(group, models, rules, sequence_parallel):
+    return train(SimulatedMesh(group), lambda: group.num_exchanges, models[group.rank()], rules, sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_simulated_ranks_compute_what_gloos_do(on_ranks, layout, family, sequence_parallel):
+    num_ranks = MeshShape.parse(layout).world_size
+    models = [tiny_model(family) for _ in range(num_ranks)]  # not in the threads: they share one generator
+    rules = rules_of(models[0], num_ranks, sequence_parallel)
+    simulate = functools.partial(train_simulated, models=models, rules=rules, sequence_parallel=sequence_parallel)
+    simulated = run_ranks(simulate, num_ranks)
+    for (loss, gradients, num), (expected, expected_gradients, expected_num) in zip(
+        simulated, on_ranks(train_over_gloo), strict=True
+    ):
+        assert num == expected_num > 0
+        assert gradients.keys() == expected_gradients.keys()
+        if layout == "tp2":  # two numbers have one sum, however they are added
+            assert torch.equal(loss, expected)
+            assert [name for name in gradients if not torch.equal(gradients[name], expected_gradients[name])] == []
+        else:
+            torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected_gradients[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_the_first_to_fail_is_heard_and_the_others_are_released():
