@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,11 @@ def with_head():
     transformers.LlamaForSequenceClassification(config).save_pretrained("model")
 
 
+def no_room(monkeypatch):
+    free = shutil.disk_usage(".")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+
+
 def part(function, *arguments, **options):
     return functools.partial(function, *arguments, **options)
 
@@ -134,6 +141,28 @@ CASES = {
         [],
         ["model.tokenizer: cannot load a tokenizer from 'model'"],
     ),
+    **{
+        f"{key}: {what}": (None, [f"{key}={name}"], [f"{key}: ", *parts])
+        for key in ("log.dir", "data.cache_dir", "export")
+        for what, name, parts in (
+            ("below a file", "run.yaml/out", ["cannot write to 'run.yaml", "can be made and written"]),
+            ("in /proc", "/proc/nowhere/out", ["cannot write to '/proc/nowhere", "No such file"]),
+            ("a name too long", "x" * 300, ["name too long"]),
+            ("with a NUL", '"a\\0b"', ["null byte"]),
+            ("a file", "run.yaml", ["File exists" if key != "export" else "run.yaml is a file"]),
+        )
+    },
+    "export: no room": (
+        no_room,
+        ["export=out"],
+        ["export: no room for the export to 'out'", "the model takes 0.00 GiB, and 0.00 GiB are free"],
+    ),
+    "export: not empty": (None, ["export=corpus"], ["export: the directory corpus is not empty"]),
+    "log.dir: weights of an earlier run": (
+        lambda: Path("log/unexported").mkdir(parents=True),
+        ["export=out"],
+        ["log.dir: log/unexported holds the weights that an earlier run could not export"],
+    ),
     "model: t5": (part(write_as, "t5"), [], ["model: a model of type 't5'", "trains causal language models"]),
     "model: vit": (part(write_as, "vit"), [], ["model: a model of type 'vit'", "auto_class=..."]),
     "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
@@ -155,17 +184,25 @@ CASES = {
 }
 
 
+def others_than_logs():
+    return sorted(path for path in Path().rglob("*") if "log" not in path.parts)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_wrong_is_one_error_before_the_first_step(run, capsys, name):
+def test_what_is_wrong_is_one_error_before_the_first_step(run, capsys, monkeypatch, name):
     prepare, words, parts = CASES[name]
-    if prepare is not None:
+    if prepare is no_room:
+        prepare(monkeypatch)
+    elif prepare is not None:
         prepare()
+    before = others_than_logs()
     capsys.readouterr()
     assert run(*words) == 1
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and "Traceback" not in err and "\nerror: " not in err
     assert [each for each in parts if each not in err] == [], err
     assert "step" not in out
+    assert others_than_logs() == before
 
 
 # Name -> (what is done to the run, words of the command line).
@@ -184,3 +221,38 @@ def test_what_can_be_done_is_done(run, capsys, name):
         prepare()
     assert run(*words) == 0, capsys.readouterr().err
     assert "step 2/2" in capsys.readouterr().out
+
+
+def full():
+    return Path("/dev/full").open("w")
+
+
+def without_reader():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return open(writing, "w")  # noqa: PTH123
+
+
+@pytest.mark.parametrize(("open_stdout", "said"), [(full, "No space left"), (without_reader, "Broken pipe")])
+def test_training_goes_on_where_nobody_takes_its_output(run, capsys, monkeypatch, open_stdout, said):
+    with open_stdout() as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert run("export=out") == 0
+    err = capsys.readouterr().err
+    assert said in err and err.count("cannot write the output") == 1 and "Traceback" not in err
+    assert len(Path("log/train.jsonl").read_text().splitlines()) == 2
+    assert Path("out/model.safetensors").exists()
+
+
+def test_training_goes_on_with_a_closed_output(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run() == 0
+    assert len(Path("log/train.jsonl").read_text().splitlines()) == 2
+    sys.stdout.close()
+
+
+def test_a_plan_that_cannot_be_printed_is_a_failure(run, capsys, monkeypatch):
+    with full() as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["plan", "run.yaml", "--layout", "tp2"]) == 1
+    assert "cannot write the output: No space left" in capsys.readouterr().err

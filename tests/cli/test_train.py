@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -14,12 +15,14 @@ import psutil
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from shardwise.cli.config import build_config
 from shardwise.cli.training import train
 from shardwise.errors import ShardwiseError
 from shardwise.testing.spawn import spawn
 from shardwise.train.data import PackedBatches
+from shardwise.weights.write import PretrainedWriter
 
 pytestmark = pytest.mark.spawn
 
@@ -157,6 +160,38 @@ def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_ru
     with pytest.raises(ShardwiseError, match="batch_size was 4, is 8"):
         train_rank({**onward, "batch_size": 8})
     assert cached.stat().st_mtime_ns == stamp and len(list((tmp_path / "logs" / "tokens").iterdir())) == 1
+
+
+def train_without_room(tree):
+    """A run whose export finds the disk full at the end; gives its error."""
+    add = PretrainedWriter.add
+
+    def fail(self, name, tensor):
+        if self.staging.parent.name == "exports":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, name, tensor)
+
+    PretrainedWriter.add = fail
+    try:
+        train_rank(tree)
+    except ShardwiseError as error:
+        return str(error)
+    finally:
+        PretrainedWriter.add = add
+
+
+def test_weights_that_cannot_be_exported_are_kept_beside_the_log(tree, tmp_path):
+    train_rank({**tree, "layout": "tp1", "sequence_parallel": False, "export": str(tmp_path / "exported")})
+    first, second = spawn(train_without_room, 2, {**tree, "export": str(tmp_path / "exports" / "out")})
+    assert first == second
+    kept = tmp_path / "logs" / "unexported"
+    assert f"exports/out; it is in {kept}" in first and "No space left on device" in first
+    assert (kept / "tokenizer.json").exists() and not (tmp_path / "exports" / "out").exists()
+    found, expected = (load_file(place / "model.safetensors") for place in (kept, tmp_path / "exported"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-3, rtol=0)
+    assert (tmp_path / "logs" / "data_state.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from shardwise.errors import BatchError, ConfigError, LoadError, RankError
 from shardwise.mesh import Mesh
 from shardwise.testing.spawn import spawn
 from shardwise.train import corpus
+from shardwise.train.atomic_file import atomic_file
 from shardwise.train.config import DataConfig
 from shardwise.train.corpus import Encoder, FileSource, cache_path, find_files, read_tokens, write_tokens
 from shardwise.train.data import PackedBatches
 from shardwise.train.once import once_per_machine
-from shardwise.train.whole import whole_file
 
 pytestmark = pytest.mark.single
 
@@ -127,7 +127,7 @@ def test_the_cache_is_another_file_when_text_key_or_tokenizer_change(tmp_path):
 
 def test_an_interrupted_file_never_appears(tmp_path):
     def write():
-        with whole_file(tmp_path / "a") as partial:
+        with atomic_file(tmp_path / "a") as partial:
             partial.write_text("half")
             raise KeyboardInterrupt
 

@@ -8,6 +8,7 @@ import json
 import math
 import types
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_steps_lower_the_loss_and_every_one_is_reported():
     assert [record.step for record in heard] == list(range(1, 31))
     assert heard[-1] is last and last.loss < 0.1 * heard[0].loss
     assert last.tokens == 8 and last.tokens_per_second > 0 and last.memory_bytes > 2**20
+
+
+def test_a_log_on_a_full_disk_ends_and_training_does_not(tmp_path, caplog):
+    heard = Collected()
+    with closing(JsonlLog(tmp_path / "train.jsonl")) as log, Path("/dev/full").open("w") as full:
+        log._file.close()
+        log._file = full
+        run_loop(make_parts(torch.nn.Linear(3, 1)), num_steps=3, settings=settings(), reporters=[log, heard])
+    assert len(heard) == 3
+    assert [record.message for record in caplog.records] == [
+        "JsonlLog ends at step 1, training goes on: [Errno 28] No space left on device"
+    ]
 
 
 def test_weights_are_those_of_the_same_steps_by_hand():

@@ -18,7 +18,7 @@ from shardwise.layers.registry import Registry, registry_of, reshard
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 
-__all__ = ["write_pretrained"]
+__all__ = ["export_bytes", "write_pretrained"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 
@@ -48,6 +48,11 @@ def write_pretrained(
     finally:
         if writer is not None:
             writer.abort()
+
+
+def export_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that an export of the split `model` writes."""
+    return sum(value.nbytes for value in _wholes(_tensors(model), registry_of(model)))
 
 
 def _stream(

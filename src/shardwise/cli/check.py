@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     broken = {problem.key for problem in problems}
     if "layout" not in broken:
         problems += _check_world_size(config, arguments.world_size)
-    from shardwise.cli.inputs import check_inputs  # torch is slow to import
+    from shardwise.cli.inputs import check_inputs, check_outputs  # torch is slow to import
 
-    problems += [problem for problem in check_inputs(config) if problem.key not in broken]
+    found = [*check_inputs(config), *check_outputs(config)]
+    problems += [problem for problem in found if problem.key not in broken]
     if "layout" not in broken and not any(problem.key.split(".")[0] == "model" for problem in problems):
         from shardwise.cli.models import check_model
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from shardwise.cli.logs import check_tensorboard
+from shardwise.cli.places import check_export, check_place, unexported
 from shardwise.errors import LoadError, ShardwiseError, did_you_mean
 from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
 from shardwise.weights.locate import locate_source
 
-__all__ = ["check_inputs", "find_optimizer", "optimizer_arguments", "read_data_state"]
+__all__ = ["check_inputs", "check_outputs", "find_optimizer", "optimizer_arguments", "read_data_state"]
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
@@ -42,7 +43,24 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if isinstance(config.model.config, dict):
         problems += _check_model_config(config.model.config)
     problems += _check_compilation(config.compilation.backend)
-    return problems + _check_optimizer(config.optimizer) + _check_outputs(config)
+    return problems + _check_optimizer(config.optimizer)
+
+
+def check_outputs(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with the places that the run writes to. Makes them and writes there, in one process of a run."""
+    problems = []
+    for key, directory in (("log.dir", config.log.dir), ("data.cache_dir", config.data.cache_dir)):
+        if directory is not None:
+            problems += _caught(key, functools.partial(check_place, directory))
+    if config.export is not None:
+        problems += _caught("export", functools.partial(check_export, config.export))
+        if not problems and Path(config.export).is_dir() and any(Path(config.export).iterdir()):
+            what = f"the directory {config.export} is not empty"
+            problems.append(Problem("export", what, "remove it or name another; nothing is overwritten"))
+        if not problems and unexported(config.log.dir).exists():
+            what = f"{unexported(config.log.dir)} holds the weights that an earlier run could not export"
+            problems.append(Problem("log.dir", what, "move them, or name another directory"))
+    return problems
 
 
 def read_data_state(place: str) -> dict[str, int]:
@@ -140,17 +158,3 @@ def _check_compilation(backend: str | None) -> list[Problem]:
     if backend in known:
         return []
     return [Problem("compilation.backend", f"torch.compile has no backend {backend!r}{did_you_mean(backend, known)}")]
-
-
-def _check_outputs(config: TrainConfig) -> list[Problem]:
-    problems = []
-    directories = {"log.dir": config.log.dir, "data.cache_dir": config.data.cache_dir, "export": config.export}
-    for key, directory in directories.items():
-        path = None if directory is None else Path(directory)
-        if path is not None and path.exists() and not path.is_dir():
-            problems.append(Problem(key, f"{path} is a file, not a directory"))
-    if config.export is not None and (path := Path(config.export)).is_dir() and any(path.iterdir()):
-        problems.append(
-            Problem("export", f"the directory {path} is not empty", "remove it or name another; nothing is overwritten")
-        )
-    return problems

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -45,8 +46,9 @@ class JsonlLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file. What it could not take has been said when it was written."""
+        with suppress(OSError):
+            self._file.close()
 
 
 class TensorBoardLog:

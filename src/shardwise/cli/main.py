@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import os
 import signal
 import sys
 import threading
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 import shardwise
 from shardwise.cli import check, doctor, launch, plan, train, verify
+from shardwise.cli.output import Output, lasting_stdout
 from shardwise.cli.reference import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
 
@@ -57,18 +57,24 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (by default the process's) and returns the exit code."""
+    with lasting_stdout() as output:
+        code = _run(list(sys.argv[1:] if argv is None else argv), output)
+    return code or int(output.error is not None and not output.is_lasting)
+
+
+def _run(words: list[str], output: Output) -> int:
     arguments = argparse.Namespace()
     try:
-        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
+        arguments = _parse(words)
+        output.is_lasting = arguments.command == "train"
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        output.flush()
     except ShardwiseError as error:
         if getattr(arguments, "traceback", False):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `shardwise plan ... | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if not launch.is_rank():  # the launcher says it once for all ranks

@@ -10,8 +10,10 @@ import transformers
 
 from shardwise.api.building import load
 from shardwise.api.rehearsal import Rehearsal
+from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.config import config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
+from shardwise.cli.places import check_export
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
@@ -144,6 +146,9 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
     key = "model"
     try:
         with rehearsal.open() as model:
+            key = "export"
+            if config.export is not None:
+                check_export(config.export, num_bytes=export_bytes(model))
             key = "optimizer"
             if optimizer_class is not None:
                 arguments = optimizer_arguments(config.optimizer, optimizer_class)

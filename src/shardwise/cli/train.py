@@ -62,10 +62,11 @@ def run(arguments: argparse.Namespace) -> int:
     config, problems = parse_config(arguments.config, arguments.overrides)
     if problems:
         raise config_error(str(arguments.config), problems)
-    from shardwise.cli.inputs import check_inputs  # after the quick checks: torch and transformers are slow to import
+    # After the quick checks: torch and transformers are slow to import.
+    from shardwise.cli.inputs import check_inputs, check_outputs
     from shardwise.cli.models import check_model
 
-    problems = check_inputs(config)
+    problems = [*check_inputs(config), *check_outputs(config)]
     if problems:
         raise config_error(str(arguments.config), problems)
     num_ranks = _num_ranks(MeshShape.parse(config.layout), arguments.nproc)

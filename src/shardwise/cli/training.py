@@ -17,15 +17,19 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from shardwise.api.state import export_pretrained
-from shardwise.cli.config import dump_config
-from shardwise.cli.inputs import find_optimizer, optimizer_arguments, read_data_state
+from shardwise.checkpoint.export import export_bytes
+from shardwise.cli.config import config_error, dump_config
+from shardwise.cli.inputs import check_outputs, find_optimizer, optimizer_arguments, read_data_state
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
+from shardwise.cli.places import check_export, unexported
 from shardwise.cli.sources import open_source
-from shardwise.errors import ConfigError
+from shardwise.comm.agree import failing_together
+from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.split.compiled import count_compilation
+from shardwise.train.atomic_file import atomic_file
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.config import TrainConfig
 from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
@@ -35,7 +39,6 @@ from shardwise.train.loop import Parts, Reporter, StepRecord, run_loop
 from shardwise.train.once import once_per_machine
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.step import TrainStep
-from shardwise.train.whole import whole_file
 
 __all__ = ["train"]
 
@@ -55,6 +58,10 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         if mesh.rank != 0:
             transformers.logging.set_verbosity_error()
             transformers.logging.disable_progress_bar()
+        with failing_together(mesh, "trying the places to write to"):
+            problems = check_outputs(config) if mesh.rank == 0 else []
+            if problems:
+                raise config_error("the configuration", problems)
         tokenizer = load_tokenizer(config)
         tokens = _prepare_tokens(config, build_encoder(tokenizer), local_rank=local_rank, console=console)
         batches = PackedBatches(
@@ -73,8 +80,11 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         if config.evaluation.path is not None:
             held_out = _read_held_out(config, build_encoder(tokenizer), local_rank=local_rank, console=console)
             parts = replace(parts, evaluate=_build_evaluation(config, model, mesh, held_out))
+        with failing_together(mesh, "opening the logs"):
+            if config.export is not None and mesh.rank == 0:
+                check_export(config.export, num_bytes=export_bytes(model))
+            reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []
         _print_head(console, config, model, batches)
-        reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []
         record = run_loop(
             parts,
             num_steps=config.steps,
@@ -82,16 +92,37 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
             reporters=reporters,
             eval_every=config.evaluation.every,
         )
-        if mesh.rank == 0:
-            with whole_file(Path(config.log.dir) / "data_state.json") as partial:
-                partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
         open_logs.close()  # the bar ends before anything else is printed
         if config.compilation.backend is not None:
             console.print(f"compiled {count_compilation()}", highlight=False, soft_wrap=True)
-        if config.export is not None:
-            export_pretrained(model, config.export, tokenizer=tokenizer)
-            console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
+        try:
+            if config.export is not None:
+                _export(model, config, tokenizer)
+                console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
+        finally:
+            if mesh.rank == 0:
+                with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
+                    partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
         return record
+
+
+def _export(model: torch.nn.Module, config: TrainConfig, tokenizer: Any) -> None:
+    """Exports the model; where that fails, beside the log, so that no weights are lost. Fails on all ranks alike."""
+    assert config.export is not None
+    try:
+        export_pretrained(model, config.export, tokenizer=tokenizer)
+    except Exception as error:  # whatever came between, the weights are there to be kept
+        rescued = unexported(config.log.dir)
+        try:
+            export_pretrained(model, rescued, tokenizer=tokenizer)
+        except ShardwiseError as second:
+            why = f"{error}\nnor to {rescued}: {second}"
+            raise LoadError(f"the model cannot be exported to {config.export}", why=why) from error
+        raise LoadError(
+            f"the model cannot be exported to {config.export}; it is in {rescued}",
+            why=str(error),
+            fix=f"move {rescued} to where it should be; no step is lost",
+        ) from error
 
 
 def _read_held_out(config: TrainConfig, encoder: Encoder, *, local_rank: int, console: Console) -> NDArray[Any]:
@@ -172,7 +203,7 @@ def _build_parts(config: TrainConfig, model: torch.nn.Module, mesh: Mesh, batche
 def _open_reporters(config: TrainConfig, open_logs: ExitStack, console: Console) -> list[Reporter]:
     directory = Path(config.log.dir)
     log = open_logs.enter_context(closing(JsonlLog(directory / "train.jsonl")))
-    with whole_file(directory / "config.yaml") as partial:
+    with atomic_file(directory / "config.yaml") as partial:
         partial.write_text(dump_config(config), encoding="utf-8")
     reporters: list[Reporter] = [log]
     if config.log.tensorboard:

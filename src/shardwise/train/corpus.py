@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.train.whole import whole_file
+from shardwise.train.atomic_file import atomic_file
 
 __all__ = [
     "DatasetSource",
@@ -215,7 +215,7 @@ def write_tokens(
         LoadError: the source could not be read, or holds no text at all.
     """
     num_tokens = 0
-    with whole_file(path) as partial, partial.open("wb") as out:
+    with atomic_file(path) as partial, partial.open("wb") as out:
         for pieces, done in _batches(source):
             rows = encoder.encode([piece.text for piece in pieces])
             for piece, row in zip(pieces, rows, strict=True):

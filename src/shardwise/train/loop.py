@@ -5,6 +5,7 @@ It is handed everything ready-made, so it neither knows how a model was split no
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -20,6 +21,8 @@ from shardwise.train.config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
 __all__ = ["Parts", "Reporter", "StepRecord", "run_loop"]
+
+logger = logging.getLogger("shardwise.train")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ def run_loop(
         parts: the step, the optimizer and their surroundings.
         num_steps: length of the whole run, which the learning rate schedule spans.
         settings: the learning rate, its schedule and the clipping.
-        reporters: told of each step, in this order; usually on one rank only.
+        reporters: told of each step, in this order; usually on one rank only. One that cannot write is told no more.
         first_step: steps already taken.
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
@@ -102,6 +105,7 @@ def run_loop(
         GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
     """
     record = None
+    open_reporters = list(reporters)
     for index in range(first_step, num_steps):
         factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
         record = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
@@ -109,9 +113,18 @@ def run_loop(
         if parts.evaluate is not None and is_due:
             loss = parts.evaluate()
             record = replace(record, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
-        for reporter in reporters:
-            reporter.report(record)
+        open_reporters = [reporter for reporter in open_reporters if _report(reporter, record)]
     return record
+
+
+def _report(reporter: Reporter, record: StepRecord) -> bool:
+    """Whether the reporter could take the record; one that cannot is no reason to lose the run."""
+    try:
+        reporter.report(record)
+    except OSError as error:
+        logger.warning("%s ends at step %d, training goes on: %s", type(reporter).__name__, record.step, error)
+        return False
+    return True
 
 
 def _run_step(parts: Parts, step: int, *, lr: float, factor: float, max_grad_norm: float | None) -> StepRecord:

@@ -77,17 +77,17 @@ class PretrainedWriter:
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int) -> None:
         if max_shard_bytes <= 0:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
-        self._target = Path(directory).resolve()  # so that a symbolic link stays one
         self._max_shard_bytes = max_shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._tensors_bytes = 0
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self._total_bytes = 0
-        self._aside = self._target.with_name(f".{self._target.name}.replaced")
-        if self._target.is_file():
-            raise LoadError(f"{self._target.name} is a file", at=str(self._target), fix="pass a directory")
         try:
+            self._target = Path(directory).resolve()  # so that a symbolic link stays one
+            self._aside = self._target.with_name(f".{self._target.name}.replaced")
+            if self._target.is_file():
+                raise LoadError(f"{self._target.name} is a file", at=str(self._target), fix="pass a directory")
             self._target.parent.mkdir(parents=True, exist_ok=True)
             if self._aside.exists() and not self._target.exists():  # [Note: replacing a checkpoint]
                 self._aside.rename(self._target)
@@ -95,8 +95,14 @@ class PretrainedWriter:
             self.staging.mkdir()
             if self._target.exists():
                 shutil.copymode(self._target, self.staging)
-        except OSError as error:
-            raise LoadError(f"cannot write beside {self._target}", why=str(error)) from error
+        except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
+            if isinstance(error, LoadError):
+                raise
+            raise LoadError(
+                f"cannot write beside {str(directory)[:100]!r}",
+                why=str(error)[:300],
+                fix="name a directory that can be made",
+            ) from error
 
     def __enter__(self) -> "PretrainedWriter":
         return self

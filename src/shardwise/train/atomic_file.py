@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["whole_file"]
+__all__ = ["atomic_file"]
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Gives a hidden name beside `path` to write to, and renames it to `path` when the block ends well.
 
     What stood at `path` is replaced. An exception on the way, Ctrl-C included, removes what was written.
