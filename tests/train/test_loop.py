@@ -60,7 +60,7 @@ def test_steps_lower_the_loss_and_every_one_is_reported():
 
 def test_a_log_on_a_full_disk_ends_and_training_does_not(tmp_path, caplog):
     heard = Collected()
-    with closing(JsonlLog(tmp_path / "train.jsonl")) as log, Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w") as full, closing(JsonlLog(tmp_path / "train.jsonl")) as log:
         log._file.close()
         log._file = full
         run_loop(make_parts(torch.nn.Linear(3, 1)), num_steps=3, settings=settings(), reporters=[log, heard])
