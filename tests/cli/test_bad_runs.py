@@ -223,6 +223,42 @@ def test_what_can_be_done_is_done(run, capsys, name):
     assert "step 2/2" in capsys.readouterr().out
 
 
+def cut_in_half(tokens):
+    return tokens[: len(tokens) // 8 * 4]
+
+
+def flip_a_bit(tokens):
+    return tokens[:1000] + bytes([tokens[1000] ^ 1]) + tokens[1001:]
+
+
+@pytest.mark.parametrize(
+    "damage", [cut_in_half, flip_a_bit, lambda t: b"", lambda t: t[:-1], lambda t: b"\xff" * len(t)]
+)
+def test_kept_tokens_that_are_damaged_are_made_again(run, capsys, caplog, damage):
+    assert run() == 0
+    (path,) = Path("log/tokens").iterdir()
+    sound = path.read_bytes()
+    path.write_bytes(damage(sound))
+    whole = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data"))
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert whole in out and "tokenizing" in out and "it is made again" in caplog.text
+    assert path.read_bytes() == sound
+    assert run() == 0
+    assert "tokenizing" not in capsys.readouterr().out, "sound tokens are kept"
+
+
+def test_a_changed_text_of_the_same_size_and_time_is_read_again(run, capsys):
+    assert run() == 0
+    path = Path("corpus/a.txt")
+    before = path.stat()
+    path.write_text(path.read_text().replace("return", "xeturn"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run() == 0
+    assert capsys.readouterr().out.count("tokenizing") == 2
+    assert sorted(each.name for each in Path("log").glob("*.jsonl")) == ["train.1.jsonl", "train.jsonl"]
+
+
 def full():
     return Path("/dev/full").open("w")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import types
 
@@ -123,6 +124,19 @@ def test_the_cache_is_another_file_when_text_key_or_tokenizer_change(tmp_path):
     file.write_text("another")
     paths.append(cache_path(tmp_path, FileSource([file]), BYTES))
     assert len(set(paths)) == 4
+
+
+def test_a_disk_that_fills_while_tokens_are_written_is_an_error_and_leaves_no_file(tmp_path):
+    (tmp_path / "a.txt").write_text("much " * 10000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
+    try:
+        with pytest.raises(LoadError, match="cannot write the tokens to .*out") as raised:
+            write_tokens(tmp_path / "cache" / "out", FileSource([tmp_path / "a.txt"]), encoder=BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(raised.value) and "data.cache_dir" in str(raised.value)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_an_interrupted_file_never_appears(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -41,6 +42,8 @@ from shardwise.train.optimizer import build_optimizer
 from shardwise.train.step import TrainStep
 
 __all__ = ["train"]
+
+logger = logging.getLogger("shardwise.train")
 
 
 def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
@@ -158,13 +161,25 @@ def _prepare_tokens(config: TrainConfig, encoder: Encoder, *, local_rank: int, c
     def write() -> None:
         source = open_source(config.data)
         path = cache_path(directory, source, encoder)
-        if not path.exists():
+        if not _is_sound(path):
             with _progress(console, "tokenizing", source.size) as advance:
                 write_tokens(path, source, encoder=encoder, on_progress=advance)
 
     # The others open the source afterwards: by then a data set of the hub has been downloaded once.
     once_per_machine(write, local_rank=local_rank)
     return read_tokens(cache_path(directory, open_source(config.data), encoder))
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether the tokens in `path` are there and as they were written."""
+    if not path.exists():
+        return False
+    try:
+        read_tokens(path, verify=True)
+    except LoadError as error:
+        logger.warning("%s (%s); it is made again", error.summary, error.why)
+        return False
+    return True
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """From text to one flat file of tokens: find the documents, encode them once, keep the result.
 
-The file is the cache: little-endian uint32, documents one after the other, each ended by the separator. Its name is a
-digest of everything that decides its content, so a changed text or tokenizer makes another file.
+The file is the cache: little-endian uint32, documents one after the other, each ended by the separator, then their
+number and a checksum. Its name is a digest of everything that decides its content, so a changed text or tokenizer makes
+another file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +35,11 @@ __all__ = [
     "write_tokens",
 ]
 
-FORMAT = 1
+FORMAT = 2
 TOKEN_TYPE = np.dtype("<u4")
+TRAILER = struct.Struct("<8sQI")
+"""What ends a file of tokens: this mark, their number, their CRC-32."""
+MARK = b"SHTOKENS"
 PIECE_CHARS = 1 << 20
 """A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
 ENCODE_CHARS = 4 << 20
@@ -125,15 +131,19 @@ class FileSource:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of names, sizes and modification times: reading every byte would cost as much as encoding does."""
-        stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        """Digest of names, sizes and times: reading every byte would take minutes where there is much text.
+
+        A file's ctime moves with every change, also where something sets its modification time back.
+        """
+        found = [(str(file.resolve()), file.stat()) for file in self.files]
+        stats = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]
         return _digest("files", self.text_key, stats)
 
     def pieces(self) -> Iterator[tuple[Piece, int]]:
         """Each piece, with the bytes of all files finished before it.
 
         Raises:
-            LoadError: a file is not UTF-8, or a line of a .jsonl file holds no text.
+            LoadError: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
         """
         done = 0
         for file, size in zip(self.files, self._sizes, strict=True):
@@ -147,6 +157,10 @@ class FileSource:
                     why=str(error),
                     fix="convert it (iconv -f ... -t UTF-8), or leave it out with data.include",
                 ) from error
+            except OSError as error:
+                if isinstance(error, LoadError):
+                    raise
+                raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
             done += size
 
     def _blocks(self, file: Path) -> Iterator[Piece]:
@@ -212,25 +226,55 @@ def write_tokens(
         on_progress: told how much of `source.size` has been encoded.
 
     Raises:
-        LoadError: the source could not be read, or holds no text at all.
+        LoadError: the source could not be read, or holds no text at all, or `path` cannot be written.
     """
-    num_tokens = 0
-    with atomic_file(path) as partial, partial.open("wb") as out:
-        for pieces, done in _batches(source):
-            rows = encoder.encode([piece.text for piece in pieces])
-            for piece, row in zip(pieces, rows, strict=True):
-                tokens = [*row, encoder.separator] if piece.ends_document else row
-                out.write(np.asarray(tokens, dtype=TOKEN_TYPE).tobytes())
-                num_tokens += len(tokens)
-            on_progress(done)
-        if num_tokens == 0:
-            raise LoadError("the data holds no text", at="data", why="every file or line is empty")
+    num_tokens = checksum = 0
+    try:
+        with atomic_file(path) as partial, partial.open("wb") as out:
+            for pieces, done in _batches(source):
+                rows = encoder.encode([piece.text for piece in pieces])
+                for piece, row in zip(pieces, rows, strict=True):
+                    tokens = [*row, encoder.separator] if piece.ends_document else row
+                    encoded = np.asarray(tokens, dtype=TOKEN_TYPE).tobytes()
+                    out.write(encoded)
+                    num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(encoded, checksum)
+                on_progress(done)
+            if num_tokens == 0:
+                raise LoadError("the data holds no text", at="data", why="every file or line is empty")
+            out.write(TRAILER.pack(MARK, num_tokens, checksum))
+    except OSError as error:
+        if isinstance(error, LoadError):
+            raise
+        fix = "make room, or name another place with data.cache_dir"
+        raise LoadError(f"cannot write the tokens to {path}", why=str(error.strerror), fix=fix) from error
     on_progress(source.size)
 
 
-def read_tokens(path: Path) -> NDArray[np.uint32]:
-    """The tokens in `path` as a read-only memory map: uint32 [num_tokens]."""
-    return np.memmap(path, dtype=TOKEN_TYPE, mode="r")
+def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
+    """The tokens in `path` as a read-only memory map: uint32 [num_tokens].
+
+    Args:
+        path: what `write_tokens` wrote.
+        verify: also read all of it, and compare the checksum.
+
+    Raises:
+        LoadError: the file was not written by `write_tokens`, or has been cut or changed.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            file.seek(max(0, size - TRAILER.size))
+            mark, num_tokens, checksum = TRAILER.unpack(file.read().rjust(TRAILER.size))
+    except OSError as error:
+        raise LoadError(f"cannot read the tokens in {path}", why=str(error.strerror)) from error
+    expected = num_tokens * TOKEN_TYPE.itemsize + TRAILER.size
+    if mark != MARK or size != expected:
+        why = f"it has {size:,} bytes of {expected:,}" if mark == MARK else "its end is missing"
+        raise LoadError(f"{path} is no complete file of tokens", why=why, fix="remove it: it is made again")
+    tokens = np.memmap(path, dtype=TOKEN_TYPE, mode="r", shape=(num_tokens,))
+    if verify and zlib.crc32(tokens.data) != checksum:
+        raise LoadError(f"{path} is damaged", why="its checksum is another", fix="remove it: it is made again")
+    return tokens
 
 
 def _batches(source: Source) -> Iterator[tuple[list[Piece], int]]:
