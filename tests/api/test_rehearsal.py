@@ -16,7 +16,7 @@ from shardwise.errors import MeshError
 from shardwise.plan.options import ParallelSpec
 from shardwise.split.held import MemoryCount
 from shardwise.testing.spawn import spawn
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.gradients import gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS, LENGTH = 2, 32
@@ -109,10 +109,9 @@ def communicate(families):
             model = tiny_model(family)
             batch = tiny_batch(model, rows=ROWS, length=LENGTH)
             model = shardwise.parallelize(model, mesh, **vars(spec)).train()
-            with CommunicationCount() as count:
+            with CommunicationCount() as count, gradients_of(model).together():
                 model(**batch).loss.backward()
                 step = count.traffic()
-                reduce_gradients(model)
             found[family] = (str(step), str(count.traffic() - step))
     return found
 

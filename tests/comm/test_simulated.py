@@ -21,6 +21,7 @@ from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
+from shardwise.train.gradients import track_gradients
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -112,11 +113,13 @@ def rules_of(model, num_ranks, sequence_parallel):
 def train(mesh, count, model, rules, sequence_parallel):
     """The loss and all gradients of one step, and how many collectives its forward and backward took."""
     decided = decide_split(rules, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
-    apply_plan(model, mesh, decided, ParallelSpec(sequence_parallel=sequence_parallel))
+    spec = ParallelSpec(sequence_parallel=sequence_parallel)
+    tracked = track_gradients(model, apply_plan(model, mesh, decided, spec))
     start = count()
     loss = objective_of(model(**tiny_batch(model)))
-    loss.backward()
-    num_collectives = count() - start
+    with tracked.together():
+        loss.backward()
+        num_collectives = count() - start
     return loss.detach(), shardwise.full_gradients(model), num_collectives
 
 

@@ -10,9 +10,10 @@ import torch
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError
-from shardwise.layers.registry import LossScale, registry_of
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
+from shardwise.train.gradients import gradients_of
+from shardwise.train.loss_scale import LossScale
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 4
@@ -92,7 +93,7 @@ def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
         model = shardwise.parallelize(tiny_model("llama"), mesh, precision=shardwise.Precision(compute="float16"))
         optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1)
         step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model)
-        scale = registry_of(model).loss_scale
+        scale = gradients_of(model).loss_scale
         scale.value = 2.0**40
         before = shardwise.full_state_dict(model)
         step(batch)

@@ -27,8 +27,10 @@ from shardwise.split.apply import apply_plan, check_axes, check_unsplit
 from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.topology.shape import MeshShape
+from shardwise.train.gradients import track_gradients
+from shardwise.train.optimizer import watch_optimizers
 
-__all__ = ["decide", "prepare"]
+__all__ = ["decide", "open_subgroups", "prepare"]
 
 
 def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -46,7 +48,9 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     plan = _decide_together(model, mesh, spec)
     with failing_together(mesh, "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
-    _open_subgroups(registry)
+    open_subgroups(registry)
+    track_gradients(model, registry)
+    watch_optimizers()
     return registry
 
 
@@ -130,12 +134,11 @@ def _fingerprint(value: Tensor) -> str:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def _open_subgroups(registry: Registry) -> None:
+def open_subgroups(registry: Registry) -> None:
     """Creates the groups that this model needs besides its mesh's, where every rank is at the same point."""
     for entry in registry.entries.values():
-        if entry.split is not None and entry.split.shared():
-            blocks = tuple(sorted({holders for _, holders in entry.split.shared()}))
-            registry.mesh.subgroup("tp", blocks)
+        if entry.holders:
+            registry.mesh.subgroup("tp", entry.holders)
     root: Any = registry.data_root
     if root is not None and registry.policy.separate_reduce_group:
         root.set_separate_reduce_scatter_group(True)

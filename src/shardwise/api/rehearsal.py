@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.prepare import decide
+from shardwise.api.prepare import decide, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import HeldBytes
@@ -27,7 +27,7 @@ from shardwise.split.build import build_meta_model
 from shardwise.split.held import MemoryCount
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.gradients import gradients_of, track_gradients
 
 __all__ = ["Rehearsal", "RehearsedStep"]
 
@@ -67,6 +67,9 @@ class Rehearsal:
             _materialize(model)
             registry = apply_plan(model, mesh, plan, spec)
             registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
+            with unset_fake_temporarily():
+                open_subgroups(registry)
+            track_gradients(model, registry)
             yield model.train()
 
     def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
@@ -122,11 +125,9 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
         with MemoryCount(model) as count, _AsOnDevices():
             loss = model(**batch).loss
             held = count.held()
-        with _AsOnDevices():
+        with _AsOnDevices(), gradients_of(model).together():
             loss.backward()
-        tp, total = over_tp.traffic(), over_all.traffic()
-        with _AsOnDevices():
-            reduce_gradients(model)
+            tp, total = over_tp.traffic(), over_all.traffic()
     return RehearsedStep(held=held, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run)
 
 

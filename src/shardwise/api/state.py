@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import registry_of, reshard
+from shardwise.layers.registry import entry_of, find_parameters, registry_of, reshard
 from shardwise.split.door import open_door
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.gradients import gradients_of
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 
@@ -27,16 +27,15 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     registry = registry_of(model)
     reshard(model)
     with open_door(model):
-        local = model.state_dict()
+        local = model.state_dict(keep_vars=True)
     state: dict[str, Tensor] = {}
     done: dict[str, Tensor | None] = {}
     for fqn, value in local.items():
-        canonical = registry.tied.get(fqn, fqn)
-        if canonical in registry.entries:
-            if canonical not in done:
-                layout = registry.entries[canonical].layout
-                done[canonical] = canonical_tensor(value, layout, registry.mesh, rank0_only=rank0_only)
-            whole = done[canonical]
+        entry = entry_of(value)
+        if entry is not None:
+            if entry.fqn not in done:
+                done[entry.fqn] = canonical_tensor(value, entry.layout, registry.mesh, rank0_only=rank0_only)
+            whole = done[entry.fqn]
         else:
             whole = None if rank0_only and registry.mesh.rank else value.detach().to("cpu", copy=True)
         if whole is not None:
@@ -47,16 +46,16 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
     """The gradients of the whole model by Hugging Face name: full CPU tensors, for parameters that have one.
 
-    Communicates: sums gradients that are still partial, then gathers as `full_state_dict` does.
+    Communicates: gathers as `full_state_dict` does.
     """
     registry = registry_of(model)
     reshard(model)
-    reduce_gradients(model)
+    gradients_of(model).complete()
     gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
+    for name, parameter, entry in find_parameters(model):
+        if parameter.grad is None or entry is None:
             continue
-        whole = canonical_tensor(parameter.grad, registry.entry(name).layout, registry.mesh, rank0_only=rank0_only)
+        whole = canonical_tensor(parameter.grad, entry.layout, registry.mesh, rank0_only=rank0_only)
         if whole is not None:
             gradients[name] = whole
     return gradients

@@ -22,7 +22,7 @@ from shardwise.proof.simulate import SimulatedMesh
 from shardwise.split.apply import apply_plan
 from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.gradients import track_gradients
 
 __all__ = ["Trial", "Verdict"]
 
@@ -92,11 +92,11 @@ class Trial:
             models.append(model)
             mesh = SimulatedMesh(group)
             decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
-            apply_plan(model, mesh, decided, ParallelSpec())
+            gradients = track_gradients(model, apply_plan(model, mesh, decided, ParallelSpec()))
             loss = objective_of(model(**self.inputs()))
-            loss.backward()
-            num_collectives = group.num_exchanges
-            reduce_gradients(model)
+            with gradients.together():
+                loss.backward()
+                num_collectives = group.num_exchanges
             return float(loss.detach()), _whole_gradients(model), num_collectives
 
         try:

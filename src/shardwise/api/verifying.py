@@ -27,7 +27,6 @@ from shardwise.testing.spawn import spawn
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 from shardwise.train.batch import count_targets, split_rows, target_names
-from shardwise.train.gradients import reduce_gradients
 from shardwise.train.step import TrainStep
 
 __all__ = ["Proof", "verify"]
@@ -173,7 +172,6 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss
     loss = objective_of(model(**part))
     loss.backward()
-    reduce_gradients(model)
     total, group = loss.detach(), mesh.group(*DATA_AXES)
     if group is not None:
         all_reduce_(total, group)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.operations import Group, all_gather_list, gather_list
-from shardwise.layers.registry import local_part
+from shardwise.layers.registry import ParameterEntry, local_part
 from shardwise.layout.boxes import Box
 from shardwise.layout.placement import Replicate
 from shardwise.layout.tensor import Layout
@@ -69,10 +69,10 @@ def local_tensor(whole: Tensor, layout: Layout, coords: Mapping[str, int]) -> Te
     return local
 
 
-def owned_parts(local: Tensor, layout: Layout, coords: Mapping[str, int]) -> list[Tensor]:
+def owned_parts(local: Tensor, entry: ParameterEntry) -> list[Tensor]:
     """Views of what this rank is the owner of: over all ranks, every canonical element exactly once."""
-    held = local_part(local)
-    return [held[_slices(piece.local)] for piece in layout.owned(coords)]
+    value = local_part(local)
+    return [value[_slices(piece.local)] for piece in entry.owned]
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

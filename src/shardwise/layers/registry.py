@@ -2,15 +2,21 @@
 
 Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients,
 checkpoints, clipping) looks here for how local and canonical tensors map to each other, and who owns what.
+
+# [Note: found by identity]
+A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
+(PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
+`load_state_dict(assign=True)` replace the parameters; the module that owns them stays.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,30 +26,31 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
 from shardwise.layout.placement import Chunk, Split
-from shardwise.layout.tensor import Layout
+from shardwise.layout.tensor import Layout, Piece
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
 
 __all__ = [
-    "LossScale",
+    "LocalGradient",
     "ParameterEntry",
     "Registry",
     "attach_registry",
     "carry_entry",
     "entry_of",
-    "expect_before_forwards",
-    "expect_gradients",
+    "find_parameters",
     "is_split",
+    "knows",
     "local_part",
+    "mark",
     "own_memory",
     "registry_of",
     "reshard",
-    "share_out",
 ]
 
 _ATTRIBUTE = "_shardwise_registry"
 _ENTRY = "_shardwise_entry"
+_ENTRIES = "_shardwise_entries"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +80,38 @@ class ParameterEntry:
     @functools.cached_property
     def needs_tensor_sum(self) -> bool:
         """Whether tp ranks compute parts of its gradient that must be summed."""
-        return self.gradient == "partial" or (self.split is not None and bool(self.split.shared()))
+        return self.gradient == "partial" or bool(self.holders)
 
     def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
+        for holders, start, length in self._shared_spans:
+            assert self.split is not None
+            yield holders, local.narrow(self.split.dim, start, length)
+
+    @functools.cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of tp coords that hold the same elements of a split tensor; none where nobody shares any."""
+        return tuple(sorted({holders for _, holders in self.split.shared()})) if self.split is not None else ()
+
+    @functools.cached_property
+    def owned(self) -> tuple[Piece, ...]:
+        """What this rank is the owner of: over all ranks, every canonical element exactly once."""
+        return self.layout.owned(self.registry.mesh.coords)
+
+    @functools.cached_property
+    def _shared_spans(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
         if self.split is None:
-            return
-        mesh, dim = self.registry.mesh, self.split.dim
+            return ()
+        mesh, dim, chunk = self.registry.mesh, self.split.dim, self.chunk
         first, last = 0, self.split.local_size_of(mesh.coord("tp"))
-        chunk = self.chunk
         if chunk is not None and chunk.dim == dim:
             first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
+        found = []
         for interval, holders in self.split.shared():
-            if mesh.coord("tp") in holders:
-                for start, stop in self.split.local_of(mesh.coord("tp"), interval):
-                    begin, end = max(start, first), max(start, first, min(stop, last))
-                    yield holders, local.narrow(dim, min(begin - first, local.shape[dim]), end - begin)
+            for start, stop in self.split.local_of(mesh.coord("tp"), interval):
+                begin, end = max(start, first), max(start, first, min(stop, last))
+                found.append((holders, min(begin - first, last - first), end - begin))
+        return tuple(found)
 
     @functools.cached_property
     def split(self) -> Split | None:
@@ -124,40 +147,22 @@ class ParameterEntry:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-
-@dataclass
-class LossScale:
-    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
-    behind `interval` steps in which they did not (as torch's GradScaler does).
-    """
-
-    value: float = 2.0**16
-    interval: int = 2000
-    good_steps: int = 0
-
-    def update(self, *, overflowed: bool) -> None:
-        """Notes how a step went."""
-        self.good_steps = 0 if overflowed else self.good_steps + 1
-        if overflowed:
-            self.value /= 2
-        elif self.good_steps == self.interval:
-            self.value, self.good_steps = self.value * 2, 0
+    def __deepcopy__(self, memo: dict[int, object]) -> ParameterEntry:
+        return replace(self, registry=copy.deepcopy(self.registry, memo))
 
 
-@dataclass
+@dataclass(eq=False)
 class Registry:
-    """Everything Shardwise knows of one split model.
+    """Everything Shardwise knows of one split model that does not change while it trains.
 
     Attributes:
         entries: canonical FQN of every parameter to its entry.
         tied: alias FQN to canonical FQN.
-        unsummed: FQNs whose gradient a backward has touched since it was last summed over tp.
         policy: what was chosen about the data axes.
         precision: the dtypes that were chosen, None where everything keeps its own.
-        loss_scale: of float16; None otherwise.
-        norm: of the gradients as they are now, where it has been computed.
         data_root: the module whose FSDP2 state rules all others; None where nothing is managed.
         mapped: FQNs of parameters that still lie in private pages of the files they came from.
+        model: the split model, once it is attached.
     """
 
     mesh: Mesh
@@ -165,18 +170,19 @@ class Registry:
     context: SplitContext
     entries: dict[str, ParameterEntry] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
-    unsummed: set[str] = field(default_factory=set)
     policy: FsdpPolicy = field(default_factory=FsdpPolicy)
     precision: Precision | None = None
-    loss_scale: LossScale | None = None
-    norm: Tensor | None = None
     data_root: nn.Module | None = None
     mapped: set[str] = field(default_factory=set)
+    model: Callable[[], nn.Module | None] = lambda: None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Registry:
-        # A copied model runs on the same ranks; its parameters start without gradients.
-        copied = replace(self, entries={}, unsummed=set(), mapped=set())
-        copied.entries.update({fqn: replace(entry, registry=copied) for fqn, entry in self.entries.items()})
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+        # A copied model runs on the same ranks.
+        copied = memo[id(self)] = replace(self, entries={}, mapped=set())
+        model = self.model()
+        if id(model) in memo:
+            copied.model = weakref.ref(memo[id(model)])
+        copied.entries.update({fqn: copy.deepcopy(entry, memo) for fqn, entry in self.entries.items()})
         return copied
 
     @functools.cached_property
@@ -201,35 +207,57 @@ class Registry:
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
-    """Makes `registry` the model's, and lets every parameter carry its entry."""
+    """Makes `registry` the model's, and lets every parameter and its owner know its entry."""
     model.__dict__[_ATTRIBUTE] = registry
-    for fqn, parameter in model.named_parameters():
-        carry_entry(parameter, registry.entry(fqn))
+    registry.model = weakref.ref(model)
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                carry_entry(module, own, registry.entry(f"{name}.{own}" if name else own))
+
+
+def carry_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
+    """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
+    owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    mark(parameter, entry)
+
+
+def knows(owner: nn.Module, name: str) -> bool:
+    """Whether the owner's parameter `name` has an entry."""
+    return name in owner.__dict__.get(_ENTRIES, ())
+
+
+def mark(value: Tensor, entry: ParameterEntry) -> None:
+    """Makes `entry_of(value)` give `entry`."""
+    setattr(value, _ENTRY, entry)
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
+    """Every parameter once, by the name that `model`, split or a wrapper around a split model, gives it, with its
+    entry: None for one that came in later (see [Note: found by identity]).
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        entries = module.__dict__.get(_ENTRIES, {})
+        for own, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                entry = entries.get(own)
+                if entry is not None and entry_of(parameter) is not entry:
+                    mark(parameter, entry)
+                yield f"{name}.{own}" if name else own, parameter, entry
 
 
 def own_memory(model: nn.Module) -> None:
     """Moves parameters that lie in mapped files into memory of their own, before something writes to all of them."""
     registry = registry_of(model)
     reshard(model)
-    for fqn, parameter in model.named_parameters():
-        if fqn in registry.mapped:
+    for _, parameter, entry in find_parameters(model):
+        if entry is not None and entry.fqn in registry.mapped:
             parameter.data = parameter.data.clone()
     registry.mapped.clear()
-
-
-def carry_entry(parameter: nn.Parameter, entry: ParameterEntry) -> None:
-    """Lets `parameter` carry its entry, and note when a gradient comes in that must be summed."""
-    setattr(parameter, _ENTRY, entry)
-    if entry.needs_sum and parameter.requires_grad and not parameter.is_meta:
-        held = weakref.ref(parameter)
-
-        def note(gradient: Tensor) -> None:
-            parameter = held()
-            if parameter is not None:
-                share_out(parameter, entry)
-                entry.registry.unsummed.add(entry.fqn)
-
-        parameter.register_hook(note)
 
 
 def reshard(model: nn.Module) -> None:
@@ -239,49 +267,18 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def share_out(parameter: Tensor, entry: ParameterEntry) -> None:
-    """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
-    gradient = parameter.grad
-    registry = entry.registry
-    if gradient is None or not entry.needs_sum or entry.fqn in registry.unsummed:
-        return
-    with torch.no_grad():
-        gradient = local_part(gradient)
-        if entry.gradient == "partial":
-            gradient /= registry.context.size
-        for holders, part in entry.shared_parts(gradient):
-            part.div_(len(holders))
-        if entry.data == "reduced":
-            gradient *= registry.divide_factor / registry.mesh.data_size
-    registry.unsummed.add(entry.fqn)
+class LocalGradient:
+    """What a gradient is that knows of which full one it is a part; see `shardwise.layers.local_gradient`."""
 
-
-def expect_gradients(model: nn.Module) -> None:
-    """Says that a backward is to run: every gradient that is partial by nature waits for its sum from here.
-
-    Does what the hooks on parameters do, for backwards that never fire them.
-    """
-    registry = registry_of(model)
-    registry.norm = None
-    if not registry.needs_sums:
-        return
-    for name, parameter in model.named_parameters():
-        share_out(parameter, registry.entry(name))
-    registry.unsummed.update(entry.fqn for entry in registry.entries.values() if entry.needs_sum)
-
-
-def expect_before_forwards(model: nn.Module) -> None:
-    """Lets every forward with a graph say so, before FSDP2 gathers parameters and their gradients are out of sight."""
-
-    def expect(module: nn.Module, args: object) -> None:
-        if torch.is_grad_enabled():
-            expect_gradients(module)
-
-    model.register_forward_pre_hook(expect, prepend=True)
+    def local(self) -> Tensor:
+        """What this rank holds, as a plain tensor that shares its memory."""
+        raise NotImplementedError
 
 
 def local_part(value: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    if isinstance(value, LocalGradient):
+        return value.local()
     return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
 
 
@@ -306,5 +303,5 @@ def is_split(model: nn.Module) -> bool:
 
 
 def entry_of(parameter: Tensor) -> ParameterEntry | None:
-    """The entry that a parameter of a split model carries, None for any other tensor."""
+    """The entry that a parameter of a split model carries, or a gradient that knows it; None for any other tensor."""
     return getattr(parameter, _ENTRY, None)

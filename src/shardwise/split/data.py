@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.layers.registry import Registry, carry_entry, expect_before_forwards
+from shardwise.layers.registry import Registry, attach_registry
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
 from shardwise.split.unused import reach_all_parameters
@@ -53,9 +53,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     _keep_name(model, own_class)
     registry.data_root = model
     _tune(model, units, registry)
-    for name, parameter in model.named_parameters():
-        carry_entry(parameter, registry.entry(name))
-    expect_before_forwards(model)
+    attach_registry(model, registry)
 
 
 def _get(model: nn.Module, getter: str) -> nn.Module | None:

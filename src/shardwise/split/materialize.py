@@ -37,7 +37,7 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
     for each in names:
         owner, _, name = each.rpartition(".")
         model.get_submodule(owner)._parameters[name] = new
-    carry_entry(new, entry)
+        carry_entry(model.get_submodule(owner), name, entry)
 
 
 def initialize_missing(

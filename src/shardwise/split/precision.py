@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.layers.linear import become
-from shardwise.layers.registry import LossScale, Registry
+from shardwise.layers.registry import Registry
 from shardwise.plan.options import Precision
 
 __all__ = ["apply_precision"]
@@ -53,8 +53,6 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
             "which Adam's usually are; Precision() keeps them in float32 and computes in bfloat16",
             stacklevel=3,
         )
-    if precision.compute == "float16":
-        registry.loss_scale = LossScale()
     if precision.compute == precision.params or registry.mesh.data_size > 1:
         return
     dtype = getattr(torch, precision.compute)

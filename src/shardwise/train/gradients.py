@@ -1,74 +1,210 @@
-"""The gradient phase: after the last backward of a step, everything that must still be summed is summed once.
+"""What the gradients of a split model are at the moment, and the phase that completes them.
 
 # [Note: one gradient phase]
-Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so we reduce nothing
-while backward runs (a hook only notes that a gradient comes in). FSDP2 does: it reduces over the data axes as soon as a
-unit is done. A sum over tp does not mind which comes first, and is shorter behind it. Afterwards one collective sums
-all partial gradients together, and one more each group of gradients of replicated key/value heads. Whoever reads
-gradients (`full_gradients`, `clip_grad_norm_`, an optimizer from `build_optimizer`) makes sure first that the phase has
-run, so a hand-written loop needs no extra call. When a gradient that was summed is added to, it is first shared out
-among the ranks that summed it, so the next sum restores it: gradients may be read and accumulated in any order.
+Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing of ours is
+summed while backward runs. FSDP2 does reduce: over the data axes, as soon as a unit is done. A sum over tp does not
+mind which comes first, and is shorter afterwards. When a backward ends, one collective sums all partial gradients
+together, and one more each group of gradients of replicated key/value heads; `TrainStep` puts that off until its last
+microbatch is done. So `p.grad` is complete whenever a backward has returned, and whatever reads it, torch's own
+optimizers included, needs no call of ours. Before a complete gradient is added to, it is shared out again among the
+ranks that summed it, so that the next sum restores it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.layers.registry import (
-    ParameterEntry,
-    Registry,
-    carry_entry,
-    entry_of,
-    local_part,
-    registry_of,
-    share_out,
-)
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.layers.added import adopt_parameters, note_inputs
+from shardwise.layers.local_gradient import know_full
+from shardwise.layers.registry import ParameterEntry, Registry, entry_of, find_parameters, local_part, mark, registry_of
 from shardwise.topology.axes import DATA_AXES
+from shardwise.train.loss_scale import LossScale
 
-__all__ = ["reduce_gradients", "sum_gradients"]
+__all__ = ["Gradients", "gradients_of", "track_gradients"]
+
+_ATTRIBUTE = "_shardwise_gradients"
+_WATCHED = "_shardwise_watched"
 
 
-def reduce_gradients(model: nn.Module) -> None:
-    """Sums the gradients that are still partial: of whole parameters inside regions, of shared heads, and of what
-    FSDP2 does not hold.
+class Gradients:
+    """The state of a split model's gradients, from one backward to the next.
 
-    A gradient that was summed already is left alone, so calling twice does no harm. Every rank of the mesh must call.
+    Args:
+        model: the split model, or the outermost module around it that is known.
+        registry: what its parameters are.
 
-    Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of ranks
-    that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced.
+    Attributes:
+        norm: of the gradients as they are now, where it has been computed.
+        are_finite: whether all of them are, on all ranks, where that has been looked at.
+        loss_scale: of float16; None otherwise.
     """
-    registry = registry_of(model)
-    if not registry.needs_sums:
-        return
-    _note_strangers(model, registry)
-    sum_gradients([(registry.entry(name), parameter) for name, parameter in model.named_parameters()], registry)
+
+    def __init__(self, model: nn.Module, registry: Registry) -> None:
+        self.model = model
+        self.registry = registry
+        self.norm: Tensor | None = None
+        self.are_finite: bool | None = None
+        precision = registry.precision
+        self.loss_scale = LossScale() if precision is not None and precision.compute == "float16" else None
+        self._at_rest: dict[int, nn.Parameter] = {}
+        self._arriving: dict[int, ParameterEntry] = {}
+        self._is_partial = False
+        self._is_put_off = False
+        self._task = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
+        # A copied model starts without gradients; a copied part of a model has none of its own.
+        root = memo.get(id(self.registry.model()))
+        if root is None:
+            return self
+        copied = memo[id(self)] = Gradients.__new__(Gradients)
+        Gradients.__init__(copied, memo.get(id(self.model), root), copy.deepcopy(self.registry, memo))
+        for _, parameter, entry in find_parameters(self.model):
+            if entry is not None:
+                mark(copy.deepcopy(parameter, memo), copy.deepcopy(entry, memo))
+        return copied
+
+    def watch(self) -> None:
+        """Has every backward through the model, or a part of it, complete its gradients."""
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel) or module is self.registry.model():
+                module.register_forward_hook(self._watch_output)
+        self._find_summed()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, gradients of several backwards wait for one sum, at the end.
+
+        Communicates: what `complete` does.
+        """
+        self._is_put_off = True
+        try:
+            yield
+        finally:
+            self._is_put_off = False
+        self.complete()
+
+    def complete(self) -> None:
+        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, and of
+        what FSDP2 does not hold. Does nothing where none is; every rank of the mesh must call.
+
+        Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
+            ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced.
+        """
+        if self._is_partial:
+            self._is_partial = False
+            self._refuse_functional()
+            _sum([_Summand(*each) for each in self._find_summed()], self.registry)
+        if self.registry.needs_sums or self.registry.mesh.size("tp") > 1:
+            for _, parameter, entry in find_parameters(self.model):
+                if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
+                    parameter.grad = know_full(parameter.grad, entry)
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, gradient: Tensor) -> None:
+        """Runs when a backward reaches the model, as often as it likes."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task or (self._is_put_off and self._is_partial):
+            return
+        self._task, self.norm, self.are_finite = task, None, None
+        summed = self._find_summed()
+        if not self._is_partial:
+            for parameter, entry in summed:
+                _share_out(parameter, entry)
+        self._is_partial = True
+        if not self._is_put_off:
+            # Twice: what FSDP2 does at the end of backward must come first.
+            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
+
+    def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
+        """As `find_parameters`; trained ones that came in later have an entry from here on."""
+        found = list(find_parameters(self.model))
+        if any(entry is None and parameter.requires_grad for _, parameter, entry in found):
+            adopt_parameters(self.model)
+            found = list(find_parameters(self.model))
+        return found
+
+    def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
+        """The parameters whose gradients are summed, as they lie at rest, each watched."""
+        summed = []
+        for _, parameter, entry in self.parameters():
+            if entry is None or not entry.needs_sum:
+                continue
+            is_gathered = entry.data == "managed" and not isinstance(parameter, DTensor)
+            at_rest = self._at_rest.setdefault(id(entry), parameter) if is_gathered else parameter
+            if at_rest.requires_grad:
+                self._at_rest[id(entry)] = at_rest
+                self._watch_parameter(at_rest, entry)
+                summed.append((at_rest, entry))
+        return summed
+
+    def _watch_parameter(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
+        if hasattr(parameter, _WATCHED) or parameter.is_meta:
+            return
+        setattr(parameter, _WATCHED, True)
+
+        def arrive(gradient: Tensor) -> None:
+            self._begin(gradient)
+            self._arriving[id(entry)] = entry
+
+        def stay(parameter: Tensor) -> None:
+            self._arriving.pop(id(entry), None)
+
+        parameter.register_hook(arrive)
+        parameter.register_post_accumulate_grad_hook(stay)
+
+    def _refuse_functional(self) -> None:
+        """Raises where gradients have come that were not put into `.grad`."""
+        names = [entry.fqn for entry in self._arriving.values()]
+        self._arriving.clear()
+        if names:
+            raise UnsupportedError(
+                f"torch.autograd.grad of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+                why="every rank holds a part of the sum that these gradients are, and nobody has summed them yet",
+                fix="call backward(), after which parameter.grad is complete",
+            )
 
 
-def sum_gradients(parameters: Iterable[tuple[ParameterEntry, Tensor]], registry: Registry) -> None:
-    """As `reduce_gradients`, of some parameters of a model: the same on every rank."""
-    if not registry.unsummed:
-        return
-    summands = [_Summand(*each) for each in parameters if each[0].needs_sum and each[1].requires_grad]
-    partial = [each for each in summands if each.entry.gradient == "partial"]
-    _sum_together((part for each in partial for part in (each.local, each.present)), registry.mesh.group("tp"))
-    shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
-    for each in summands:
-        if each.entry.split is not None and each.entry.split.shared():
-            parts = [part for _, part in each.entry.shared_parts(each.local)]
-            shared.setdefault(_holder_blocks(each.entry), []).extend((*parts, each.present))
-    for blocks, parts in shared.items():
-        _sum_together(parts, registry.mesh.subgroup("tp", blocks))
-    reduced = [each for each in summands if each.entry.data == "reduced"]
-    _sum_together((part for each in reduced for part in (each.local, each.present)), registry.mesh.group(*DATA_AXES))
-    for each in reduced:
-        each.local.div_(registry.divide_factor)
-    for each in summands:
-        each.keep()
-    registry.unsummed.difference_update(each.entry.fqn for each in summands)
+def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
+    """Has gradients of a split model be complete whenever a backward has returned.
+
+    Communicates: nothing; see `Gradients.complete` for what backward does from here on.
+    """
+    note_inputs(model, registry.plan)
+    gradients = model.__dict__[_ATTRIBUTE] = Gradients(model, registry)
+    gradients.watch()
+    return gradients
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """The state of a split model's gradients; `model` may be a wrapper around it, whose parameters then belong to it.
+
+    Raises:
+        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+    """
+    root = registry_of(model).model()
+    gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
+    if gradients is None:
+        raise LayoutError(f"the gradients of this {type(model).__name__} are not tracked")
+    if gradients.model is not model and any(module is gradients.model for module in model.modules()):
+        gradients.model = model
+    return gradients
 
 
 class _Summand:
@@ -85,8 +221,7 @@ class _Summand:
         present: how many ranks have the gradient.
     """
 
-    def __init__(self, entry: ParameterEntry, parameter: Tensor) -> None:
-        share_out(parameter, entry)
+    def __init__(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
         gradient = parameter.grad
         self.entry, self.parameter, self.is_lacking = entry, parameter, gradient is None
         self.local = torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)
@@ -98,23 +233,26 @@ class _Summand:
             self.parameter.grad = self.entry.wrap(self.local)
 
 
-def _note_strangers(model: nn.Module, registry: Registry) -> None:
-    """Notes gradients of parameters that came in later: a copied model's, those of `load_state_dict(assign=True)`."""
-    for name, parameter in model.named_parameters():
-        entry = registry.entry(name)
-        if entry_of(parameter) is not entry:
-            carry_entry(parameter, entry)
-            if entry.needs_sum and parameter.grad is not None:
-                registry.unsummed.add(entry.fqn)
+@torch.no_grad()
+def _sum(summands: Sequence[_Summand], registry: Registry) -> None:
+    partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
+    _sum_together(partial, registry.mesh.group("tp"))
+    shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+    for each in summands:
+        if each.entry.holders:
+            parts = [part for _, part in each.entry.shared_parts(each.local)]
+            shared.setdefault(each.entry.holders, []).extend((*parts, each.present))
+    for holders, parts in shared.items():
+        _sum_together(parts, registry.mesh.subgroup("tp", holders))
+    reduced = [each for each in summands if each.entry.data == "reduced"]
+    _sum_together([part for each in reduced for part in (each.local, each.present)], registry.mesh.group(*DATA_AXES))
+    for each in reduced:
+        each.local.div_(registry.divide_factor)
+    for each in summands:
+        each.keep()
 
 
-def _holder_blocks(entry: ParameterEntry) -> tuple[tuple[int, ...], ...]:
-    """The blocks of tp coords that share parts of a split parameter."""
-    assert entry.split is not None
-    return tuple(sorted({holders for _, holders in entry.split.shared()}))
-
-
-def _sum_together(parts: Iterable[Tensor], group: Group | None) -> None:
+def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
     """Sums every tensor over `group` in place, in one collective a dtype."""
     if group is None:
         return
@@ -126,3 +264,28 @@ def _sum_together(parts: Iterable[Tensor], group: Group | None) -> None:
         all_reduce_(flat, group)
         for part, summed in zip(same, flat.split([part.numel() for part in same]), strict=True):
             part.copy_(summed.view_as(part))
+
+
+@torch.no_grad()
+def _share_out(parameter: Tensor, entry: ParameterEntry) -> None:
+    """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
+    if parameter.grad is None:
+        return
+    registry, gradient = entry.registry, local_part(parameter.grad)
+    if entry.gradient == "partial":
+        gradient /= registry.context.size
+    for holders, part in entry.shared_parts(gradient):
+        part.div_(len(holders))
+    if entry.data == "reduced":
+        gradient *= registry.divide_factor / registry.mesh.data_size
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value, such as what a model puts out."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

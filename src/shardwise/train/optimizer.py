@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,14 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
-from shardwise.layers.registry import Registry, local_part, own_memory, registry_of
+from shardwise.layers.registry import entry_of, local_part, own_memory
 from shardwise.plan.match import match
 from shardwise.train.clip import clip_grad_norm_
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.elementwise import check_optimizer
+from shardwise.train.gradients import Gradients, gradients_of
 
-__all__ = ["build_optimizer"]
+__all__ = ["build_optimizer", "watch_optimizers"]
 
 Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -39,36 +43,75 @@ def build_optimizer(
         options: its keyword arguments (`lr`, `weight_decay`, …).
 
     Returns:
-        The optimizer. Its `step` first finishes the gradients, and minds `Precision.nonfinite`.
+        The optimizer. Its `step`, after its closure if it is given one, minds `Precision.nonfinite`.
 
     Raises:
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
         ConfigError: a rule names no parameter, or does not say which.
-        UnsupportedError: the class cannot update what FSDP2 holds (Rprop).
+        UnsupportedError: the class does not update parts of parameters as it would update full ones (Muon, Adafactor),
+            or cannot update what FSDP2 holds (Rprop).
         LayoutError: the model is not split by Shardwise.
 
-    Communicates: nothing itself; `step` first sums gradients that are still partial (see [Note: one gradient phase]),
-        and with a `Precision`, unless `clip_grad_norm_` has just done so, all-reduces one value over all ranks.
+    Communicates: nothing itself; with a `Precision`, unless `clip_grad_norm_` has just done so, `step` all-reduces one
+        value over all ranks.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     own_memory(model)
-    if issubclass(optimizer_class, torch.optim.Rprop) and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise UnsupportedError(
-            f"{optimizer_class.__name__} over fsdp or ddp",
-            why="it writes into gradients by index, which torch cannot do where they are DTensors",
-            fix="use another optimizer, or tp alone",
-        )
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad}
     optimizer = optimizer_class(_grouped(trained, groups), **options)
-    registry = registry_of(model)
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        reduce_gradients(model)
-        _mind_nonfinite(model, registry)
-
-    optimizer.register_step_pre_hook(before_step)
+    check_optimizer(optimizer, options)
     return optimizer
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Has every torch optimizer of this process that holds parameters of a split model, whoever built it, update them
+    as it would update the full ones, or refuse to. Other optimizers are left alone.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What comes before a step: after its closure has made the gradients, if there is one."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
+    if not entries:
+        return None
+    check_optimizer(optimizer)
+    models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
+    _check_known(parameters, models)
+    step = inspect.signature(type(optimizer).step)
+    given = step.bind(*args, **kwargs)
+    closure = given.arguments.get("closure")
+    if closure is None:
+        _finish(models)
+        return None
+
+    def with_finish() -> Any:
+        loss = closure()
+        _finish(models)
+        return loss
+
+    given.arguments["closure"] = with_finish
+    return given.args, given.kwargs
+
+
+def _finish(models: Iterable[nn.Module]) -> None:
+    for model in models:
+        _mind_nonfinite(model, gradients_of(model))
+
+
+def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
+    """Raises where there are parameters that no split model knows, and several data ranks."""
+    strangers = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
+    if strangers and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
+        raise UnsupportedError(
+            f"parameters beside a split model, of shapes {', '.join(map(str, strangers[:3]))}",
+            why="nobody averages their gradients over the data ranks",
+            fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
+            "optimizer of their own",
+        )
 
 
 def _grouped(trained: Mapping[str, Tensor], groups: Groups) -> list[dict[str, Any]]:
@@ -115,21 +158,21 @@ def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, Tensor], bool], 
     return fits, options
 
 
-def _mind_nonfinite(model: nn.Module, registry: Registry) -> None:
+def _mind_nonfinite(model: nn.Module, gradients: Gradients) -> None:
     """Raises, or drops the gradients, where some of them is infinite or NaN on any rank; see `Precision`."""
-    precision, scale = registry.precision, registry.loss_scale
+    precision, scale = gradients.registry.precision, gradients.loss_scale
     if precision is None or (precision.nonfinite == "ignore" and scale is None):
         return
-    norm = registry.norm if registry.norm is not None else clip_grad_norm_(model, math.inf)
-    registry.norm = None
-    is_finite = bool(torch.isfinite(norm))
-    if scale is not None:
-        scale.update(overflowed=not is_finite)
-    if is_finite or (precision.nonfinite == "ignore" and scale is None):
+    if gradients.are_finite is None:
+        norm = gradients.norm if gradients.norm is not None else clip_grad_norm_(model, math.inf)
+        gradients.are_finite = bool(torch.isfinite(norm))
+        if scale is not None:
+            scale.update(overflowed=not gradients.are_finite)
+    if gradients.are_finite:
         return
     if precision.nonfinite == "raise" and scale is None:
         raise GradientError(
-            f"the gradient norm is {float(norm)}",
+            f"the gradient norm is {float(clip_grad_norm_(model, math.inf))}",
             why=_culprits(model.named_parameters()),
             fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
         )

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from shardwise.comm.agree import failing_together
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
-from shardwise.layers.registry import expect_gradients, local_part, registry_of
+from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import check_batch, count_targets, split_rows
-from shardwise.train.gradients import reduce_gradients
+from shardwise.train.gradients import gradients_of
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -59,6 +59,7 @@ class TrainStep:
                 fix="use an integer of at least 1",
             )
         self._registry = registry_of(model)
+        self._gradients = gradients_of(model)
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
@@ -91,15 +92,17 @@ class TrainStep:
             ranks, one all-reduce of the loss.
         """
         parts, counts, num_tokens = self._prepare(batch)
-        expect_gradients(self.model)
-        scale = self._registry.loss_scale.value if self._registry.loss_scale is not None else 1.0
+        loss_scale = self._gradients.loss_scale
+        scale = loss_scale.value if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         total = torch.zeros((), device=self.mesh.device)
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self._time_reduction(is_last=number == len(parts) - 1)
-            total += self._microbatch(part, count / num_tokens if num_tokens else 0.0, scale)
-        reduce_gradients(self.model)
-        self._scale_gradients(1 / scale)
+        try:
+            with self._gradients.together():
+                for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
+                    self._time_reduction(is_last=number == len(parts) - 1)
+                    total += self._microbatch(part, count / num_tokens if num_tokens else 0.0, scale)
+        finally:
+            self._scale_gradients(1 / scale)
         group = self.mesh.group(*DATA_AXES)
         if group is not None:
             all_reduce_(total, group)

@@ -1,0 +1,261 @@
+"""Loops written by hand with torch's own calls train as the unsplit model does, or are refused in words."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import shardwise
+from shardwise.errors import UnsupportedError
+from shardwise.layers.registry import entry_of
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.families import rows_of, tiny_batch, tiny_model
+from tests.oracle import differing, differing_gradients
+
+pytestmark = pytest.mark.spawn
+
+ROWS = 4
+PARAMETERS = 2e-5
+"""How far a parameter may be off after a few steps."""
+ADAM = {"lr": 1e-3, "eps": 1e-4}
+
+
+class Pair:
+    """An unsplit model with its rows, and a split copy with this data rank's."""
+
+    def __init__(self, layout, mesh, **options):
+        sequence_parallel = layout.endswith("+sp")
+        self.mesh = mesh
+        # One key/value head, so that tp ranks share it; q/k norms, whose gradients are partial.
+        self.full = tiny_model("qwen3", num_hidden_layers=1, num_key_value_heads=1)
+        self.split = shardwise.parallelize(
+            copy.deepcopy(self.full), mesh, sequence_parallel=sequence_parallel, **options
+        )
+        self.batches = [self._batch(seed) for seed in range(5)]
+
+    def _batch(self, seed):
+        batch = tiny_batch(self.full, rows=ROWS, length=9, seed=seed)
+        batch["labels"] = batch["input_ids"].clone()  # as many targets in every row
+        return batch
+
+    def backward(self, number, *, scale=1.0):
+        """Forward and backward of a batch, of both, by hand."""
+        (self.full(**self.batches[number]).loss * scale).backward()
+        (self.split(**rows_of(self.batches[number], self.mesh)).loss * scale).backward()
+
+    def both(self, call):
+        """What `call` returns for the unsplit model and for the split one."""
+        return call(self.full), call(self.split)
+
+    def gradient_problems(self):
+        expected = {name: value.grad for name, value in self.full.named_parameters() if value.grad is not None}
+        return differing_gradients(shardwise.full_gradients(self.split), expected)
+
+    def parameter_problems(self):
+        found = shardwise.full_state_dict(self.split)
+        return [
+            problem
+            for name, value in self.full.state_dict().items()
+            for problem in differing(name, found[name], value, PARAMETERS)
+        ]
+
+
+def closures(pair):
+    """As Lightning calls an optimizer: gradients are zeroed and made inside the closure."""
+    theirs = torch.optim.AdamW(pair.full.parameters(), **ADAM)
+    ours = shardwise.build_optimizer(pair.split, torch.optim.AdamW, **ADAM)
+    for batch in pair.batches:
+        for model, optimizer, rows in (pair.full, theirs, batch), (pair.split, ours, rows_of(batch, pair.mesh)):
+
+            def closure(model=model, optimizer=optimizer, rows=rows):
+                loss = model(**rows).loss
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            assert loss.ndim == 0
+    return pair.parameter_problems()
+
+
+def plain_adamw(pair, **options):
+    optimizers = pair.both(lambda model: torch.optim.AdamW(model.parameters(), **ADAM, **options))
+    for number in range(3):
+        pair.backward(number)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return pair.parameter_problems()
+
+
+def fused_adamw(pair):
+    return plain_adamw(pair, fused=True)
+
+
+def foreach_adamw(pair):
+    return plain_adamw(pair, foreach=True)
+
+
+def plain_clipping(pair):
+    problems = []
+    optimizers = pair.both(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, order in enumerate((2.0, 1.0, math.inf)):
+        pair.backward(number)
+        expected, found = pair.both(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order))  # noqa: B023
+        problems += differing(f"norm of order {order}", found, expected, 1e-5 * float(expected))
+        problems += pair.gradient_problems()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return problems + pair.parameter_problems()
+
+
+def norms_by_hand(pair):
+    """The idioms of hand-written loops: norms of norms are those of the full gradients, a single one is refused."""
+
+    def stacked(model):
+        gradients = [parameter.grad.detach() for parameter in model.parameters()]
+        return torch.norm(torch.stack([torch.norm(gradient, 2.0) for gradient in gradients]), 2.0)
+
+    def total(model):
+        return torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+
+    pair.backward(0)
+    problems = []
+    for name, call in ("stacked", stacked), ("get_total_norm", total):
+        expected, found = pair.both(call)
+        problems += differing(name, found, expected, 1e-5 * float(expected))
+    with pytest.raises(UnsupportedError, match="a part of the gradient"):
+        sum(parameter.grad.data.norm(2).item() ** 2 for parameter in pair.split.parameters())
+    return problems
+
+
+def clipping_by_value(pair):
+    pair.backward(0)
+    pair.both(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3))
+    return pair.gradient_problems()
+
+
+def grad_scaler(pair):
+    """An infinite gradient of one rank alone is found on all: nobody steps."""
+    optimizers = pair.both(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in optimizers]
+    for number, overflows in enumerate((False, True, False)):
+        for scaler in scalers:
+            scaler.scale(torch.zeros(()))  # makes the scale
+        pair.backward(number, scale=float(scalers[0].get_scale()))
+        if overflows:
+            pair.full.lm_head.weight.grad[0, 0] = math.inf
+            if pair.mesh.rank == 0:
+                gradient = pair.split.lm_head.weight.grad
+                getattr(gradient, "_local_tensor", gradient)[0, 0] = math.inf
+        for model, optimizer, scaler in zip((pair.full, pair.split), optimizers, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 2.0**9
+    return pair.parameter_problems()
+
+
+def averaged_model(pair):
+    """A copy is a split model of its own, and parameters are averaged part by part."""
+    averages = pair.both(
+        lambda model: AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    )
+    optimizers = pair.both(lambda model: torch.optim.AdamW(model.parameters(), **ADAM))
+    for number in range(3):
+        pair.backward(number)
+        for optimizer, average, model in zip(optimizers, averages, (pair.full, pair.split), strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+    pair.full, pair.split = (average.module for average in averages)
+    problems = pair.parameter_problems()
+    pair.backward(0)
+    return problems + pair.gradient_problems()
+
+
+def reading_gradients(pair):
+    """`p.grad` is complete when `backward` returns: this rank's part of the full gradient, accumulated or not."""
+    problems = []
+    for number in range(2):
+        pair.backward(number)
+        expected = dict(pair.full.named_parameters())
+        for name, parameter in pair.split.named_parameters():
+            if entry_of(parameter).split is None:
+                found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+                problems += differing(name, found, expected[name].grad, 1e-4)
+    copied = copy.deepcopy(next(pair.split.parameters()).grad)
+    assert torch.equal(getattr(copied, "_local_tensor", copied), _local(next(pair.split.parameters()).grad))
+    return problems + pair.gradient_problems()
+
+
+def _local(gradient):
+    return getattr(gradient, "_local_tensor", gradient)
+
+
+def functional_gradients(pair):
+    """`torch.autograd.grad` hands gradients out before anybody could sum them."""
+    loss = pair.split(**rows_of(pair.batches[0], pair.mesh)).loss
+    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
+        torch.autograd.grad(loss, list(pair.split.parameters()))
+    return []
+
+
+def inner_backward(pair):
+    """A loss on what an inner model puts out, past the outer model's own forward."""
+    for model in (pair.full, pair.split):
+        rows = pair.batches[0] if model is pair.full else rows_of(pair.batches[0], pair.mesh)
+        hidden = model.model(input_ids=rows["input_ids"]).last_hidden_state
+        hidden.square().mean().backward()
+    return pair.gradient_problems()
+
+
+def two_models(pair):
+    """A teacher and a student in one loss, both trained."""
+    other = Pair("", pair.mesh)
+    for full in (True, False):
+        rows = pair.batches[0] if full else rows_of(pair.batches[0], pair.mesh)
+        losses = [(each.full if full else each.split)(**rows).loss for each in (pair, other)]
+        (losses[0] + 2 * losses[1]).backward()
+    return pair.gradient_problems() + other.gradient_problems()
+
+
+EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
+AT_TP = (
+    fused_adamw,
+    foreach_adamw,
+    clipping_by_value,
+    averaged_model,
+    functional_gradients,
+    inner_backward,
+    two_models,
+)
+CASES = [
+    *(
+        pytest.param(layout, call, id=f"{call.__name__}-{layout}")
+        for call in EVERYWHERE
+        for layout in ("tp2", "fsdp2.tp2")
+    ),
+    *(pytest.param("tp2", call, id=call.__name__) for call in AT_TP),
+    *(pytest.param("tp2+sp", call, id=f"{call.__name__}-sp") for call in (closures, plain_clipping)),
+    *(pytest.param("fsdp2", call, id=f"{call.__name__}-fsdp2") for call in (plain_clipping, closures)),
+]
+
+
+def run_case(layout, name):
+    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
+        return globals()[name](Pair(layout, mesh))
+
+
+@pytest.mark.parametrize(("layout", "call"), CASES)
+def test_a_loop_of_torch_calls_trains_as_the_unsplit_model_does(layout, call):
+    size = MeshShape.parse(layout.removesuffix("+sp")).world_size
+    assert spawn(run_case, size, layout, call.__name__) == [[]] * size
