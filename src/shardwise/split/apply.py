@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layers.context import SplitContext
-from shardwise.layers.registry import Registry, attach_registry, expect_before_forwards, is_split
+from shardwise.layers.registry import Registry, attach_registry, is_split
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -59,8 +59,6 @@ def apply_plan(
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
-    if mesh.data_mesh is None:
-        expect_before_forwards(model)
     model.register_forward_pre_hook(lambda *_: context.begin_forward(), prepend=True)
     model.register_forward_hook(lambda *_: context.end_forward(), always_call=True)
     if dtype is not None:
