@@ -88,14 +88,15 @@ EXPECTED = {
     "export to a file": (LoadError, "a-file is a file", "pass a directory"),
     "shard size": (ConfigError, "max_shard_bytes is -1", "positive"),
 }
-# What reads or writes files, and what plans, fails together, so it communicates: one gather of small objects. A target
-# outside the vocabulary is found where the loss is, behind the layers, at the same point on every rank.
+# What reads or writes files, and what plans, fails together, so it communicates: one gather of small objects. Batches
+# are compared before they are read. A target outside the vocabulary is found where the loss is, at the same point on
+# every rank.
 TOGETHER = {
     "axis pp", "axis cp", "heads", "key/value heads", "plan name", "plan type", "rule without match", "style",
     "pattern", "tied apart", "split twice",
     "no directory", "no config", "unknown model type", "no weights", "pickled weights", "shard missing", "truncated",
     "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized", "export to a file",
-    "shard size", "target",
+    "shard size", "target", "no labels", "labels no tensor", "unequal rows", "rows", "no rows", "no dict", "token id",
 }  # fmt: skip
 
 

@@ -94,6 +94,10 @@ def special_cases(layout):
             results["ignored"] = bool(ignored.isnan())
             module = nn.CrossEntropyLoss()(split(values).view(-1, 9), target.view(-1))
             results["module"] = float(module - F.cross_entropy(values.view(-1, 9), target.view(-1)))
+            hidden = values.clone()
+            hidden[..., :5] = -torch.inf  # all that one rank has
+            masked = F.cross_entropy(split(hidden).view(-1, 9), target.view(-1).clamp(min=5))
+            results["masked"] = float(masked - F.cross_entropy(hidden.view(-1, 9), target.view(-1).clamp(min=5)))
             channels = F.cross_entropy(split(values).transpose(1, 2), target, reduction="none")
             expected = F.cross_entropy(values.transpose(1, 2), target, reduction="none")
             results["channels"] = float((channels - expected).abs().max())

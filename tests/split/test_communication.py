@@ -34,9 +34,11 @@ def by_size(calls, *, hidden):
 def test_a_step_does_four_all_reduces_a_layer_and_two_more(family, layout):
     for calls, _ in spawn(count_step, int(layout[2:]), family, layout, False, num_key_value_heads=4):
         assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 2}
-        # The loss: the largest logit of each token, and three sums.
-        targets = ROWS * LENGTH
-        assert by_size(calls, hidden=False) == {("all_reduce", (targets,)): 1, ("all_reduce", (3, targets)): 1}
+        # A word on the batch, two numbers a rank; and for the loss three values a token and rank.
+        tp_size = int(layout[2:])
+        assert by_size(calls, hidden=False) == {
+            ("all_gather", (2 * tp_size,)): 1, ("all_gather", (3 * tp_size, ROWS * LENGTH)): 1
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4"])
@@ -44,13 +46,14 @@ def test_a_step_does_four_all_reduces_a_layer_and_two_more(family, layout):
 def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(family, layout):
     hidden_bytes = ROWS * LENGTH * HIDDEN * 4
     for calls, nbytes in spawn(count_step, int(layout[2:]), family, layout, True, num_key_value_heads=4):
-        assert nbytes["all_gather"] == (4 * LAYERS + 2) * hidden_bytes
+        small = by_size(calls, hidden=False)
+        (gradients,) = (shape for name, shape in small if name == "all_reduce")
+        assert sum(small.values()) == 3, "the word on the batch, the loss's, and one for all partial gradients together"
+        assert gradients[0] >= (2 * LAYERS + 1) * HIDDEN
+        tp_size = int(layout[2:])
+        small_bytes = 8 * 2 * tp_size + 4 * 3 * tp_size * ROWS * LENGTH
+        assert nbytes["all_gather"] == (4 * LAYERS + 2) * hidden_bytes + small_bytes
         assert nbytes["reduce_scatter"] == (4 * LAYERS + 2) * hidden_bytes
-        reduced = by_size(calls, hidden=False)
-        norms = sum(shape[0] for (name, shape), number in reduced.items() if name == "all_reduce" and len(shape) == 1)
-        assert {name for name, _ in reduced} == {"all_reduce"}
-        assert sum(reduced.values()) == 3, "the loss's two and one for all partial gradients together"
-        assert norms >= (2 * LAYERS + 1) * HIDDEN
 
 
 def test_replicated_heads_cost_one_all_reduce_a_step():

@@ -77,8 +77,9 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         facts = read_facts(model)
         described = _describe(model, facts, mesh.shape, spec)
     check_equal(
-        mesh,
+        mesh.group(),
         described,
+        device=mesh.device,
         what="the ranks were given different models or options",
         fix="build it from the same files on every rank, and what is drawn at random behind the same torch.manual_seed",
     )
@@ -90,8 +91,9 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     with failing_together(mesh, "resolving the plan"):
         plan = decide_split(rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel)
     check_equal(
-        mesh,
+        mesh.group(),
         _parts_of(plan),
+        device=mesh.device,
         what="the ranks decided differently",
         fix="use the same versions of all libraries",
     )

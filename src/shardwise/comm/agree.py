@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import RankError
+from shardwise.comm.operations import Group, all_gather_objects, all_gather_single, host_device
+from shardwise.errors import RankError, ShardwiseError
 from shardwise.mesh import Mesh
 
 __all__ = ["check_equal", "failing_together", "meet"]
@@ -43,25 +45,42 @@ def failing_together(mesh: Mesh, doing: str) -> Iterator[None]:
     raise RankError(f"rank {first} failed while {doing}", why=str(faults[first]))
 
 
-def check_equal(mesh: Mesh, described: Mapping[str, str], *, what: str, fix: str) -> None:
-    """Raises the same `RankError` on every rank unless `described`, texts by the names of what they describe, is the
-    same on all. It names the first thing that differs, and says what it is on which ranks.
+def check_equal(
+    group: Group | None,
+    described: Mapping[str, str],
+    *,
+    what: str,
+    fix: str,
+    device: torch.device,
+    error: type[ShardwiseError] = RankError,
+) -> None:
+    """Raises the same error on every rank of `group` unless `described`, texts by the names of what they describe, is
+    the same on all. It names the first thing that differs, and says what it is on which ranks.
 
-    Communicates: a gather of one digest over all ranks, and of everything where they differ.
+    Args:
+        device: where a group that knows no host tensors communicates.
+
+    Communicates: one all-gather of a digest of 16 bytes, and one of everything where they differ.
     """
-    digest = hashlib.sha256("\0".join(map("\0".join, described.items())).encode()).digest()
-    if len(set(all_gather_objects(digest, mesh.group()))) == 1:
+    if group is None:
         return
-    everyone = all_gather_objects(dict(described), mesh.group())
-    names = list(dict.fromkeys(name for each in everyone for name in each))
-    name = next((name for name in names if len({each.get(name) for each in everyone}) > 1), "the order of their parts")
+    text = "\0".join(map("\0".join, described.items())).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:16]), dtype=torch.int64)
+    digest = digest.to(host_device(group, device))
+    digests = digest.new_empty(2 * group.size())
+    all_gather_single(digests, digest, group)
+    if isinstance(digests, FakeTensor) or bool((digests.view(-1, 2) == digest).all()):
+        return
+    everyone = all_gather_objects((dist.get_rank(), dict(described)), group)
+    names = list(dict.fromkeys(name for _, each in everyone for name in each))
+    name = next((name for name in names if len({each.get(name) for _, each in everyone}) > 1), "the order of the parts")
     said: dict[str, list[int]] = {}
-    for rank, each in enumerate(everyone):
+    for rank, each in everyone:
         said.setdefault(each.get(name, "not there"), []).append(rank)
     why = "\n".join(
         f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     )
-    raise RankError(what, at=name, why=why, fix=fix)
+    raise error(what, at=name, why=why, fix=fix)
 
 
 def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: float) -> list[int]:

@@ -134,6 +134,7 @@ class SplitContext:
         has_dropout: whether anything in the model draws random numbers in training.
         state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
             lie within each other, and backward may compute parts of an earlier one again after a later one has run.
+        batch_compared: whether forwards are given parts of a batch that tp ranks have compared.
         model_name: the model's class, for messages.
         joined_for: functions for which a forward has had to join split logits.
         last_look: name of the split logits that somebody looked at last.
@@ -154,6 +155,7 @@ class SplitContext:
     partial_behind: bool = False
     has_dropout: bool = False
     state: ForwardState = field(default_factory=ForwardState)
+    batch_compared: bool = False
     model_name: str = "the model"
     joined_for: set[str] = field(default_factory=set)
     last_look: str | None = None

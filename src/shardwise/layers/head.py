@@ -14,6 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.logits import SplitLogits, as_logits
 from shardwise.layers.loss import SplitLossMode
+from shardwise.layers.same_batch import check_same_batch
 
 __all__ = ["install_head", "install_loss", "install_side_outputs"]
 
@@ -59,7 +60,10 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
 
 
 def install_loss(model: nn.Module, context: SplitContext) -> None:
-    """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode behind each."""
+    """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode after each.
+
+    Communicates: before such a forward, what `check_same_batch` does.
+    """
     context.model_name = type(model).__name__
     names = list(inspect.signature(model.forward).parameters)
     position = names.index("labels") if "labels" in names else None
@@ -69,6 +73,8 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         if labels is None and position is not None and len(args) > position:
             labels = args[position]
         context.state.keep_logits_split = labels is not None and context.mesh is not None
+        if labels is not None:
+            check_same_batch((args, kwargs), context)
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         left = context.state.waiting is not None

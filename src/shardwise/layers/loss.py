@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.comm.operations import all_reduce_
+from shardwise.comm.operations import all_gather_single
 from shardwise.layers.checks import check_index
 from shardwise.layers.context import SplitContext
 from shardwise.layers.logits import SplitLogits, as_logits
@@ -141,8 +141,7 @@ def split_cross_entropy(
     Returns:
         Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
 
-    Communicates: over tp, one all-reduce (maximum) of a value a row and one (sum) of three values a row (four with
-    class weights); nothing backward.
+    Communicates: over tp, one all-gather of three values a row and rank (four with label smoothing); nothing backward.
     """
     return _SplitCrossEntropy.apply(logits, target, context, num_classes, weight, ignore_index, label_smoothing)
 
@@ -169,24 +168,30 @@ class _SplitCrossEntropy(torch.autograd.Function):
         position = position.clamp(0, max(0, local_classes - 1))
 
         values = logits.float()
-        largest = values.amax(-1) if local_classes else values.new_full((rows,), -torch.inf)
-        if context.group is not None:
-            all_reduce_(largest, context.group, largest=True)
+        lowest = torch.finfo(values.dtype).min  # of a rank without classes, or whose logits are all minus infinity
+        largest = values.amax(-1).clamp_(min=lowest) if local_classes else values.new_full((rows,), lowest)
         shifted = values - largest.unsqueeze(-1)
         picked = shifted.gather(-1, position.unsqueeze(-1)).squeeze(-1) if local_classes else torch.zeros_like(largest)
-        spread = torch.zeros_like(largest)
+        own = [largest, picked]
         if label_smoothing:
-            spread = (shifted if own_weight is None else shifted * own_weight).sum(-1)
-        sums = torch.stack([shifted.exp_().sum(-1), picked * mine, spread])
-        if context.group is not None:
-            all_reduce_(sums, context.group)
-        log_total = sums[0].log()
+            own.append((shifted if own_weight is None else shifted * own_weight).sum(-1))
+        own.append(shifted.exp_().sum(-1))
+        parts = _all_gathered(torch.stack(own), context)
+        # What a rank has is relative to its own largest logit; `below` is how far that lies below the largest of all.
+        largest = parts[:, 0].amax(0)
+        below = parts[:, 0] - largest
+        log_total = (parts[:, -1] * below.exp()).sum(0).log()
+        sizes = context.even_sizes(num_classes)
+        owner = target.clamp(0, num_classes - 1) // sizes[0]
+        picked = torch.gather(parts[:, 1] + below, 0, owner.unsqueeze(0)).squeeze(0)
 
         row_weight = kept.float() if weight is None else weight[target.clamp(min=0)].float() * kept
-        losses = (log_total - sums[1]) * row_weight
+        losses = (log_total - picked) * row_weight
         total_weight = float(num_classes) if weight is None else weight.float().sum()
         if label_smoothing:
-            spread = (log_total * total_weight - sums[2]) * kept
+            each = values.new_ones(num_classes) if weight is None else weight.float()
+            shares = torch.stack([part.sum() for part in each.split(sizes)])
+            spread = (log_total * total_weight - (parts[:, 2] + below * shares.unsqueeze(-1)).sum(0)) * kept
             losses = losses * (1 - label_smoothing) + spread * (label_smoothing / num_classes)
         # Of the vocabulary-sized tensors only the logits are kept; the softmax is taken again in backward.
         ctx.save_for_backward(logits, largest + log_total, position, mine, kept, row_weight, own_weight)
@@ -207,6 +212,15 @@ class _SplitCrossEntropy(torch.autograd.Function):
         if smoothing:
             result -= soft.unsqueeze(-1) * (1.0 if own_weight is None else own_weight)
         return result.to(logits.dtype), None, None, None, None, None, None
+
+
+def _all_gathered(x: Tensor, context: SplitContext) -> Tensor:
+    """Every rank's `x`, `[ranks, *x.shape]`."""
+    if context.group is None:
+        return x.unsqueeze(0)
+    parts = x.new_empty(context.size, *x.shape)
+    all_gather_single(parts.flatten(0, 1), x, context.group)
+    return parts
 
 
 def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:

@@ -14,6 +14,7 @@ from shardwise.comm.agree import failing_together
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
 from shardwise.layers.registry import local_part, registry_of
+from shardwise.layers.same_batch import check_same_batch, compared_already
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import check_batch, count_targets, split_rows
@@ -84,12 +85,12 @@ class TrainStep:
 
         Raises:
             BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
-                `num_microbatches`.
+                `num_microbatches`, or ranks of a tp group were given different batches.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: over all ranks, one all-reduce of the number of targets, where there are several data ranks; what
-            the model's forward and backward do; the gradient phase (see [Note: one gradient phase]); over the data
-            ranks, one all-reduce of the loss.
+        Communicates: over tp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the number of
+            targets, where there are several data ranks; what the model's forward and backward do; the gradient phase
+            (see [Note: one gradient phase]); over the data ranks, one all-reduce of the loss.
         """
         parts, counts, num_tokens = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
@@ -97,7 +98,7 @@ class TrainStep:
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         total = torch.zeros((), device=self.mesh.device)
         try:
-            with self._gradients.together():
+            with self._gradients.together(), compared_already(self._registry.context):
                 for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
                     self._time_reduction(is_last=number == len(parts) - 1)
                     total += self._microbatch(part, count / num_tokens if num_tokens else 0.0, scale)
@@ -113,6 +114,7 @@ class TrainStep:
         fault: BatchError | None = None
         rows, counts = 0, [0]
         try:
+            check_same_batch((batch, self.num_microbatches), self._registry.context)
             rows = check_batch(self.model, batch, self.num_microbatches)
             counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
         except BatchError as error:
