@@ -1,7 +1,7 @@
 """Random splits and layouts, and a reference that computes local tensors from them by slicing whole arrays."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from hypothesis import strategies as st
@@ -20,13 +20,13 @@ from shardwise.layout.placement import (
 )
 from shardwise.layout.tensor import Layout, Step
 
-PADDING = -1
+EMPTY = -1
 AXES = ("tp", "fsdp", "ddp")
 
 
 @st.composite
 def any_pieces(draw: st.DrawFn, *, dim: int, size: int, parts: int) -> Split:
-    """Any cover at all: shared, strided, out of order, uneven, empty at some coords, padded."""
+    """Any cover at all: shared, strided, out of order, uneven, empty at some coords."""
     cuts = draw(st.lists(st.integers(1, size - 1), unique=True, max_size=4)) if size > 1 else []
     edges = sorted({0, size, *cuts})
     holders = st.sets(st.integers(0, parts - 1), min_size=1)
@@ -35,8 +35,7 @@ def any_pieces(draw: st.DrawFn, *, dim: int, size: int, parts: int) -> Split:
         for coord in draw(holders):
             held[coord].append(interval)
     pieces = tuple(tuple(draw(st.permutations(intervals))) for intervals in held)
-    longest = max(sum(stop - start for start, stop in intervals) for intervals in pieces)
-    return Split(dim, pieces, draw(st.none() | st.integers(longest, longest + 2)))
+    return Split(dim, pieces)
 
 
 @st.composite
@@ -89,8 +88,14 @@ def whole_tensor(shape: tuple[int, ...]) -> NDArray[np.int64]:
     return np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
 
 
+def all_coords(layout: Layout) -> Iterator[dict[str, int]]:
+    """Every position on the axes of the steps."""
+    for position in itertools.product(*(range(step.size) for step in layout.steps)):
+        yield {step.axis: coord for step, coord in zip(layout.steps, position, strict=True)}
+
+
 def local_tensor(layout: Layout, coords: Mapping[str, int]) -> NDArray[np.int64]:
-    """The local tensor at `coords`, by applying each step to a real array; padding is `PADDING`."""
+    """The local tensor at `coords`, by applying each step to a real array."""
     array = whole_tensor(layout.shape)
     for step in layout.steps:
         array = _apply(array, step.placement, coord=coords[step.axis], parts=step.size)
@@ -105,12 +110,7 @@ def _apply(array: NDArray[np.int64], placement: Placement, *, coord: int, parts:
     if not isinstance(placement, Split):
         return array
     picked = [i for start, stop in placement.pieces[coord] for i in range(start, stop)]
-    array = np.take(array, np.array(picked, dtype=np.int64), axis=placement.dim)
-    if placement.local_size is None:
-        return array
-    widths = [(0, 0)] * array.ndim
-    widths[placement.dim] = (0, placement.local_size - len(picked))
-    return np.pad(array, widths, constant_values=PADDING)
+    return np.take(array, np.array(picked, dtype=np.int64), axis=placement.dim)
 
 
 def at(box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.layout.json_form import layout_from_json, layout_to_json, placement_from_json, placement_to_json
-from shardwise.layout.placement import Chunk, Partial, Replicate
+from shardwise.layout.placement import Chunk, Replicate
 from tests.layout.strategies import layouts, shapes, splits
 
 pytestmark = pytest.mark.pure
 
 
 @settings(deadline=None)
-@given(splits() | st.sampled_from([Replicate(), Partial(), Chunk(0), Chunk(2)]))
+@given(splits() | st.sampled_from([Replicate(), Chunk(0), Chunk(2)]))
 def test_placements_read_back(placement):
     assert placement_from_json(json.loads(json.dumps(placement_to_json(placement)))) == placement
 
@@ -34,8 +34,8 @@ def test_layouts_read_back(layout):
         ({"kind": "chunk"}, "exactly the keys ['dim', 'kind']"),
         ({"kind": "chunk", "dim": "0"}, "dim of a placement is '0'"),
         ({"kind": "replicate", "dim": 0}, "exactly the keys ['kind']"),
-        ({"kind": "split", "dim": 0, "pieces": [[[0]]], "local_size": None}, "an interval is [start, stop]"),
-        ({"kind": "split", "dim": 0, "pieces": 3, "local_size": None}, "lists of [start, stop] per coord"),
+        ({"kind": "split", "dim": 0, "pieces": [[[0]]]}, "an interval is [start, stop]"),
+        ({"kind": "split", "dim": 0, "pieces": 3}, "lists of [start, stop] per coord"),
     ],
 )
 def test_what_is_no_placement(data, says):

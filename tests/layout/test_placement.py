@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from shardwise.errors import LayoutError
 from shardwise.layout.placement import (
     Chunk,
-    Partial,
     Replicate,
     Split,
     equal_sections,
@@ -52,7 +51,7 @@ def test_shared_names_every_element_with_more_than_one_holder(split):
 def test_local_of_finds_elements_where_they_lie(split):
     for coord in range(split.parts):
         local = elements(split.pieces[coord])
-        assert len(local) <= split.local_size_of(coord)
+        assert len(local) == split.local_size_of(coord)
         for i in range(split.size):
             assert elements(split.local_of(coord, (i, i + 1))) == ([local.index(i)] if i in local else [])
         assert elements(split.local_of(coord, (0, split.size))) == list(range(len(local)))
@@ -75,7 +74,6 @@ def test_heads_are_shared_by_adjacent_coords_where_there_are_fewer_of_them():
     shared = split_heads(0, 2, head_dim=3, parts=4)
     assert shared.pieces == (((0, 3),), ((0, 3),), ((3, 6),), ((3, 6),))
     assert shared.size == 6
-    assert shared.shared_groups() == ((0, 1), (2, 3))
     assert [shared.owned(coord) for coord in range(4)] == [((0, 3),), (), ((3, 6),), ()]
 
 
@@ -96,13 +94,6 @@ def test_sections_are_split_one_by_one():
     assert equal_sections(1, 8, num_sections=2, parts=2).pieces == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
 
-def test_no_grouping_of_coords_describes_partly_shared_pieces():
-    fused = split_sections(0, [split_even(0, 4, parts=2), split_heads(0, 1, head_dim=2, parts=2)])
-    with pytest.raises(LayoutError, match=r"coords \(0, 1\) share elements \(4, 6\)"):
-        fused.shared_groups()
-    assert split_even(0, 4, parts=2).shared_groups() is None
-
-
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -113,13 +104,11 @@ def test_no_grouping_of_coords_describes_partly_shared_pieces():
         (lambda: Split(0, (((2, 2),),)), "(2, 2) is not an interval"),
         (lambda: Split(0, (((0, 1),), ((3, 4),))), "no coord holds elements 1 to 2"),
         (lambda: Split(0, (((1, 2),),)), "no coord holds elements 0 to 0"),
-        (lambda: Split(0, (((0, 3),),), 2), "3 elements do not fit into local_size 2"),
         (lambda: split_even(0, -1, parts=2), "size=-1"),
         (lambda: split_even(0, 4, parts=0), "parts=0"),
         (lambda: split_sections(0, []), "no sections"),
         (lambda: split_sections(0, [split_even(0, 4, parts=2), split_even(0, 4, parts=3)]), "section 1"),
         (lambda: split_sections(1, [split_even(0, 4, parts=2)]), "section 0"),
-        (lambda: split_sections(0, [Split(0, (((0, 1),),), 2)]), "without padding"),
         (lambda: equal_sections(0, 7, num_sections=2, parts=2), "size 7 does not divide into 2"),
     ],
 )
@@ -131,10 +120,8 @@ def test_what_is_no_split(wrong, says):
 
 def test_text_for_tables():
     assert str(Replicate()) == "replicate"
-    assert str(Partial()) == "partial"
     assert str(Chunk(1)) == "chunk dim 1"
     assert str(split_even(0, 8, parts=4)) == "split dim 0 /4"
     assert str(split_even(0, 7, parts=4)) == "split dim 0 /4 uneven"
     assert str(split_heads(0, 2, head_dim=4, parts=4)) == "split dim 0 /4 x2"
     assert str(equal_sections(1, 8, num_sections=2, parts=2)) == "split dim 1 /2 fused"
-    assert str(Split(0, (((0, 2),), ((2, 3),)), 2)) == "split dim 0 /2 uneven padded to 2"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError
 from shardwise.layout.reshard import Source, copies
 from shardwise.layout.tensor import Layout, Piece
-from tests.layout.strategies import PADDING, at, layouts, local_tensor, shapes
+from tests.layout.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes
 
 pytestmark = pytest.mark.pure
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 def sources(layout: Layout, *, replicas: bool) -> tuple[list[Source], dict[tuple[int, ...], np.ndarray]]:
     """What the ranks of `layout` have saved, and their arrays by key."""
     saved, arrays = [], {}
-    for coords in layout.iter_coords():
+    for coords in all_coords(layout):
         key = tuple(coords.values())
         arrays[key] = local_tensor(layout, coords)
         pieces = layout.pieces(coords) if replicas else layout.owned(coords)
@@ -29,11 +29,11 @@ def sources(layout: Layout, *, replicas: bool) -> tuple[list[Source], dict[tuple
 def test_any_layout_into_any_other(pair, replicas):
     before, after = pair
     saved, arrays = sources(before, replicas=replicas)
-    for coords in after.iter_coords():
+    for coords in all_coords(after):
         expected = local_tensor(after, coords)
-        local = np.full(expected.shape, PADDING)
+        local = np.full(expected.shape, EMPTY)
         for copy in copies(saved, after.pieces(coords)):
-            assert (local[at(copy.target_box)] == PADDING).all()
+            assert (local[at(copy.target_box)] == EMPTY).all()
             local[at(copy.target_box)] = arrays[copy.source.key][at(copy.source_box)]
         assert (local == expected).all()
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from shardwise.errors import LayoutError
-from shardwise.layout.placement import Chunk, Partial, Replicate, Split, split_even, split_heads
+from shardwise.layout.placement import Chunk, Replicate, split_even, split_heads
 from shardwise.layout.tensor import Layout, Piece, Step
-from tests.layout.strategies import PADDING, at, layouts, local_tensor, shapes, whole_tensor
+from tests.layout.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes, whole_tensor
 
 pytestmark = pytest.mark.pure
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.pure
 @given(shapes.flatmap(layouts))
 def test_pieces_say_where_every_local_element_comes_from(layout):
     whole = whole_tensor(layout.shape)
-    for coords in layout.iter_coords():
+    for coords in all_coords(layout):
         expected = local_tensor(layout, coords)
         assert layout.local_shape(coords) == expected.shape
-        local = np.full(expected.shape, PADDING)
+        local = np.full(expected.shape, EMPTY)
         for piece in layout.pieces(coords):
-            assert (local[at(piece.local)] == PADDING).all()
+            assert (local[at(piece.local)] == EMPTY).all()
             local[at(piece.local)] = whole[at(piece.full)]
         assert (local == expected).all()
 
@@ -31,7 +31,7 @@ def test_pieces_say_where_every_local_element_comes_from(layout):
 def test_every_element_is_owned_once_by_its_first_holder(layout):
     count = np.zeros(layout.shape, dtype=int)
     seen = np.zeros(layout.shape, dtype=bool)
-    for coords in layout.iter_coords():
+    for coords in all_coords(layout):
         for piece in layout.owned(coords):
             assert not seen[at(piece.full)].any()
             count[at(piece.full)] += 1
@@ -45,7 +45,6 @@ def test_every_element_is_owned_once_by_its_first_holder(layout):
 def test_no_steps_is_the_whole_tensor():
     assert Layout((2, 3)).pieces({}) == (Piece(((0, 2), (0, 3)), ((0, 2), (0, 3))),)
     assert Layout(()).owned({"tp": 1}) == (Piece((), ()),)
-    assert list(Layout((2,)).iter_coords()) == [{}]
 
 
 def test_tensor_parallel_then_fsdp():
@@ -61,15 +60,10 @@ def test_a_split_of_a_split():
     assert layout.pieces({"tp": 1, "cp": 1}) == (Piece(((6, 8),), ((0, 2),)),)
 
 
-def test_replicas_own_nothing_and_partial_values_are_nobodys():
+def test_replicas_own_nothing():
     replicated = Layout((4,), (Step("ddp", 2, Replicate()),))
     assert replicated.owned({"ddp": 0}) == replicated.pieces({"ddp": 1})
     assert replicated.owned({"ddp": 1}) == ()
-    partial = Layout((4,), (Step("tp", 2, Partial()),))
-    assert partial.local_shape({"tp": 1}) == (4,)
-    with pytest.raises(LayoutError, match="no rank owns a tensor that is partial on tp"):
-        partial.owned({"tp": 0})
-    assert Layout((4,), (Step("tp", 1, Partial()),)).owned({}) == (Piece(((0, 4),), ((0, 4),)),)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +88,3 @@ def test_what_is_no_layout(wrong, says):
     with pytest.raises(LayoutError) as caught:
         wrong()
     assert says in str(caught.value)
-
-
-def test_padding_keeps_a_later_split_even():
-    padded = Split(0, (((0, 2),), ((2, 3),)), 2)
-    layout = Layout((3,), (Step("tp", 2, padded), Step("cp", 2, split_even(0, 2, parts=2))))
-    assert layout.local_shape({"tp": 1, "cp": 1}) == (1,)
-    assert layout.pieces({"tp": 1, "cp": 1}) == ()

@@ -60,13 +60,14 @@ def test_reads_a_box_and_counts_only_it(single: Path) -> None:
 
 
 def test_tensors_need_not_be_aligned(tmp_path: Path) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    values = torch.arange(2.0**15)
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**15], "data_offsets": [0, values.nbytes]}}).encode()
     header += b" " * (-(len(header) + 8) % 4 + 1)
-    data = torch.tensor([1.5, -2.0]).numpy().tobytes()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.numpy().tobytes())
     with CheckpointIndex.open(tmp_path) as index:
-        assert index["a"].start % 4 != 0
-        assert index.read("a").tolist() == [1.5, -2.0]
+        assert index.map_tensor("a").data_ptr() % 4 != 0
+        assert torch.equal(index.read("a"), values)
+        assert index.adopt("a", ((0, 2**15),)) is None, "what is not aligned is copied"
 
 
 def test_reads_shards(sharded: Path) -> None:
@@ -172,36 +173,33 @@ def f32(shape: list[int], start: int, stop: int) -> dict[str, object]:
 
 
 DAMAGE = {
-    "the file is empty": b"",
-    "too few for the 8 bytes": b"\x01\x02",
-    "announce a header of": b"\xff" * 16,
-    "the header should end at byte 108": (100).to_bytes(8, "little") + b"{}",
-    "not valid JSON": (3).to_bytes(8, "little") + b"{a}",
-    "not an object": (2).to_bytes(8, "little") + b"[]",
-    "duplicate key 'a'": (13).to_bytes(8, "little") + b'{"a":1,"a":2}',
-    "the entry of 'a' is not": header_of(a=[1]),
-    "'a' has shape": header_of(a=f32([-1], 0, 4)),
-    "12 bytes, but its offsets span 8": header_of(a=f32([3], 0, 8)) + b"\0" * 8,
-    "overlaps the tensor before it": header_of(a=f32([1], 0, 4), b=f32([2], 2, 10)) + b"\0" * 10,
-    "leaves a hole": header_of(a=f32([1], 0, 4), b=f32([1], 8, 12)) + b"\0" * 12,
-    "truncated: the tensors end at byte": header_of(a=f32([3], 0, 12)) + b"\0" * 11,
-    "but the file goes on to": header_of(a=f32([1], 0, 4)) + b"\0" * 5,
+    "empty": b"",
+    "no length": b"\x01\x02",
+    "another kind of file": b"\xff" * 16,
+    "cut in the header": (100).to_bytes(8, "little") + b"{}",
+    "no JSON": (3).to_bytes(8, "little") + b"{a}",
+    "no object": (2).to_bytes(8, "little") + b"[]",
+    "no entry": header_of(a=[1]),
+    "no shape": header_of(a=f32([-1], 0, 4)),
+    "wrong offsets": header_of(a=f32([3], 0, 8)) + b"\0" * 8,
+    "overlap": header_of(a=f32([1], 0, 4), b=f32([2], 2, 10)) + b"\0" * 10,
+    "hole": header_of(a=f32([1], 0, 4), b=f32([1], 8, 12)) + b"\0" * 12,
+    "cut in a tensor": header_of(a=f32([3], 0, 12)) + b"\0" * 11,
+    "too long": header_of(a=f32([1], 0, 4)) + b"\0" * 5,
+    "unknown dtype": header_of(a={"dtype": "F5", "shape": [2], "data_offsets": [0, 1]}),
 }
 
 
-@pytest.mark.parametrize("why", DAMAGE)
-def test_a_damaged_file_says_what_is_wrong(tmp_path: Path, why: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(DAMAGE[why])
-    with pytest.raises(LoadError, match="not a usable safetensors file") as caught:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_one_error(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(DAMAGE[damage])
+    with pytest.raises(LoadError, match="model.safetensors is not a usable safetensors file") as caught:
         CheckpointIndex.open(tmp_path)
-    assert why in str(caught.value.why)
-    assert caught.value.at == str(tmp_path / "model.safetensors")
-
-
-def test_a_dtype_we_do_not_read(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(header_of(a={"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}))
-    with pytest.raises(LoadError, match="has dtype F4"):
-        CheckpointIndex.open(tmp_path)
+    assert caught.value.at == str(path)
+    assert (f"it has {path.stat().st_size} bytes" in str(caught.value.why)) == (
+        damage in ("cut in a tensor", "too long")
+    )
 
 
 def test_every_byte_cut_off_is_noticed(single: Path) -> None:

@@ -144,11 +144,9 @@ def test_operations_outside_the_algebra_are_named_and_run_once_per_reading() -> 
     lazy = store.lazy("a").exp().view(2, 4)
     assert lazy.fallbacks == ("aten.exp.default",)
     pieces = [Piece(((0, 1), (0, 2)), ((0, 1), (0, 2))), Piece(((1, 2), (2, 4)), ((1, 2), (0, 2)))]
-    got = read_local(lazy, pieces, (2, 3))
+    got = read_local(lazy, pieces, (2, 2))
     expected = torch.arange(8.0).exp().view(2, 4)
-    assert torch.equal(
-        got, torch.stack([torch.cat([expected[0, :2], torch.zeros(1)]), torch.tensor([*expected[1, 2:], 0.0])])
-    )
+    assert torch.equal(got, torch.stack([expected[0, :2], expected[1, 2:]]))
     assert store.bytes_read == 8 * 4
 
 
@@ -173,12 +171,12 @@ def test_a_lazy_tensor_refuses_to_be_written() -> None:
     assert written.tolist() == [0.0, 0.0]
 
 
-def test_read_local_owns_its_storage_and_pads_with_zeros() -> None:
+def test_read_local_owns_its_storage() -> None:
     a = torch.arange(30.0).view(5, 6)
     store = MemoryStore(a=a)
     pieces = [Piece(((0, 2), (1, 3)), ((0, 2), (0, 2))), Piece(((3, 5), (1, 3)), ((2, 4), (0, 2)))]
-    got = read_local(store.lazy("a"), pieces, (5, 2), dtype=torch.float64)
-    assert torch.equal(got, torch.cat([a[0:2, 1:3], a[3:5, 1:3], torch.zeros(1, 2)]).double())
+    got = read_local(store.lazy("a"), pieces, (4, 2), dtype=torch.float64)
+    assert torch.equal(got, torch.cat([a[0:2, 1:3], a[3:5, 1:3]]).double())
     assert got.is_contiguous()
     assert got.untyped_storage().nbytes() == got.nbytes
     assert store.bytes_read == 8 * 4

@@ -1,14 +1,15 @@
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.index import CheckpointIndex
-from shardwise.weights.write import PretrainedWriter, write_safetensors
+from shardwise.weights.write import PretrainedWriter
 
 pytestmark = pytest.mark.single
 
@@ -28,18 +29,25 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_the_file_is_the_one_safetensors_writes(tmp_path: Path) -> None:
+def test_every_tensor_is_written_as_it_is_seen(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).view(3, 4)
     tensors = {
-        "b": torch.randn(3, 4).to(torch.bfloat16),
-        "a": torch.randn(5),
+        "transposed": whole.t().to(torch.bfloat16),
+        "half": whole[:2],
+        "overlapping half": whole[1:],
+        "whole": whole,
+        "again": whole,
         "flags": torch.tensor([True, False]),
         "scalar": torch.tensor(3),
         "é": torch.randn(2, 3),
         "empty": torch.zeros(0, 2),
     }
-    write_safetensors(tmp_path / "ours", {**tensors, "b": tensors["b"].t().contiguous().t()})
-    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    write(tmp_path / "out", tensors)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
@@ -118,6 +126,23 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path: Path, fail: Callable[[P
         writer.add("b", torch.ones(4))
         with pytest.raises((KeyError, LoadError)):
             fail(writer)
+    assert files_in(target) == before
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_a_disk_that_takes_no_more_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    write(target, {"a": torch.zeros(4)})
+    before = files_in(target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with PretrainedWriter(target, max_shard_bytes=2**20) as writer:
+        writer.add("a", torch.zeros(2**18))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+        try:
+            with pytest.raises(LoadError, match="cannot write out.*[\\s\\S]*File too large"):
+                writer.finish()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files_in(target) == before
     assert names_in(tmp_path) == ["out"]
 

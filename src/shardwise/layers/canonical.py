@@ -58,12 +58,12 @@ def _joined(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) ->
 
 
 def local_tensor(whole: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
-    """This rank's part of a whole tensor, as a tensor that owns its storage; padding is zero."""
+    """This rank's part of a whole tensor, as a tensor that owns its storage."""
     pieces = layout.pieces(coords)
     shape = layout.local_shape(coords)
     if len(pieces) == 1 and tuple(stop - start for start, stop in pieces[0].full) == shape:
         return whole[_slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
-    local = whole.new_zeros(shape)
+    local = whole.new_empty(shape)
     for piece in pieces:
         local[_slices(piece.local)] = whole[_slices(piece.full)]
     return local

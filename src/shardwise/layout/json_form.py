@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from shardwise.errors import LayoutError, did_you_mean
 from shardwise.layout.boxes import Interval
-from shardwise.layout.placement import Chunk, Partial, Placement, Replicate, Split
+from shardwise.layout.placement import Chunk, Placement, Replicate, Split
 from shardwise.layout.tensor import Layout, Step
 
 __all__ = ["layout_from_json", "layout_to_json", "placement_from_json", "placement_to_json"]
@@ -42,20 +42,17 @@ def placement_to_json(placement: Placement) -> dict[str, object]:
     match placement:
         case Replicate():
             return {"kind": "replicate"}
-        case Partial():
-            return {"kind": "partial"}
         case Chunk():
             return {"kind": "chunk", "dim": placement.dim}
         case Split():
             pieces = [[list(interval) for interval in intervals] for intervals in placement.pieces]
-            return {"kind": "split", "dim": placement.dim, "pieces": pieces, "local_size": placement.local_size}
+            return {"kind": "split", "dim": placement.dim, "pieces": pieces}
 
 
 _JSON_FIELDS: dict[str, frozenset[str]] = {
     "replicate": frozenset({"kind"}),
-    "partial": frozenset({"kind"}),
     "chunk": frozenset({"kind", "dim"}),
-    "split": frozenset({"kind", "dim", "pieces", "local_size"}),
+    "split": frozenset({"kind", "dim", "pieces"}),
 }
 
 
@@ -79,13 +76,10 @@ def placement_from_json(data: Mapping[str, object]) -> Placement:
     match kind:
         case "replicate":
             return Replicate()
-        case "partial":
-            return Partial()
         case "chunk":
             return Chunk(_integer(data, "dim"))
         case _:
-            local_size = None if data["local_size"] is None else _integer(data, "local_size")
-            return Split(_integer(data, "dim"), _json_pieces(data["pieces"]), local_size)
+            return Split(_integer(data, "dim"), _json_pieces(data["pieces"]))
 
 
 def _integer(data: Mapping[str, object], key: str) -> int:

@@ -1,8 +1,8 @@
 """Placements: what happens to a tensor along one mesh axis.
 
-`Replicate`, `Partial` and `Chunk` mean what they mean in torch. `Split` says explicitly which intervals of one dim a
-coord holds, in local order, and so covers what torch has no placement for: uneven blocks of whole heads, fused weights
-whose sections are split one by one, key/value heads that several coords hold, and trailing padding.
+`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Split` says explicitly which intervals of one dim
+a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of whole heads, fused
+weights whose sections are split one by one, and key/value heads that several coords hold.
 
 All placements are frozen values. `str()` gives a short text for tables; `layout/json_form.py` has the exact one.
 """
@@ -16,7 +16,6 @@ from shardwise.layout.boxes import Interval
 
 __all__ = [
     "Chunk",
-    "Partial",
     "Placement",
     "Replicate",
     "Split",
@@ -34,14 +33,6 @@ class Replicate:
 
     def __str__(self) -> str:
         return "replicate"
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Every coord holds a tensor of full shape; the true values are the sum over coords."""
-
-    def __str__(self) -> str:
-        return "partial"
 
 
 @dataclass(frozen=True)
@@ -72,15 +63,13 @@ class Split:
         dim: The tensor dim, counted from 0.
         pieces: For every coord its intervals of the canonical dim, in the order in which they lie locally. Together
             they cover the dim; several coords may hold the same interval, one coord holds it once.
-        local_size: Extent of every coord's local dim, where padding follows the pieces; None for no padding.
 
     Raises:
-        LayoutError: the pieces overlap within a coord, leave a gap, or do not fit into `local_size`.
+        LayoutError: the pieces overlap within a coord, or leave a gap.
     """
 
     dim: int
     pieces: tuple[tuple[Interval, ...], ...]
-    local_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_dim(self.dim)
@@ -99,9 +88,6 @@ class Split:
         for before, after in itertools.pairwise(ordered):
             if after[0] < before[1]:
                 raise LayoutError(f"intervals {before} and {after} overlap", at=at, why="a coord holds an element once")
-        held = _total(intervals)
-        if self.local_size is not None and held > self.local_size:
-            raise LayoutError(f"{held} elements do not fit into local_size {self.local_size}", at=at)
 
     def _check_cover(self) -> None:
         reached = 0
@@ -124,8 +110,8 @@ class Split:
         return max((stop for intervals in self.pieces for _, stop in intervals), default=0)
 
     def local_size_of(self, coord: int) -> int:
-        """Extent of the local dim at `coord`, padding included."""
-        return _total(self.pieces[coord]) if self.local_size is None else self.local_size
+        """Extent of the local dim at `coord`."""
+        return sum(stop - start for start, stop in self.pieces[coord])
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
         """The intervals that `coord` is the first to hold, in local order; over all coords they partition the dim."""
@@ -160,41 +146,19 @@ class Split:
                 found.append(((start, stop), holders))
         return tuple(found)
 
-    def shared_groups(self) -> tuple[tuple[int, ...], ...] | None:
-        """Coords that hold the same pieces, such as `((0, 1), (2, 3))`; None where no element is held twice.
-
-        Raises:
-            LayoutError: coords share some of their elements and not all (a fused weight with replicated key/value
-                heads does): no grouping of coords says that, see `shared`.
-        """
-        if not self.shared():
-            return None
-        groups: dict[tuple[Interval, ...], list[int]] = {}
-        for coord, intervals in enumerate(self.pieces):
-            groups.setdefault(intervals, []).append(coord)
-        grouped = tuple(tuple(coords) for coords in groups.values())
-        for interval, holders in self.shared():
-            if holders not in grouped:
-                raise LayoutError(
-                    f"coords {holders} share elements {interval} of dim {self.dim} but not all their elements",
-                    why=f"{self} holds different pieces at these coords",
-                    fix="work on the intervals of Split.shared() one by one",
-                )
-        return grouped
-
     def __str__(self) -> str:
         text = f"split dim {self.dim} /{self.parts}"
         if any(len(intervals) > 1 for intervals in self.pieces):
             text += " fused"
-        if len({_total(intervals) for intervals in self.pieces}) > 1:
+        if len({self.local_size_of(coord) for coord in range(self.parts)}) > 1:
             text += " uneven"
         copies = sorted({len(holders) for _, holders in self.shared()})
         if copies:
             text += " x" + ",".join(map(str, copies))
-        return text if self.local_size is None else f"{text} padded to {self.local_size}"
+        return text
 
 
-Placement = Replicate | Partial | Chunk | Split
+Placement = Replicate | Chunk | Split
 
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:
@@ -238,7 +202,7 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
     Every coord holds its share of each section, section by section.
 
     Raises:
-        LayoutError: the sections differ in dim or number of coords, are padded, or there are none.
+        LayoutError: the sections differ in dim or number of coords, or there are none.
     """
     if not sections:
         raise LayoutError("a fused split has no sections", why="sections holds one split per fused part")
@@ -246,10 +210,10 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
     pieces: list[list[Interval]] = [[] for _ in range(parts)]
     offset = 0
     for number, section in enumerate(sections):
-        if section.dim != dim or section.parts != parts or section.local_size is not None:
+        if section.dim != dim or section.parts != parts:
             raise LayoutError(
                 f"section {number} is {section}, in a fused split of dim {dim} over {parts} coords",
-                why="all sections split the same dim among the same coords, without padding",
+                why="all sections split the same dim among the same coords",
             )
         for coord, intervals in enumerate(section.pieces):
             pieces[coord].extend((start + offset, stop + offset) for start, stop in intervals)
@@ -282,10 +246,6 @@ def _check_counts(**counts: int) -> None:
             raise LayoutError(
                 f"a split has {name}={count}", why="sizes are not negative, and there is one part or more"
             )
-
-
-def _total(intervals: tuple[Interval, ...]) -> int:
-    return sum(stop - start for start, stop in intervals)
 
 
 def _pieces(interval: Interval) -> tuple[Interval, ...]:

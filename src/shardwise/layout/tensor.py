@@ -6,12 +6,12 @@ tensor parallelism left.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
 from shardwise.layout.boxes import Box, Interval, shape_of
-from shardwise.layout.placement import Chunk, Partial, Placement, Replicate, Split
+from shardwise.layout.placement import Chunk, Placement, Replicate, Split
 
 __all__ = ["Layout", "Piece", "Step"]
 
@@ -40,7 +40,7 @@ class Step:
         return f"{self.axis}{self.size}: {self.placement}"
 
 
-# One dim of a rank's tensor: where its runs come from. Padding belongs to no run, but counts in `extent`.
+# One dim of a rank's tensor: where its runs come from, of those it holds or of those it owns, and its whole extent.
 @dataclass(frozen=True)
 class _Run:
     full: int
@@ -84,13 +84,8 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
 
-    def iter_coords(self) -> Iterator[dict[str, int]]:
-        """Every position on the axes of the steps."""
-        for position in itertools.product(*(range(step.size) for step in self.steps)):
-            yield {step.axis: coord for step, coord in zip(self.steps, position, strict=True)}
-
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the local tensor at `coords`, padding included."""
+        """Shape of the local tensor at `coords`."""
         return tuple(dim.extent for dim in self._dims(coords, owned=False))
 
     def pieces(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
@@ -98,19 +93,8 @@ class Layout:
         return _pieces(self._dims(coords, owned=False))
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
-        """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once.
-
-        Raises:
-            LayoutError: the tensor is partial on some axis: no rank holds its values.
-        """
+        """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once."""
         for step in self.steps:
-            if isinstance(step.placement, Partial) and step.size > 1:
-                raise LayoutError(
-                    f"no rank owns a tensor that is partial on {step.axis}",
-                    at=f"layout {self}",
-                    why=f"its values are the sum over {step.size} coords",
-                    fix="reduce it first",
-                )
             if isinstance(step.placement, Replicate) and _coord(step, coords):
                 return ()
         return _pieces(self._dims(coords, owned=True))
@@ -136,7 +120,7 @@ def _check_step(step: Step, extents: list[set[int]], *, at: str) -> None:
     if step.size < 1:
         raise LayoutError(f"axis {step.axis!r} has size {step.size}", at=at, why="a size is at least 1")
     placement = step.placement
-    if isinstance(placement, Replicate | Partial):
+    if isinstance(placement, Replicate):
         return
     if placement.dim >= len(extents):
         raise LayoutError(f"{placement} on a tensor of {len(extents)} dims", at=at, why="dims are counted from 0")

@@ -1,29 +1,39 @@
 """`CheckpointIndex`: a checkpoint's keys, shapes and dtypes, and any box of any tensor.
 
-Opening reads headers only. Files are memory-mapped when first read: a box is copied straight from the page cache into
-the tensor that will hold it, so no anonymous memory is used beyond that tensor, whatever the box's strides.
+Opening reads headers only. The safetensors library maps the files privately into memory: a box is copied straight from
+the page cache into the tensor that will hold it, so no anonymous memory is used beyond that tensor, whatever the box's
+strides.
 """
 
 import math
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from shardwise.errors import LoadError, did_you_mean
 from shardwise.layout.boxes import Box, shape_of
-from shardwise.weights.header import TensorEntry, read_header
 from shardwise.weights.locate import CheckpointFiles, locate_files
 
-__all__ = ["CheckpointIndex"]
+__all__ = ["CheckpointIndex", "TensorEntry"]
 
 # Smaller tensors are copied: a map of their own saves them nothing.
 _ADOPTED_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a checkpoint: its file and what it is there."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class CheckpointIndex(Mapping[str, TensorEntry]):
@@ -33,13 +43,16 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     copied, in the dtype they are stored in.
     """
 
-    def __init__(self, entries: Mapping[str, TensorEntry], location: str) -> None:
+    def __init__(self, files: Mapping[Path, Any], location: str) -> None:
         self.location = location
         self.bytes_read = 0
-        self._entries = dict(entries)
-        self._maps: dict[Path, mmap.mmap] = {}
+        self._files = dict(files)
+        self._entries: dict[str, TensorEntry] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        for path, file in files.items():
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_tensor(key)
+                self._entries[key] = TensorEntry(path, tensor.dtype, tuple(tensor.shape))
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
@@ -50,11 +63,9 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
                 file names a key that its shard does not hold.
         """
         files = locate_files(path_or_hub_id, **options)
-        entries: dict[str, TensorEntry] = {}
-        for path in files.paths:
-            entries.update(read_header(path))
-        _check_weight_map(files, entries)
-        return cls(entries, os.fspath(path_or_hub_id))
+        index = cls({path: _open(path) for path in files.paths}, os.fspath(path_or_hub_id))
+        _check_weight_map(files, index)
+        return index
 
     def __getitem__(self, key: str) -> TensorEntry:
         return self._entries[key]
@@ -75,9 +86,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     def close(self) -> None:
         """Let go of the files. Tensors already read own their memory and stay valid; reading on is an error."""
-        with self._lock:
-            self._closed = True
-            self._maps.clear()  # a map is unmapped with the last reference to it, so a read in flight finishes
+        self._files.clear()  # a map is unmapped with the last reference to it, so a read in flight finishes
 
     def read(
         self, key: str, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -103,11 +112,10 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         entry = self._entries.get(key)
         if entry is None:
             raise LoadError(f"the checkpoint has no {key!r}{did_you_mean(key, self._entries)}", at=self.location)
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        count = entry.nbytes // entry.dtype.itemsize
-        mapped = self._map_file(entry.path)
-        return torch.frombuffer(mapped, dtype=entry.dtype, count=count, offset=entry.start).view(entry.shape)
+        if entry.path not in self._files:
+            raise LoadError(f"the checkpoint {self.location} is closed", at=str(entry.path))
+        tensor: torch.Tensor = self._files[entry.path].get_tensor(key)
+        return tensor
 
     def adopt(self, key: str, box: Box) -> torch.Tensor | None:
         """The elements `box` of `key` as a tensor of its own over the private map; None where they do not lie together.
@@ -120,31 +128,34 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         shape = shape_of(box)
         if entry is None or shape[1:] != entry.shape[1:] or math.prod(shape) * entry.dtype.itemsize < _ADOPTED_BYTES:
             return None
-        row_bytes = entry.nbytes // entry.shape[0]
-        start = entry.start + box[0][0] * row_bytes
-        if start % entry.dtype.itemsize:
+        mapped = self.map_tensor(key)
+        if mapped.data_ptr() % entry.dtype.itemsize:
             return None
-        mapped = self._map_file(entry.path)
-        self.count(shape[0] * row_bytes)
-        return torch.frombuffer(mapped, dtype=entry.dtype, count=math.prod(shape), offset=start).view(shape)
+        row_bytes = mapped.nbytes // entry.shape[0]
+        start, stop = box[0]
+        own = mapped.untyped_storage()[start * row_bytes : stop * row_bytes]
+        self.count(own.nbytes())
+        return torch.empty(0, dtype=entry.dtype).set_(own).view(shape)
 
     def count(self, nbytes: int) -> None:
         """Add to `bytes_read` what was copied out of a mapped tensor."""
         with self._lock:
             self.bytes_read += nbytes
 
-    def _map_file(self, path: Path) -> mmap.mmap:
-        with self._lock:
-            if self._closed:
-                raise LoadError(f"the checkpoint {self.location} is closed", at=str(path))
-            if path not in self._maps:
-                try:
-                    with path.open("rb") as file:
-                        # A private map: torch wants a writable buffer, and nobody can harm the file through it.
-                        self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-                except (OSError, ValueError) as error:
-                    raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
-            return self._maps[path]
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        cut = f" (it has {path.stat().st_size} bytes: cut short, or goes on behind them)" * ("covered" in str(error))
+        raise LoadError(
+            f"{path.name} is not a usable safetensors file",
+            at=str(path),
+            why=str(error).removeprefix("Error while deserializing header: ") + cut,
+            fix="copy or download the file again",
+        ) from error
+    except OSError as error:
+        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
 
 
 def _check_box(key: str, box: Box, shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -33,14 +33,14 @@ def read_local(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """A new tensor of `local_shape` that owns its storage: `pieces` of `lazy`, and zeros where there are none.
+    """A new tensor of `local_shape` that owns its storage, made of `pieces` of `lazy`.
 
     Elements go from the checkpoint straight to their place; nothing else of their size is allocated.
 
     Args:
         lazy: The canonical tensor.
-        pieces: Which boxes of it go where; their local boxes are disjoint.
-        local_shape: Shape per rank, padding included.
+        pieces: Which boxes of it go where; their local boxes fill the result.
+        local_shape: Shape per rank.
         dtype: Of the result; that of `lazy` by default.
         device: Of the result.
 
@@ -53,8 +53,7 @@ def read_local(
         _check_inside(piece.full, tuple(lazy.shape), "canonical", lazy)
         _check_inside(piece.local, shape, "local", lazy)
     out = torch.empty(shape, dtype=dtype or lazy.dtype, device=device)
-    if sum(volume(piece.local) for piece in pieces) < out.numel():
-        out.zero_()
+    assert sum(volume(piece.local) for piece in pieces) == out.numel(), "pieces that leave a gap"
     results: Results = {}
     for piece in pieces:
         lazy.fill(piece.full, out[tuple(slice(*interval) for interval in piece.local)], results)

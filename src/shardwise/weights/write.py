@@ -17,42 +17,14 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from shardwise.errors import ConfigError, LoadError
-from shardwise.weights.header import DTYPE_NAMES
 
-__all__ = ["PretrainedWriter", "write_safetensors"]
+__all__ = ["PretrainedWriter"]
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_ALIGNMENT = 8
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one safetensors file and flush it to disk. Holds one tensor's contiguous copy beyond `tensors`.
-
-    Raises:
-        LoadError: a dtype that the format does not have.
-    """
-    # As the safetensors library orders them: larger items first keeps every tensor aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, tensor in ordered:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise LoadError(f"cannot write {name!r}: safetensors has no {tensor.dtype}", at=str(path))
-        offsets = [offset, offset + tensor.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        offset += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _, tensor in ordered:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 class PretrainedWriter:
@@ -159,12 +131,17 @@ class PretrainedWriter:
         return self.staging / f".shard-{position}"
 
     def _write_shard(self) -> None:
+        written: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for name, tensor in self._tensors.items():
+            value = tensor.detach().cpu().contiguous()
+            storage = value.untyped_storage().data_ptr()
+            written[name] = value.clone() if storage in storages else value  # each name has a copy of its own in a file
+            storages.add(storage)
         try:
-            write_safetensors(self._shard_path(len(self._shards)), self._tensors)
-        except OSError as error:
+            save_file(written, self._shard_path(len(self._shards)), metadata={"format": "pt"})
+        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
             self.abort()
-            if isinstance(error, LoadError):
-                raise
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
         self._shards.append(list(self._tensors))
         self._total_bytes += self._tensors_bytes
