@@ -108,5 +108,6 @@ class RankError(ShardwiseError, RuntimeError):
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     """The ending of an "unknown word" message: `" (did you mean 'x'?)"`, or `""` when nothing is close."""
-    close = difflib.get_close_matches(word, list(candidates), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    known = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(word.lower(), known, n=1)
+    return f" (did you mean {known[close[0]]!r}?)" if close else ""

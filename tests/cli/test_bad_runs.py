@@ -166,6 +166,41 @@ CASES = {
     "model: t5": (part(write_as, "t5"), [], ["model: a model of type 't5'", "trains causal language models"]),
     "model: vit": (part(write_as, "vit"), [], ["model: a model of type 'vit'", "auto_class=..."]),
     "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
+    "batch_size: a million million": (
+        None,
+        ["batch_size=1000000000000"],
+        ["batch_size: is 1,000,000,000,000: the token ids of a rank alone take 476,837 GiB; this machine has"],
+    ),
+    "optimizer: other letters": (
+        None,
+        ["optimizer.name=Adamw"],
+        ["no optimizer class 'Adamw' (did you mean 'AdamW'?)"],
+    ),
+    "optimizer: SparseAdam": (None, ["optimizer.name=SparseAdam"], ["optimizer", "does not support dense gradients"]),
+    "layout: tp3": (
+        None,
+        ["layout=tp3"],
+        [
+            "cannot split the heads of model.layers.0.self_attn over tp=3, nor 1 more alike",
+            "4 query heads do not divide among 3 ranks",
+            "use tp_size 1, 2, 4",
+        ],
+    ),
+    "layout: tp1000000": (
+        None,
+        ["layout=tp1000000"],
+        ["no parameter can be split over tp=1000000", "the longest dim of any is 301, in ", "use a smaller tp"],
+    ),
+    "fsdp: options without fsdp": (
+        None,
+        ["fsdp.zero_stage=2"],
+        ["fsdp: says how fsdp and ddp axes work; the layout is tp1"],
+    ),
+    "data.state: negative": (
+        lambda: Path("state.json").write_text('{"num_batches_read": -1}'),
+        ["data.state=state.json"],
+        ["data.state: state.json does not say where reading stood"],
+    ),
     "weights: one missing": (
         part(change_weights, lambda key, value: [] if "layers.0.self_attn.q_proj" in key else [(key, value)]),
         [],

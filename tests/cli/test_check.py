@@ -112,6 +112,8 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "2 x 16 tokens" in capsys.readouterr().out
     assert main(["plan", str(config), "--layout", "fsdp2", "--batch", "2,16"]) == 1
     assert "--batch 2,16 is no microbatch" in capsys.readouterr().err
+    assert main(["plan", str(config), "--layout", "tp2", "--batch", "2x65"]) == 1
+    assert "rows of 65 tokens\n  why: the model sees 64 positions" in capsys.readouterr().err
     assert main(["plan", str(config), "--layout", "pp2"]) == 1
     assert "only ddp, fsdp and tp" in capsys.readouterr().err
     assert main(["plan", str(config)]) == 1

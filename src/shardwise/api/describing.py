@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig
 
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.estimate.memory import state_bytes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
-from shardwise.split.build import build_meta_model, read_config
+from shardwise.split.build import build_meta_model, num_positions, read_config
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["describe"]
@@ -42,12 +42,16 @@ def describe(
         options: every option of `load`.
 
     Raises:
+        ConfigError: the batch has longer rows than the model has positions.
         PlanError: the plan cannot be followed; every problem is listed.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
+    window = num_positions(config)
+    if batch is not None and window is not None and batch[1] > window:
+        raise ConfigError(f"rows of {batch[1]:,} tokens", why=f"the model sees {window:,} positions", fix="use fewer")
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     plan = decide(model, shape, spec)
     memory = _at_rest(plan, dtype="float32" if spec.precision is None else spec.precision.params)

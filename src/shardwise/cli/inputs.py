@@ -6,6 +6,7 @@ import functools
 import importlib
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from shardwise.cli.logs import check_tensorboard
 from shardwise.cli.places import check_export, check_place, unexported
-from shardwise.errors import LoadError, ShardwiseError, did_you_mean
+from shardwise.errors import LoadError, MeshError, ShardwiseError, did_you_mean
+from shardwise.topology.shape import MeshShape
 from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
 from shardwise.weights.locate import locate_source
@@ -43,6 +45,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if isinstance(config.model.config, dict):
         problems += _check_model_config(config.model.config)
     problems += _check_compilation(config.compilation.backend)
+    problems += _check_memory(config)
     return problems + _check_optimizer(config.optimizer)
 
 
@@ -75,7 +78,8 @@ def read_data_state(place: str) -> dict[str, int]:
         raise LoadError(f"cannot read {place}", why=str(error)) from error
     except ValueError as error:
         raise LoadError(f"{place} is not JSON", why=str(error)) from error
-    if not (isinstance(state, dict) and "num_batches_read" in state and all(type(v) is int for v in state.values())):
+    is_state = isinstance(state, dict) and "num_batches_read" in state
+    if not (is_state and all(type(value) is int and value >= 0 for value in state.values())):
         raise LoadError(f"{place} does not say where reading stood", fix="name the data_state.json of an earlier run")
     return state
 
@@ -139,16 +143,41 @@ def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
             Problem("optimizer.name", f"{config.name} evaluates the loss itself, which a distributed step cannot serve")
         ]
     known = inspect.signature(cls).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
-        return []
+    arguments = optimizer_arguments(config, cls)
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    unknown = [] if takes_all else [key for key in arguments if key not in known]
     return [
         Problem(
             f"optimizer.{key}" if key in ("lr", "weight_decay") else f"optimizer.options.{key}",
             f"{config.name} has no such argument{did_you_mean(key, known)}",
         )
-        for key in optimizer_arguments(config, cls)
-        if key not in known
-    ]
+        for key in unknown
+    ] or _try_optimizer(cls, arguments)
+
+
+def _try_optimizer(cls: type[torch.optim.Optimizer], arguments: dict[str, Any]) -> list[Problem]:
+    """What the class says to a step of a small parameter: values it refuses, gradients it cannot use."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    try:
+        cls([parameter], **arguments).step()
+    except Exception as error:  # noqa: BLE001 - a class refuses in any way
+        return [Problem("optimizer", str(error))]
+    return []
+
+
+def _check_memory(config: TrainConfig) -> list[Problem]:
+    """A batch whose bare token ids and labels are more than this machine holds; what a step needs is far more."""
+    try:
+        num_rows = config.batch_size // MeshShape.parse(config.layout).data_size
+    except MeshError:
+        return []  # told elsewhere
+    num_bytes = num_rows * config.data.seq_length * 2 * torch.int64.itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes <= memory:
+        return []
+    what = f"is {config.batch_size:,}: the token ids of a rank alone take {num_bytes / 2**30:,.0f} GiB"
+    return [Problem("batch_size", what, f"this machine has {memory / 2**30:,.0f} GiB")]
 
 
 def _check_compilation(backend: str | None) -> list[Problem]:

@@ -17,7 +17,7 @@ from shardwise.cli.places import check_export
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
-from shardwise.split.build import read_config
+from shardwise.split.build import num_positions, read_config
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
@@ -181,7 +181,7 @@ def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> list[P
         what = f"has {len(tokenizer):,} tokens, the model {vocab_size:,}"
         fix = "use the model's own tokenizer, or a model with a larger vocab_size"
         problems.append(Problem("model.tokenizer", what, fix))
-    window = getattr(text_config, "max_position_embeddings", None)
+    window = num_positions(model_config)
     if window is not None and config.data.seq_length > window:
         what = f"is {config.data.seq_length:,}, the model sees {window:,} positions"
         problems.append(Problem("data.seq_length", what, f"use at most {window:,}"))

@@ -45,6 +45,7 @@ class _Resolver:
         self.facts = facts
         self.tp_size = tp_size
         self.problems: list[PlanError] = []
+        self.undivided: list[str] = []  # attentions whose heads do not divide
         matcher = Matcher(facts.names())
         self.unmatched = matcher.unmatched(plan)
         governed = matcher.resolve(plan)
@@ -61,12 +62,13 @@ class _Resolver:
         self.sequence = self._find_sequence() if sequence_parallel and tp_size > 1 else None
 
     def result(self) -> SplitPlan:
+        self._check_size()
+        heads = self._checked_heads()
         parameters = {
             fqn: self._parameter(fqn, module, name, shape)
             for fqn, module, name, shape in self.facts.parameters()
             if fqn not in self.facts.tied
         }
-        heads = self._checked_heads()
         self._check_ties(parameters)
         attributes, inputs = self._divided(), self._sliced_inputs()
         if self.problems:
@@ -94,6 +96,18 @@ class _Resolver:
             embedding=self.facts.embedding,
         )
 
+    def _check_size(self) -> None:
+        """Refuses more ranks than any parameter has rows or columns, before every one of them is laid out."""
+        longest, fqn = max(
+            ((max(shape, default=1), fqn) for fqn, _, _, shape in self.facts.parameters()), default=(1, "")
+        )
+        if self.tp_size > longest:
+            raise PlanError(
+                f"no parameter can be split over tp={self.tp_size}",
+                why=f"the longest dim of any is {longest}, in {fqn}",
+                fix="use a smaller tp, and fsdp or ddp for further ranks",
+            )
+
     def _parameter(self, fqn: str, module: str, name: str, shape: Shape) -> ParameterPlan:
         rule = self.rules.get(fqn) or self.rules.get(module)
         if rule is None or rule.style in ("region", "region_output"):
@@ -105,7 +119,8 @@ class _Resolver:
             problem = error if isinstance(error, PlanError) else PlanError(error.summary, why=error.why, fix=error.fix)
             problem.at = f'rule "{rule.pattern}: {rule.style}" ({rule.source}) on {fqn} {list(shape)}'
             problem.summary = f"cannot split {fqn} over tp={self.tp_size}: {problem.summary}"
-            self.problems.append(problem)
+            if not any(module.startswith(f"{attention}.") for attention in self.undivided):  # that says it all
+                self.problems.append(problem)
         steps = (Step("tp", self.tp_size, placement),) if self.tp_size > 1 else ()
         gradient = self._gradient(rule, fqn, placement)
         return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
@@ -199,6 +214,7 @@ class _Resolver:
                 problem = check_heads(heads, self.tp_size)
                 if problem:
                     why, fix = problem
+                    self.undivided.append(module)
                     self.problems.append(
                         PlanError(f"cannot split the heads of {module} over tp={self.tp_size}", why=why, fix=fix)
                     )
@@ -327,13 +343,15 @@ class _Resolver:
 
 
 def _all_problems(problems: list[PlanError]) -> PlanError:
-    if len(problems) == 1:
-        return problems[0]
-    seen: dict[str, str] = {}
+    seen: dict[str, PlanError] = {}
     for problem in problems:
-        text = str(problem)
         # The same complaint about every layer is one complaint.
-        seen.setdefault("".join("*" if letter.isdigit() else letter for letter in text.split("\n")[0]), text)
+        seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)
+    first, *others = seen.values()
+    if not others:
+        first.summary += f", nor {len(problems) - 1} more alike" if len(problems) > 1 else ""
+        return first
     return PlanError(
-        f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct", why="\n".join(seen.values())
+        f"the plan cannot be followed: {len(problems)} problems, {len(seen)} distinct",
+        why="\n".join(map(str, seen.values())),
     )

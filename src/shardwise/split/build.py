@@ -15,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.weights.locate import locate_source
 
-__all__ = ["HUB_OPTIONS", "as_dtype", "build_meta_model", "read_config", "read_generation_config"]
+__all__ = ["HUB_OPTIONS", "as_dtype", "build_meta_model", "num_positions", "read_config", "read_generation_config"]
 
 HUB_OPTIONS = (
     "cache_dir",
@@ -133,6 +133,12 @@ def build_meta_model(
         ) from error
     model.eval()
     return model
+
+
+def num_positions(config: PreTrainedConfig) -> int | None:
+    """How many tokens of a row the model tells apart, None where it sets no limit."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:

@@ -297,6 +297,8 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
     for axis in UNSERVED_AXES:
         if shape.size(axis) > 1:
             yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use ddp, fsdp and tp")
+    if config.fsdp != FsdpPolicy() and shape.data_size == 1:
+        yield Problem("fsdp", f"says how fsdp and ddp axes work; the layout is {shape}")
     if config.batch_size < 1 or config.num_microbatches < 1:
         return
     parts = shape.data_size * config.num_microbatches
