@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.operations import Group
 
-__all__ = ["ForwardState", "SplitContext"]
+__all__ = ["ForwardState", "SplitContext", "Sum"]
 
 _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
 
@@ -52,6 +53,24 @@ class Entered:
 
 
 @dataclass
+class GradientFactor:
+    """A hook on a tensor that multiplies its gradient, by a number that may be known only later in the forward."""
+
+    value: float = 1.0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        return gradient * self.value if self.value != 1.0 else None
+
+
+class Sum(NamedTuple):
+    """A sum over ranks inside of a region, its version when it was made, and what its gradient is multiplied by."""
+
+    x: torch.Tensor
+    version: int
+    factor: GradientFactor | None
+
+
+@dataclass
 class ForwardState:
     """What one forward carries, from the model's entry to its end, and again where a part of it is computed anew.
 
@@ -69,6 +88,7 @@ class ForwardState:
             of the stack to reduce: only on the way there, never for a caller from outside.
         holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
+        sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
         waiting: the partial sum of a region that is left to a later one of the same layer.
         loss_mode: the mode that a head has entered.
         random: generators whose stream was changed, by level, with their state before.
@@ -83,6 +103,7 @@ class ForwardState:
     defer_embedding: bool = False
     holds_partial_rows: bool = False
     entered: Entered = field(default_factory=Entered)
+    sums: list[Sum] | None = None
     waiting: torch.Tensor | None = None
     loss_mode: TorchFunctionMode | None = None
     random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
@@ -109,7 +130,7 @@ class ForwardState:
         """Ends what stacks of layers, and what is in front of them, have under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
-        self.waiting = None
+        self.sums = self.waiting = None
         for level in ("region", "whole", "layer"):
             self.end_draws(level)
 

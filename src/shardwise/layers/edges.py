@@ -2,6 +2,12 @@
 
 See [Note: partial inside] in `shardwise.plan.regions`. With sequence parallelism the same edges carry the same bytes as
 all-gather and reduce-scatter, and everything between regions works on a part of the sequence.
+
+# [Note: after the sum]
+Inside a region gradients are partial; after its sum every rank computes the same, and gradients are full. Mostly a
+region ends with its sum. Where it goes on (a norm, a residual), what follows must be partial too, or weights and inputs
+that are used there count once for every rank. So the gradient is divided by the number of ranks where such a region
+ends, and multiplied again at its sums. With sequence parallelism it is partial by itself: each rank has other tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +26,13 @@ from shardwise.comm.collectives import (
     gather_full,
     gather_to_region,
     reduce_from_region,
+    scale_gradient,
     scatter_from_region,
 )
 from shardwise.comm.operations import gives_values
 from shardwise.errors import PlanError
 from shardwise.layers.arguments import argument_names, map_first, map_inputs
-from shardwise.layers.context import SplitContext
+from shardwise.layers.context import GradientFactor, SplitContext, Sum
 from shardwise.layers.sequence_edges import cut, own_part, pad, sequence_dim
 
 __all__ = [
@@ -35,6 +42,7 @@ __all__ = [
     "install_reduced",
     "install_region",
     "leave_region",
+    "note_sum",
 ]
 
 
@@ -91,6 +99,31 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
     return scatter_from_region(pad(x, dim, context.size), context.group, dim=dim)
 
 
+def note_sum(x: Tensor, context: SplitContext) -> Tensor:
+    """Notes that a row-split linear puts out the sum `x` (see [Note: after the sum])."""
+    sums = context.state.sums
+    if sums is None or context.state.sequence_parallel or not x.requires_grad:
+        return x
+    if torch.compiler.is_compiling():  # a graph cannot change behind what it has passed
+        x = scale_gradient(x, context.size)
+        sums.append(Sum(x, 0, None))
+        return x
+    factor = GradientFactor()
+    sums.append(Sum(x, x._version, factor))
+    x.register_hook(factor)
+    return x
+
+
+def _after_sums(x: Tensor, sums: Sequence[Sum], size: int) -> Tensor:
+    """What a region puts out after its `sums`."""
+    if len(sums) == 1 and sums[0].factor is not None and sums[0].x is x and sums[0].version == x._version:
+        return x
+    for each in sums:
+        if each.factor is not None:
+            each.factor.value = size
+    return scale_gradient(x, 1 / size)
+
+
 def install_region(
     module: nn.Module,
     edge: str,
@@ -115,6 +148,7 @@ def install_region(
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         context.state.enter_stack(stack)
+        context.state.sums = [] if edge == "row" else None
         # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
         jitters = edge == "output" and context.has_dropout and module.training
         args, kwargs = inputs.enter(args, kwargs, jitters=jitters)
@@ -126,6 +160,9 @@ def install_region(
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         context.end_draws("region")
+        sums, context.state.sums = context.state.sums, None
+        if sums:
+            return map_first(output, lambda x: _after_sums(x, sums, context.size))
         if edge != "output" or output is None:
             return output
         drops = context.has_dropout and module.training

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import Leave
+from shardwise.layers.edges import Leave, note_sum
 
 __all__ = ["RowSplit", "become"]
 
@@ -51,7 +51,7 @@ class RowSplit:
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None), context, drops=drops)
         context.end_draws("region")  # what the module drops behind this is whole again
-        return out if bias is None else out + bias
+        return note_sum(out if bias is None else out + bias, context)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self, nn.Linear) and type(self).__mro__[2] is nn.Linear:
