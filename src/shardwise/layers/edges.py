@@ -7,7 +7,8 @@ all-gather and reduce-scatter, and everything between regions works on a part of
 Inside a region gradients are partial; after its sum every rank computes the same, and gradients are full. Mostly a
 region ends with its sum. Where it goes on (a norm, a residual), what follows must be partial too, or weights and inputs
 that are used there count once for every rank. So the gradient is divided by the number of ranks where such a region
-ends, and multiplied again at its sums. With sequence parallelism it is partial by itself: each rank has other tokens.
+ends, and multiplied again at its sums, and at what does not enter it. With sequence parallelism it is partial by
+itself: each rank has other tokens.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def leave_region(x: Tensor, context: SplitContext) -> Tensor:
 
 
 def note_sum(x: Tensor, context: SplitContext) -> Tensor:
-    """Notes that a row-split linear puts out the sum `x` (see [Note: after the sum])."""
+    """Notes that `x` is full, not partial: the sum that a row-split linear puts out, or an input that does not enter
+    the region (see [Note: after the sum]).
+    """
     sums = context.state.sums
     if sums is None or context.state.sequence_parallel or not x.requires_grad:
         return x
@@ -215,7 +218,7 @@ class _Inputs:
 
     def _on_known(self, name: str, given: Any, changed: Any) -> Any:
         if name in self.asides:
-            return given
+            return note_sum(given.view_as(given), self.context) if isinstance(given, Tensor) else given
         return self._once(name, given, _enter_part) if name in self.parts and isinstance(given, Tensor) else changed
 
 
