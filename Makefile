@@ -16,6 +16,8 @@ else
 READY :=
 endif
 
+TASKS := text sequence_classification vision audio base
+
 .PHONY: help setup fix check lint types contract pure test demo bench coverage real lines clean
 
 help:
@@ -25,7 +27,7 @@ help:
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make coverage  prove every architecture at tp2, and data parallelism in every product (hours; the first resumes)'
+	@echo 'make coverage  prove every architecture at tp2, tp4 and fsdp2.tp2, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and hold its split against the whole one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -73,7 +75,7 @@ bench: $(READY)
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/train/test_data_parallel.py
-	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base
+	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
 

@@ -9,21 +9,24 @@ request.
 
 Each architecture has a time limit of its own, and one that fails, crashes or cannot be built is listed with its cause.
 What is found is kept by case (architecture, task, layout, sequence parallelism, attention, version of transformers), so
-that sweeps can be stopped, resumed and put together in one table.
+that sweeps can be stopped, resumed and put together in one table. They take hours; `nice -n 19` lets them run beside
+other work.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="shardwise-sweep-")  # no plan of other code is found again
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
-import transformers
 from rich.progress import Progress
 from sweep.cases import GROUPS, Case, Variant, cases_of, prove
 from sweep.table import summarize, write_table
@@ -36,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     """Runs the sweep; see the module's docstring."""
     arguments = _arguments()
-    transformers.logging.set_verbosity_error()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     variant = Variant(
         layout=arguments.layout, sequence_parallel=arguments.sequence_parallel, attention=arguments.attention
@@ -62,9 +64,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="", help="by default the model chooses")
     parser.add_argument("--tasks", nargs="+", choices=(*GROUPS, *TASKS), default=["text"])
     parser.add_argument("--only", nargs="*", help="model types")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one architecture")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")
+    parser.add_argument("--jobs", type=int, default=2, help="architectures proved at a time")
     parser.add_argument("--anew", action="store_true", help="forget what earlier runs found for these cases")
-    parser.add_argument("--table", type=Path, help="where to write the tables of all sweeps; JSON goes beside them")
+    parser.add_argument("--table", type=Path, help="where to write the tables of all sweeps")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "architectures.jsonl")
     return parser.parse_args()
 
@@ -77,16 +80,20 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 def _sweep(todo: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of the cases, each written to the output as it is found."""
-    rows = []
-    with arguments.output.open("a") as file, Progress() as progress:
-        for case in progress.track(todo, description=f"proving {todo[0].variant}" if todo else "nothing left to prove"):
-            row = prove(case, timeout_seconds=arguments.limit)
+    rows: list[dict[str, Any]] = []
+    pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn"))
+    with pool, arguments.output.open("a") as file, Progress() as progress:
+        proofs = [pool.submit(prove, case, timeout_seconds=arguments.limit) for case in todo]
+        shown = f"proving {todo[0].variant}" if todo else "nothing left to prove"
+        for proof in progress.track(as_completed(proofs), total=len(todo), description=shown):
+            row = proof.result()
             rows.append(row)
             file.write(json.dumps(row) + "\n")
             file.flush()
             if row["result"] != "ok":
                 cause = row["cause"].splitlines()[0][:160]
-                progress.console.print(f"{row['result']:8} {case.model_type} {case.class_name}: {cause}", markup=False)
+                said = f"{row['result']:8} {row['model_type']} {row['class_name']}: {cause}"
+                progress.console.print(said, markup=False)
     return rows
 
 

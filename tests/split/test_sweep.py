@@ -65,7 +65,6 @@ def test_one_table_holds_all_sweeps_and_every_failure_with_its_cause(tmp_path):
     assert "| text | tp2 eager | 1 |" in text
     assert "| refused | `BertForMaskedLM` (tp4) | heads |" in text
     assert "| bert | `BertForMaskedLM` | ok | refused | ok | 99% | 2 / 2.5 | gate, other: scores; x: a/b |" in text
-    assert json.loads((tmp_path / "table.json").read_text()) == rows
 
 
 @pytest.mark.single
