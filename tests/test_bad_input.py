@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
+import pickle
 import shutil
 
 import pytest
@@ -81,6 +83,8 @@ EXPECTED = {
     "target": (IndexError, "Target 96 is out of bounds: there are 96 classes"),
     "state_dict": (UnsupportedError, "state_dict() of a LlamaForCausalLM that is split over tp=2", "full_state_dict"),
     "save_pretrained": (UnsupportedError, "state_dict() of a LlamaForCausalLM", "export_pretrained"),
+    "pickle": (UnsupportedError, "pickling a LlamaForCausalLM that is split", "export_pretrained"),
+    "torch.save": (UnsupportedError, "pickling a LlamaForCausalLM that is split", "full_state_dict"),
     "resize": (UnsupportedError, "resize_token_embeddings on a split model", "before shardwise.parallelize"),
     "optimizer": (TypeError, "optimizer_class must be a torch.optim.Optimizer class", "'AdamW'"),
     "max_norm": (ValueError, "max_norm must be at least 0, got -1.0"),
@@ -214,6 +218,8 @@ def train_cases(mesh, model, directory):
         "target": lambda: step(batch | {"labels": labels.masked_fill(labels == labels[1, 5], 96)}),
         "state_dict": model.state_dict,
         "save_pretrained": lambda: model.save_pretrained(directory / f"saved {mesh.rank}"),
+        "pickle": lambda: pickle.dumps(model),
+        "torch.save": lambda: torch.save(model, io.BytesIO()),
         "resize": lambda: model.resize_token_embeddings(100),
         "optimizer": lambda: shardwise.build_optimizer(model, "AdamW", lr=1.0),
         "max_norm": lambda: shardwise.clip_grad_norm_(model, -1.0),

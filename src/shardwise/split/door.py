@@ -24,8 +24,11 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
     """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` cut whole tensors to size.
 
     What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns a split
-    parameter refuses, so `model.model.state_dict()` does too.
+    parameter refuses, so `model.model.state_dict()` does too. Pickling is refused in any case: hooks are no data.
     """
+    attributes = dict(vars(model))
+    vars(model).clear()
+    vars(model).update({"_shardwise_refusal": _RefusePickle(type(model).__name__), **attributes})
     if registry.plan.tp_size == 1 and registry.mesh.data_size == 1:
         return
     name, tp_size = type(model).__name__, registry.plan.tp_size
@@ -45,6 +48,23 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
+
+
+class _RefusePickle:
+    """The first attribute of a split model, so that pickle meets it before anything that it cannot take."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"pickling a {self._name} that is split (pickle, torch.save)",
+            why="it is parts on several ranks and hooks that communicate",
+            fix="use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefusePickle:
+        return self
 
 
 @contextmanager
