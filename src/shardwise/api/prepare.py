@@ -17,6 +17,7 @@ from shardwise.api.planning import plan_for
 from shardwise.comm.agree import check_equal, failing_together
 from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.registry import Registry
+from shardwise.layers.wrapping import refuse_wrapping
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.decision_json import plan_to_json
@@ -51,6 +52,8 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     open_subgroups(registry)
     track_gradients(model, registry)
     watch_optimizers()
+    if mesh.shape.world_size > 1:
+        refuse_wrapping(model)
     return registry
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
+from shardwise.layers.wrapping import refuse_flattening
 from shardwise.layout.placement import Chunk, Split
 from shardwise.layout.tensor import Layout, Piece
 from shardwise.mesh import Mesh
@@ -222,6 +223,8 @@ def carry_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
     parameter = owner._parameters[name]
     assert parameter is not None
     mark(parameter, entry)
+    if entry.registry.mesh.shape.world_size > 1:
+        refuse_flattening(parameter)
 
 
 def knows(owner: nn.Module, name: str) -> bool:
