@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -78,16 +80,60 @@ def update(layout):
     return worst
 
 
-def refuse():
-    with shardwise.Mesh.open("fsdp2") as mesh:
-        model = shardwise.parallelize(tiny_model("llama"), mesh)
-        with pytest.raises(UnsupportedError, match="Rprop over fsdp"):
-            shardwise.build_optimizer(model, torch.optim.Rprop)
+def refused(mesh, name):
+    """What is said to the class, whoever builds it, about parameters of which ranks hold parts."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    cls, errors = getattr(torch.optim, name), []
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 2)  # Muon takes no others
+    with pytest.raises(UnsupportedError) as raised:
+        shardwise.build_optimizer(model, cls, lr=1e-3)
+    errors.append(str(raised.value))
+    optimizer = cls([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
+    optimizer.param_groups[0]["lr"] = 0.0  # as a schedule may have it
+    model(**tiny_batch(model)).loss.backward()
+    before = shardwise.full_state_dict(model)
+    with pytest.raises(UnsupportedError) as raised:
+        optimizer.step(lambda: 0.0)
+    assert all(torch.equal(value, before[key]) for key, value in shardwise.full_state_dict(model).items())
+    return [*errors, str(raised.value)]
 
 
 @pytest.mark.spawn
-def test_rprop_is_refused_where_it_cannot_work():
-    spawn(refuse, 2)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(layout, name) for layout in ("tp2", "fsdp2") for name in ("Muon", "Adafactor", "LBFGS")] + [("fsdp2", "Rprop")],
+)
+def test_what_is_not_elementwise_is_refused(on_ranks, layout, name):
+    first, second = on_ranks(refused)
+    assert first == second
+    for text in first:
+        assert f"{name} over fsdp" in text if name == "Rprop" else f"{name} on parameters of which" in text
+
+
+def update_copies(mesh, name):
+    """Over ddp alone parameters are in one piece."""
+    full = tiny_model("llama", num_hidden_layers=1)
+    model = shardwise.parallelize(copy.deepcopy(full), mesh)
+    for each in (*full.parameters(), *model.parameters()):
+        each.requires_grad_(each.ndim == 2)
+    cls, batch = getattr(torch.optim, name), tiny_batch(full)
+    theirs = cls([each for each in full.parameters() if each.requires_grad], lr=1e-3)
+    ours = shardwise.build_optimizer(model, cls, lr=1e-3)
+    for _ in range(2):
+        full(**batch).loss.backward()
+        shardwise.TrainStep(model, mesh)(batch)  # the same rows on both: Muon rounds gradients to bfloat16
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = shardwise.full_state_dict(model)
+    return max(float((found[key] - value).abs().max()) for key, value in full.state_dict().items())
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("layout", "name"), [("ddp2", "Muon"), ("ddp2", "Adafactor")])
+def test_what_is_not_elementwise_updates_parameters_in_one_piece(on_ranks, layout, name):
+    assert max(on_ranks(update_copies)) < 1e-5
 
 
 @pytest.mark.spawn

@@ -7,13 +7,12 @@ import math
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 import shardwise
-from shardwise.errors import UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.layers.registry import entry_of
-from shardwise.testing.spawn import spawn
-from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
@@ -152,8 +151,7 @@ def grad_scaler(pair):
         if overflows:
             pair.full.lm_head.weight.grad[0, 0] = math.inf
             if pair.mesh.rank == 0:
-                gradient = pair.split.lm_head.weight.grad
-                getattr(gradient, "_local_tensor", gradient)[0, 0] = math.inf
+                _local(pair.split.lm_head.weight.grad)[0, 0] = math.inf
         for model, optimizer, scaler in zip((pair.full, pair.split), optimizers, scalers, strict=True):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -193,8 +191,18 @@ def reading_gradients(pair):
                 found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
                 problems += differing(name, found, expected[name].grad, 1e-4)
     copied = copy.deepcopy(next(pair.split.parameters()).grad)
-    assert torch.equal(getattr(copied, "_local_tensor", copied), _local(next(pair.split.parameters()).grad))
+    assert type(copied) in (torch.Tensor, DTensor)
+    assert torch.equal(_local(copied), _local(next(pair.split.parameters()).grad))
     return problems + pair.gradient_problems()
+
+
+def drifted_replicas(pair):
+    """What would be a mixture of the ranks' copies is not exported."""
+    with torch.no_grad():
+        pair.split.model.norm.weight.add_(0.1 * pair.mesh.rank)
+    with pytest.raises(LayoutError, match=r"different copies of model\.norm\.weight"):
+        shardwise.export_pretrained(pair.split, "nowhere")
+    return []
 
 
 def _local(gradient):
@@ -230,32 +238,21 @@ def two_models(pair):
 
 EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
-    fused_adamw,
-    foreach_adamw,
-    clipping_by_value,
-    averaged_model,
-    functional_gradients,
-    inner_backward,
-    two_models,
+    *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
+    *(two_models, drifted_replicas),
 )
-CASES = [
-    *(
-        pytest.param(layout, call, id=f"{call.__name__}-{layout}")
-        for call in EVERYWHERE
-        for layout in ("tp2", "fsdp2.tp2")
-    ),
-    *(pytest.param("tp2", call, id=call.__name__) for call in AT_TP),
-    *(pytest.param("tp2+sp", call, id=f"{call.__name__}-sp") for call in (closures, plain_clipping)),
-    *(pytest.param("fsdp2", call, id=f"{call.__name__}-fsdp2") for call in (plain_clipping, closures)),
-]
+CASES = {
+    "tp2": EVERYWHERE + AT_TP,
+    "fsdp2.tp2": EVERYWHERE,
+    "tp2+sp": (closures, plain_clipping),
+    "fsdp2": (closures, plain_clipping),
+}
 
 
-def run_case(layout, name):
-    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
-        return globals()[name](Pair(layout, mesh))
+def run_case(mesh, layout, case):
+    return globals()[case](Pair(layout, mesh))
 
 
-@pytest.mark.parametrize(("layout", "call"), CASES)
-def test_a_loop_of_torch_calls_trains_as_the_unsplit_model_does(layout, call):
-    size = MeshShape.parse(layout.removesuffix("+sp")).world_size
-    assert spawn(run_case, size, layout, call.__name__) == [[]] * size
+@pytest.mark.parametrize(("layout", "case"), [(layout, case.__name__) for layout in CASES for case in CASES[layout]])
+def test_a_loop_of_torch_calls_trains_as_the_unsplit_model_does(on_ranks, layout, case):
+    assert not any(on_ranks(run_case, layout=layout.removesuffix("+sp")))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import entry_of, find_parameters, registry_of, reshard
+from shardwise.layers.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.split.door import open_door
 from shardwise.train.gradients import gradients_of
 
@@ -27,11 +27,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     registry = registry_of(model)
     reshard(model)
     with open_door(model):
-        local = model.state_dict(keep_vars=True)
+        local = model.state_dict()
+    entries = named_entries(model)
     state: dict[str, Tensor] = {}
     done: dict[str, Tensor | None] = {}
     for fqn, value in local.items():
-        entry = entry_of(value)
+        entry = entries.get(fqn)
         if entry is not None:
             if entry.fqn not in done:
                 done[entry.fqn] = canonical_tensor(value, entry.layout, registry.mesh, rank0_only=rank0_only)
@@ -76,7 +77,8 @@ def export_pretrained(
 
     Raises:
         LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
+        LayoutError: ranks hold different copies of a parameter.
 
-    Communicates: over tp, one gather to rank 0 of each split parameter.
+    Communicates: over all ranks, one gather of digests; over tp, one gather to rank 0 of each split parameter.
     """
     write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from shardwise.comm.agree import failing_together
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import Registry, registry_of, reshard
+from shardwise.layers.registry import ParameterEntry, named_entries, registry_of, reshard
+from shardwise.layers.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 
@@ -29,22 +31,23 @@ def write_pretrained(
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
     reshard(model)
+    check_replicas(model)
     with failing_together(registry.mesh, "preparing the export"):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
             )
-        values = _tensors(model)
-        groups = plan_export(model, {fqn: _canonical_meta(fqn, value, registry) for fqn, value in values.items()})
+        values, entries = _tensors(model), named_entries(model)
+        groups = plan_export(model, {name: _canonical_meta(value, entries.get(name)) for name, value in values.items()})
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
     try:
-        fault = _stream(groups, values, registry, writer)
+        fault = _stream(groups, values, entries, writer)
         with failing_together(registry.mesh, "writing the export"):
             if fault is not None:
                 raise fault
             if writer is not None:
                 _write_companions(model, writer.staging, tokenizer)
-                writer.finish({"total_parameters": sum(value.numel() for value in _wholes(values, registry))})
+                writer.finish({"total_parameters": sum(value.numel() for value in _wholes(model))})
     finally:
         if writer is not None:
             writer.abort()
@@ -52,23 +55,26 @@ def write_pretrained(
 
 def export_bytes(model: nn.Module) -> int:
     """Bytes of the weights that an export of the split `model` writes."""
-    return sum(value.nbytes for value in _wholes(_tensors(model), registry_of(model)))
+    return sum(value.nbytes for value in _wholes(model))
 
 
 def _stream(
-    groups: tuple[ExportGroup, ...], values: dict[str, Tensor], registry: Registry, writer: PretrainedWriter | None
+    groups: tuple[ExportGroup, ...],
+    values: Mapping[str, Tensor],
+    entries: Mapping[str, ParameterEntry],
+    writer: PretrainedWriter | None,
 ) -> Exception | None:
     """Gathers and writes group by group. A fault of the writer is kept: the others still expect to gather."""
     fault: Exception | None = None
     for group in groups:
         state = {}
         for fqn in group.fqns:
-            entry = registry.entries.get(registry.tied.get(fqn, fqn))
+            entry = entries.get(fqn)
             local = values[fqn]
             whole = (
                 local.detach().cpu()
                 if entry is None
-                else canonical_tensor(local, entry.layout, registry.mesh, rank0_only=True)
+                else canonical_tensor(local, entry.layout, entry.registry.mesh, rank0_only=True)
             )
             if whole is not None:
                 state[fqn] = whole
@@ -92,14 +98,15 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _canonical_meta(fqn: str, value: Tensor, registry: Registry) -> Tensor:
-    entry = registry.entries.get(registry.tied.get(fqn, fqn))
+def _canonical_meta(value: Tensor, entry: ParameterEntry | None) -> Tensor:
     shape = value.shape if entry is None else entry.layout.shape
     return torch.empty(shape, dtype=value.dtype, device="meta")
 
 
-def _wholes(values: dict[str, Tensor], registry: Registry) -> list[Tensor]:
-    return [_canonical_meta(fqn, value, registry) for fqn, value in values.items() if fqn not in registry.tied]
+def _wholes(model: nn.Module) -> list[Tensor]:
+    """What an export writes, each tied tensor once, as meta tensors."""
+    entries, tied = named_entries(model), registry_of(model).tied
+    return [_canonical_meta(value, entries.get(name)) for name, value in _tensors(model).items() if name not in tied]
 
 
 def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:

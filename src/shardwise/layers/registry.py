@@ -44,6 +44,7 @@ __all__ = [
     "knows",
     "local_part",
     "mark",
+    "named_entries",
     "own_memory",
     "registry_of",
     "reshard",
@@ -251,6 +252,15 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
                 if entry is not None and entry_of(parameter) is not entry:
                     mark(parameter, entry)
                 yield f"{name}.{own}" if name else own, parameter, entry
+
+
+def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
+    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included."""
+    return {
+        f"{name}.{own}" if name else own: entry
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, entry in module.__dict__.get(_ENTRIES, {}).items()
+    }
 
 
 def own_memory(model: nn.Module) -> None:

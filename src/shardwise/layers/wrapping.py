@@ -12,7 +12,7 @@ accelerate's `prepare` and transformers' `Trainer` end in one of these.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
@@ -46,10 +46,10 @@ class _Refusal:
         self.wrapper = wrapper
 
     def __iter__(self) -> Iterator[str]:
-        _refuse(self.wrapper)
+        raise _refused(self.wrapper)
 
     def __bool__(self) -> bool:
-        _refuse(self.wrapper)
+        raise _refused(self.wrapper)
 
 
 class _Applied(dict[str, Any]):
@@ -57,21 +57,21 @@ class _Applied(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         if name == "fully_shard":
-            _refuse("FSDP")
+            raise _refused("FSDP")
         return name == "replicate" or super().__contains__(name)
 
 
 def _check_caller(module: nn.Module, args: Any) -> None:
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is not None and any(each is module for each in wrapper.module.modules()):
-        _refuse("DistributedDataParallel")
+        raise _refused("DistributedDataParallel")
 
 
-def _refuse(wrapper: str) -> NoReturn:
-    raise UnsupportedError(
+def _refused(wrapper: str) -> UnsupportedError:
+    return UnsupportedError(
         f"{wrapper} over a model that Shardwise has split",
         why="it takes the ranks' parameters for copies of one another, which they are not, and overwrites them\n"
         "(accelerate.prepare and transformers.Trainer wrap a model by themselves where there are several ranks)",
-        fix='say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train with shardwise.TrainStep\n'
-        "or a loop of your own (docs/own-loop.md)",
+        fix='say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train with\n'
+        "shardwise.TrainStep or a loop of your own (docs/own-loop.md)",
     )

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import ParameterEntry, local_part, registry_of
+from shardwise.layers.registry import ParameterEntry, registry_of
+from shardwise.layers.replicas import find_unequal_replicas
 from shardwise.mesh import Mesh
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.objective import objective_of
@@ -164,7 +162,7 @@ def measure(
         logits=_worst(outputs, expected_outputs, 0.0, tolerance.logits),
         gradient=_worst(gradients, expected, tolerance.gradient, tolerance.gradient_floor),
         parameter=parameter,
-        unequal_replicas=_unequal_replicas(model, mesh),
+        unequal_replicas=find_unequal_replicas(model),
         missing=tuple(sorted(set(gradients) ^ set(expected))),
         share_split=_share(registry_of(model).entries.values()),
         block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
@@ -290,34 +288,3 @@ def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative
         if error != error:
             return worst
     return worst
-
-
-def _unequal_replicas(model: nn.Module, mesh: Mesh) -> tuple[str, ...]:
-    """Names of parameters, or parts of them, that several ranks hold and do not hold bit-equal."""
-    registry = registry_of(model)
-    held = {
-        (name, part): hashlib.sha256(_bytes(value)).digest()
-        for name, parameter in model.named_parameters()
-        for part, value in _shared_values(registry.entry(name), local_part(parameter).cpu())
-    }
-    unequal = set()
-    everyone = all_gather_objects(held, mesh.group())
-    for key in {key for each in everyone for key in each}:
-        if len({each[key] for each in everyone if key in each}) > 1:
-            unequal.add(key[0])
-    return tuple(sorted(unequal))
-
-
-def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """What this rank holds together with others, each with what it is: equal keys on all who hold it."""
-    mesh = entry.registry.mesh
-    chunk = mesh.coord("fsdp") if entry.chunk is not None else None
-    yield (chunk, mesh.coord("tp") if entry.split is not None else None), local
-    seen: Counter[tuple[int, ...]] = Counter()
-    for holders, part in entry.shared_parts(local):
-        seen[holders] += 1
-        yield (chunk, holders, seen[holders]), part
-
-
-def _bytes(value: Tensor) -> bytes:
-    return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
-from shardwise.layers.registry import Registry, registry_of
+from shardwise.layers.registry import Registry, named_entries
 
 __all__ = ["guard_door", "open_door"]
 
@@ -79,14 +79,10 @@ def open_door(model: nn.Module) -> Iterator[None]:
 
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replaces whole tensors in a state dict that is about to be loaded by this rank's parts."""
-    registry = registry_of(module)
-    for fqn, value in list(state.items()):
-        name = fqn.removeprefix(prefix)
-        if not isinstance(value, Tensor) or registry.tied.get(name, name) not in registry.entries:
-            continue
-        entry = registry.entry(name)
-        if not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
-            state[fqn] = entry.wrap(local_tensor(value, entry.layout, registry.mesh.coords))
+    for name, entry in named_entries(module).items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
+            state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
