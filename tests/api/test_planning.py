@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 import transformers
@@ -14,10 +15,17 @@ import shardwise
 from shardwise.api import planning
 from shardwise.api.planning import plan_for
 from shardwise.errors import PlanError
+from shardwise.layout.placement import Replicate
+from shardwise.plan.fit import idle_rules
+from shardwise.plan.match import Matcher
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import measure
+from shardwise.split.facts import read_facts
+from shardwise.split.plans import declared_plan
 from shardwise.testing.spawn import spawn
+from tests.families import tiny_model
 
 
 class ZebraConfig(PreTrainedConfig):
@@ -184,3 +192,46 @@ def test_something_that_is_no_transformers_model_says_what_to_do():
     with pytest.raises(PlanError, match="no tensor-parallel plan is known for Knot") as error:
         plan_for(Knot(), ParallelSpec(plan="auto"), tp_size=2)
     assert "give rules" in str(error.value)
+
+
+def adapted():
+    return peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+
+
+@pytest.mark.single
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # what peft asks transformers for
+def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
+    wrapped = peft.get_peft_model(tiny_model("llama"), adapted())
+    for asked in ("auto", "declared"):
+        with pytest.raises(PlanError, match="9 of the 9 rules declared for PeftModel split nothing") as error:
+            plan_for(wrapped, ParallelSpec(plan=asked), tp_size=2)
+        assert "model.layers.*.self_attn.q_proj: colwise" in str(error.value)
+        assert "before anything is put around it" in str(error.value)
+
+
+@pytest.mark.single
+def test_a_proved_family_with_other_modules_inside_is_examined(caplog, monkeypatch):
+    model = peft.inject_adapter_in_model(adapted(), tiny_model("llama"))
+    plan = plan_for(model, ParallelSpec(), tp_size=2)
+    assert "2 of the 9 rules declared for LlamaForCausalLM split nothing" in caplog.text
+    facts = read_facts(model)
+    resolved = resolve(plan, facts, tp_size=2).parameters
+    assert resolved["model.layers.0.self_attn.q_proj.base_layer.weight"].placement != Replicate()
+    assert resolved["model.layers.0.self_attn.q_proj.lora_B.default.weight"].placement != Replicate()
+    plain = plan_for(tiny_model("llama"), ParallelSpec(), tp_size=2)
+    with pytest.raises(PlanError, match="q_proj has no parameter of its own that could be split") as error:
+        resolve(plain, facts, tp_size=2)
+    assert "q_proj.base_layer" in str(error.value)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("qwen3_moe", {"mlp_only_layers": [0, 1]}), ("qwen3_moe", {"mlp_only_layers": []}), ("deepseek_v3", {})],
+)
+def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, values, caplog):
+    model = tiny_model(family, **values)
+    facts = read_facts(model)
+    declared = declared_plan(model, facts)
+    assert not idle_rules(declared, facts)
+    assert Matcher(facts.names()).unmatched(declared)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ import shardwise
 from shardwise.api.deriving import Derivation, derive_plan
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.plan.families.proved import PROVED
+from shardwise.plan.fit import idle_rules
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.spec import Plan
+from shardwise.plan.spec import Plan, Rule
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, read_request, vocabulary_plan
 
@@ -36,6 +38,8 @@ logger = logging.getLogger("shardwise.plan")
 
 _SEARCH = 1
 """Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
+
+_MAX_SHOWN = 4
 
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
@@ -55,10 +59,15 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
         return own
     facts = read_facts(model)
     vocabulary, declared = vocabulary_plan(facts), declared_plan(model, facts)
-    if kind == "declared" or (kind == "auto" and facts.model_type in PROVED and declared.rules):
+    idle = idle_rules(declared, facts)
+    if kind == "declared" and idle:
+        raise _idle(model, declared, idle)
+    if kind == "declared" or (kind == "auto" and facts.model_type in PROVED and declared.rules and not idle):
         if not declared.rules and not own.rules:
             raise _unknown(model, "transformers declares none for it")
         return vocabulary | declared | own
+    if idle:
+        logger.warning("%s", _idle(model, declared, idle).summary)
     try:
         derived = _examined(
             model,
@@ -73,13 +82,25 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
         automatic = vocabulary | declared
     except ShardwiseError as error:
         if not own.rules:
-            raise _unknown(model, str(error)) from error
+            raise (_idle(model, declared, idle) if idle else _unknown(model, str(error))) from error
         automatic = vocabulary | declared
     else:
         if derived.problem is not None and not own.rules:
             raise derived.problem
         automatic = derived.plan
     return automatic | own
+
+
+def _idle(model: nn.Module, declared: Plan, idle: Sequence[Rule]) -> PlanError:
+    """The error for a plan that is declared for other modules than the model's."""
+    shown = list(idle[:_MAX_SHOWN])
+    return PlanError(
+        f"{len(idle)} of the {len(declared.rules)} rules declared for {type(model).__name__} split nothing in it",
+        at="\n".join(f'rule "{rule.pattern}: {rule.style}" ({rule.source})' for rule in shown)
+        + (f"\nand {len(idle) - _MAX_SHOWN} more" if len(idle) > _MAX_SHOWN else ""),
+        why="its modules have other names, or hold others that have the weights: it is wrapped, or adapters were added",
+        fix="split the model itself, before anything is put around it or into it, or give rules with its names",
+    )
 
 
 def _unknown(model: nn.Module, why: str) -> PlanError:
@@ -111,6 +132,7 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     described = {
         "search": _SEARCH,
         "class": type(model).__qualname__,
+        "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
         "attention": getattr(model.config, "_attn_implementation", None),
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
         "declared": str(declared),

@@ -12,6 +12,7 @@ from shardwise.layout.placement import Placement, Replicate, Split, equal_sectio
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.features import check_heads, feature_split, local_heads, qkv_split
+from shardwise.plan.fit import check_weight
 from shardwise.plan.joined import target_of, without_joins
 from shardwise.plan.match import Matcher
 from shardwise.plan.regions import COLUMN_STYLES, GATHERED_STYLES, ROW_STYLES, Region, find_regions
@@ -50,6 +51,7 @@ class _Resolver:
         self.unmatched = matcher.unmatched(plan)
         governed = matcher.resolve(plan)
         self.rules, joins = without_joins(governed if tp_size > 1 else {})
+        self.problems += filter(None, (check_weight(name, rule, facts) for name, rule in self.rules.items()))
         self._complete_tied_vocabulary()
         self._complete_tied_parameters()
         self.head = self._vocabulary_head()
