@@ -37,6 +37,12 @@ def test_a_good_run_has_no_problems(run, capsys):
     assert "no problems found (tp2, 2 ranks)" in capsys.readouterr().out
 
 
+def test_an_optimizer_that_reads_matrices_as_a_whole_is_a_problem_where_they_are_split(run, capsys):
+    assert main(["check", run, "optimizer.name=Adafactor"]) == 1
+    assert "Adafactor on parameters of which ranks hold parts" in capsys.readouterr().out
+    assert main(["check", run, "optimizer.name=Adafactor", "layout=ddp2"]) == 0
+
+
 def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

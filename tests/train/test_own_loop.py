@@ -124,9 +124,13 @@ def norms_by_hand(pair):
     def total(model):
         return torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
 
+    def foreach(model):  # as on GPUs
+        norms = torch._foreach_norm([parameter.grad for parameter in model.parameters()], 3.0)
+        return torch.linalg.vector_norm(torch.stack([norm.to("cpu") for norm in norms]), 3.0)
+
     pair.backward(0)
     problems = []
-    for name, call in ("stacked", stacked), ("get_total_norm", total):
+    for name, call in ("stacked", stacked), ("get_total_norm", total), ("foreach", foreach):
         expected, found = pair.both(call)
         problems += differing(name, found, expected, 1e-5 * float(expected))
     with pytest.raises(UnsupportedError, match="a part of the gradient"):

@@ -87,6 +87,24 @@ def test_what_happens_to_infinite_gradients_is_decided_alike_on_every_rank():
         assert not error and moved > 0
 
 
+def step_after_a_second_backward(mesh):
+    """A norm that was computed before a backward says nothing of the gradients after it."""
+    precision = shardwise.Precision(compute="float32", nonfinite="raise")
+    model = shardwise.parallelize(tiny_model("llama"), mesh, precision=precision)
+    optimizer, batch = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1), tiny_batch(model)
+    model(**batch).loss.backward()
+    shardwise.clip_grad_norm_(model, 1.0)
+    (model(**batch).loss * math.inf).backward()
+    with pytest.raises(GradientError, match="gradient norm is nan"):
+        optimizer.step()
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_a_norm_is_that_of_the_gradients_there_are(on_ranks, layout):
+    on_ranks(step_after_a_second_backward)
+
+
 @pytest.mark.single
 def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
     with shardwise.Mesh.open("tp1") as mesh:

@@ -50,6 +50,7 @@ class TrainStep:
     Raises:
         BatchError: `num_microbatches` is no positive integer.
         LayoutError: the model is not split by Shardwise.
+        UnsupportedError: parameters came into it later, where nothing says what they are.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, *, num_microbatches: int = 1) -> None:
@@ -61,6 +62,7 @@ class TrainStep:
             )
         self._registry = registry_of(model)
         self._gradients = gradients_of(model)
+        self._gradients.parameters()  # says now which of them cannot be trained
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
