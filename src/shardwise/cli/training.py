@@ -104,9 +104,13 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
                 console.print(f"exported to {config.export}", highlight=False, soft_wrap=True)
         finally:
             if mesh.rank == 0:
-                with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
-                    partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
+                _write_data_state(config, batches)
         return record
+
+
+def _write_data_state(config: TrainConfig, batches: PackedBatches) -> None:
+    with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
+        partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
 
 
 def _export(model: torch.nn.Module, config: TrainConfig, tokenizer: Any) -> None:
