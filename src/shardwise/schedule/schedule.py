@@ -1,0 +1,83 @@
+"""`Schedule`: what every rank of a pipeline computes, in order, as a value that prints and parses back."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from shardwise.schedule.action import Action, Kind, Step, parse_step
+
+__all__ = ["Schedule"]
+
+_HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: 0, Kind.BACKWARD_WEIGHT: -1}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What each rank of a pipeline computes, in order: a rank starts a step as soon as its input is there.
+
+    `str` shows every rank's steps on a line, as torch writes them; `parse` reads it back. 1F1B on 2 ranks:
+
+        1f1b
+        0F0 0F1 0B0 0F2 0B1 0B2
+        1F0 1B0 1F1 1B1 1F2 1B2
+
+    Attributes:
+        order: the steps of every rank.
+    """
+
+    name: str
+    order: tuple[tuple[Step, ...], ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.name, *(" ".join(map(str, steps)) for steps in self.order)])
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """The schedule that `text` spells. Raises `ConfigError` for a step that cannot be read."""
+        name, *lines = text.splitlines()
+        return cls(name, tuple(tuple(map(parse_step, line.split())) for line in lines))
+
+    @property
+    def title(self) -> str:
+        """Its name and sizes, in words."""
+        stages = f"{len(self.rank_of)} stages on {self.pp_size} ranks"
+        return f"{self.name}: {self.num_microbatches} microbatches through {stages}"
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of every rank, those of a pair one after the other."""
+        return tuple(tuple(action for step in steps for action in step.parts) for steps in self.order)
+
+    @property
+    def pp_size(self) -> int:
+        """The number of ranks."""
+        return len(self.order)
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of microbatches."""
+        return 1 + max(action.microbatch for action in self.actions[0])
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that every rank holds, in the order in which a microbatch passes them."""
+        return tuple(tuple(sorted({action.stage for action in actions})) for actions in self.actions)
+
+    @property
+    def rank_of(self) -> dict[int, int]:
+        """The rank that holds each stage, first stage first."""
+        return dict(sorted((stage, rank) for rank, stages in enumerate(self.stages) for stage in stages))
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some gradients of weights are computed apart from those of inputs."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most activations that every rank holds at once.
+
+        One is what a stage keeps of a microbatch from its forward until its backward is complete: where the backward is
+        in two parts, until the gradients of its weights are computed.
+        """
+        return tuple(max(accumulate(_HELD[action.kind] for action in actions)) for actions in self.actions)

@@ -1,0 +1,149 @@
+"""When every action of a schedule runs: simulated from costs, or measured; shown as text, SVG and Chrome trace."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from shardwise.errors import ConfigError
+from shardwise.schedule.action import Action, Kind
+from shardwise.schedule.drawing import draw_svg, draw_text
+from shardwise.schedule.schedule import Schedule
+
+__all__ = ["Cost", "Span", "Timeline", "describe_schedule", "timeline"]
+
+Cost: TypeAlias = float | Sequence[float]
+"""A time in any unit: one for all stages, or one for each."""
+
+_Output: TypeAlias = tuple[bool, int, int]  # of a forward or of a backward, of which stage, of which microbatch
+
+
+@dataclass(frozen=True)
+class Span:
+    """When an action ran, from the start of the step on."""
+
+    action: Action
+    start: float
+    end: float
+
+    @property
+    def length(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a schedule runs: as `timeline` computes it, or as it was measured.
+
+    Attributes:
+        spans: of every rank, in the order of `schedule.actions`.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def duration(self) -> float:
+        """How long the step takes."""
+        return max(row[-1].end for row in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the ranks' time that they wait, from 0 to 1."""
+        return 1 - sum(span.length for row in self.spans for span in row) / (len(self.spans) * self.duration)
+
+    def __str__(self) -> str:
+        return draw_text(self)
+
+    def to_svg(self) -> str:
+        """A picture for a browser: a row a rank, time from left to right, and how to read it."""
+        return draw_svg(self)
+
+    def to_chrome_trace(self) -> str:
+        """Events for chrome://tracing or Perfetto: a track a rank, a unit of time is a second."""
+        events = [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": rank,
+                "name": str(span.action),
+                "ts": 1e6 * span.start,
+                "dur": 1e6 * span.length,
+            }
+            for rank, row in enumerate(self.spans)
+            for span in row
+        ]
+        return json.dumps({"traceEvents": events})
+
+
+def timeline(
+    schedule: Schedule, *, forward: Cost = 1.0, backward_input: Cost = 1.0, backward_weight: Cost = 1.0
+) -> Timeline:
+    """When every action runs if ranks start the next one as soon as its input is there, and sending takes no time.
+
+    The two of a pair run one after the other, and what they made is sent when both are done, as in torch.
+
+    Args:
+        forward: of a stage on one microbatch.
+        backward_input: the part of a backward that the stage before waits for. torch's stage 0 leaves it out and does
+            the whole backward with the weights.
+        backward_weight: the part that no stage waits for.
+
+    Raises:
+        ConfigError: there is not one cost for each stage, or ranks wait for each other and none can go on.
+    """
+    num_stages = len(schedule.rank_of)
+    costs = {
+        Kind.FORWARD: _per_stage(forward, num_stages),
+        Kind.BACKWARD_INPUT: _per_stage(backward_input, num_stages),
+        Kind.BACKWARD_WEIGHT: _per_stage(backward_weight, num_stages),
+    }
+    parts = zip(costs[Kind.BACKWARD_INPUT], costs[Kind.BACKWARD_WEIGHT], strict=True)
+    costs[Kind.BACKWARD] = [sum(part) for part in parts]
+    outputs: dict[_Output, float] = {(True, -1, i): 0.0 for i in range(schedule.num_microbatches)}
+    rows: list[list[Span]] = [[] for _ in schedule.order]
+    left = [list(steps) for steps in schedule.order]
+    while any(left):
+        num_left = sum(map(len, left))
+        for row, steps in zip(rows, left, strict=True):
+            while steps and all(_input_of(action, num_stages) in outputs for action in steps[0].parts):
+                actions = steps.pop(0).parts
+                for action in actions:
+                    start = max(outputs[_input_of(action, num_stages)], row[-1].end if row else 0.0)
+                    row.append(Span(action, start, start + costs[action.kind][action.stage]))
+                for action in actions:
+                    if action.kind is not Kind.BACKWARD_WEIGHT:
+                        outputs[action.kind is Kind.FORWARD, action.stage, action.microbatch] = row[-1].end
+        if sum(map(len, left)) == num_left:
+            stuck = ", ".join(f"rank {rank} before {steps[0]}" for rank, steps in enumerate(left) if steps)
+            raise ConfigError(f"the schedule {schedule.name} stops: ranks wait for each other", at=stuck)
+    return Timeline(schedule, tuple(map(tuple, rows)))
+
+
+def _input_of(action: Action, num_stages: int) -> _Output:
+    """The output that `action` takes: a backward that of the next stage's, or of the last stage's forward."""
+    if action.kind is Kind.FORWARD:
+        return (True, action.stage - 1, action.microbatch)
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return (False, action.stage, action.microbatch)
+    is_last = action.stage == num_stages - 1
+    return (is_last, action.stage + (not is_last), action.microbatch)
+
+
+def _per_stage(cost: Cost, num_stages: int) -> list[float]:
+    costs = [float(cost)] * num_stages if isinstance(cost, int | float) else list(cost)
+    if len(costs) != num_stages:
+        raise ConfigError(f"{len(costs)} costs for {num_stages} stages", fix="give one number, or one for each stage")
+    return costs
+
+
+def describe_schedule(shown: Timeline) -> str:
+    """A schedule in words and as a grid: what it is for, how long ranks wait, how much they hold."""
+    held = ", ".join(map(str, shown.schedule.in_flight))
+    lines = [
+        shown.schedule.title,
+        f"bubble: ranks wait {shown.bubble:.1%} of the time",
+        f"in flight: ranks hold at most {held} activations, each of one stage and microbatch",
+    ]
+    return "\n".join([*lines, "", str(shown)])

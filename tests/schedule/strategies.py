@@ -1,0 +1,19 @@
+"""Random schedules of every name, with numbers that it takes."""
+
+from hypothesis import strategies as st
+
+from shardwise.schedule.build import SCHEDULES, build_schedule
+from shardwise.schedule.schedule import Schedule
+
+
+@st.composite
+def schedules(draw: st.DrawFn, names: tuple[str, ...] = SCHEDULES) -> Schedule:
+    name = draw(st.sampled_from(names))
+    pp_size = draw(st.integers(1, 5))
+    in_v, alone = name in ("zbv", "dualpipev"), name in ("gpipe", "1f1b")
+    num_stages = 1 if alone else 2 if in_v else draw(st.integers(2 - (name == "interleaved_zero_bubble"), 3))
+    fewest = pp_size * num_stages if name in ("1f1b", "dualpipev") else 1
+    counts = st.integers(fewest, fewest + 11)
+    if name.startswith("interleaved"):
+        counts = counts.filter(lambda count: count % max(1, count // pp_size) == 0)
+    return build_schedule(name, pp_size=pp_size, num_microbatches=draw(counts), num_stages_per_rank=num_stages)
