@@ -149,8 +149,9 @@ class ParameterEntry:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ParameterEntry:
-        return replace(self, registry=copy.deepcopy(self.registry, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
+        registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
+        return memo.get(id(self)) or replace(self, registry=registry)
 
 
 @dataclass(eq=False)
