@@ -50,6 +50,10 @@ def wider_on_rank_1(rank):
     )
 
 
+def other_experts_on_rank_1(rank):
+    return tiny_model("mixtral", num_experts_per_tok=1 + rank)
+
+
 def frozen_buffer(rank):
     model = tiny_model("llama")
     model.register_buffer("extra", torch.full((2,), float(rank)))
@@ -76,8 +80,9 @@ def test_what_was_decided_prints_as_json_and_parses_back(family, layout):
     ("build", "place"),
     [
         (new_head, "the values of model.embed_tokens.weight"),
-        (wider_on_rank_1, "module 'model.layers.0.mlp'"),
+        (wider_on_rank_1, "module 'model.layers.0.mlp.gate_proj'"),
         (frozen_buffer, "the values of extra"),
+        (other_experts_on_rank_1, "the config's num_experts_per_tok"),
     ],
 )
 def test_models_that_differ_between_ranks_are_refused_by_name(layout, build, place):
@@ -86,6 +91,33 @@ def test_models_that_differ_between_ranks_are_refused_by_name(layout, build, pla
     text, untouched = first
     assert text.startswith("the ranks were given different models or options")
     assert place in text and "rank 0" in text and "rank 1" in text and untouched
+
+
+def reformer_that_ran(mesh):
+    """Its layers keep the seed that each drew in its last forward, and replay it in backward."""
+    config = transformers.ReformerConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_attention_heads=2,
+        attention_head_size=16,
+        feed_forward_size=48,
+        attn_layers=["local"],
+        axial_pos_embds=False,
+        max_position_embeddings=64,
+        is_decoder=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.ReformerModelWithLMHead(config).train()
+    torch.manual_seed(mesh.rank)
+    model(torch.ones(1, 8, dtype=torch.int64))
+    seed = model.reformer.encoder.layers[0].attention_seed
+    return seed, shardwise.parallelize(model, mesh) is model
+
+
+@pytest.mark.spawn
+def test_what_modules_keep_of_a_forward_may_differ(on_ranks):
+    (first, split), (second, also) = on_ranks(reformer_that_ran, layout="fsdp2")
+    assert first != second and split and also
 
 
 def llama(rank):

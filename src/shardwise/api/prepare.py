@@ -8,6 +8,7 @@ meet in different collectives, or train a mixture of their models without a word
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,9 +120,13 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
         for name, value in (*model.named_parameters(), *model.named_buffers())
         if value.numel()
     }
+    # Integers of modules are compared where the plan uses them: others may be what a forward has left there.
+    config = model.config.to_dict() if hasattr(model, "config") and hasattr(model.config, "to_dict") else {}
+    config.pop("_name_or_path", None)
     return (
         {"the layout": str(shape), "the class": type(model).__qualname__, "the options": repr(spec)}
-        | {f"module {name!r}": str(module) for name, module in facts.modules.items()}
+        | {f"module {name!r}": str(replace(module, attributes={})) for name, module in facts.modules.items()}
+        | {f"the config's {name}": repr(value) for name, value in config.items()}
         | {f"the values of {name}": value for name, value in values.items()}
     )
 
