@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from shardwise.api.planning import plan_for
 from shardwise.comm.agree import check_equal, failing_together
@@ -121,7 +122,8 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
         if value.numel()
     }
     # Integers of modules are compared where the plan uses them: others may be what a forward has left there.
-    config = model.config.to_dict() if hasattr(model, "config") and hasattr(model.config, "to_dict") else {}
+    own = getattr(model, "config", None)
+    config = own.to_dict() if isinstance(own, PreTrainedConfig) else {}
     config.pop("_name_or_path", None)
     return (
         {"the layout": str(shape), "the class": type(model).__qualname__, "the options": repr(spec)}
