@@ -14,7 +14,9 @@ from torch import Tensor
 from shardwise.errors import MeshError
 from shardwise.job.adopted import read_device_mesh, read_groups
 from shardwise.job.groups import Groups, lines_along, make_groups, new_group, ranks_of, wide_axes
-from shardwise.job.processes import calm_gloo_loops, end_processes, pick_device, start_processes
+from shardwise.job.missing import explain
+from shardwise.job.processes import calm_gloo_loops, current_watch, end_processes, pick_device, start_processes
+from shardwise.job.rendezvous import read_world_size
 from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -72,6 +74,7 @@ class Mesh:
         self._subgroups: dict[tuple[str, Blocks], dist.ProcessGroup | None] = {}
         self._timeout = timeout
         self._owns_processes = owns_processes
+        self._watch = current_watch()
 
     @classmethod
     def open(
@@ -91,7 +94,8 @@ class Mesh:
             timeout_seconds: after how long a collective that some rank never joins fails.
 
         Raises:
-            MeshError: the text is no layout, or the world has another size than the layout.
+            MeshError: the text is no layout, the world has another size than the layout, the environment holds
+                impossible numbers, or some rank did not come in time.
 
         Communicates: the rendezvous, and the creation of one process group for each axis larger than 1.
         """
@@ -101,7 +105,7 @@ class Mesh:
             )
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         started = dist.is_available() and dist.is_initialized()
-        world_size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+        world_size = dist.get_world_size() if started else read_world_size()
         if shape.world_size > 1 and world_size == 1 and not started and "WORLD_SIZE" not in os.environ:
             raise MeshError(
                 f"layout {shape} needs {shape.world_size} processes, this is a single one",
@@ -225,6 +229,11 @@ class Mesh:
             self._subgroups[axis, blocks] = group if group is not None and group.size() > 1 else None
         return self._subgroups[axis, blocks]
 
+    def note_step(self) -> None:
+        """Notes that this rank begins another training step, for messages about ranks that do not come to one."""
+        if self._watch is not None:
+            self._watch.step += 1
+
     def close(self) -> None:
         """Lets go of the groups. Safe to call twice.
 
@@ -241,9 +250,15 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        watch = self._watch if self._owns_processes else None
+        explained = explain(error, watch) if error is not None and watch is not None else None
+        if watch is not None:
+            watch.note_end(explained or error)
         self.close()
         if error is not None and self._owns_processes:
             end_processes()  # others may wait for this rank in a collective: now they hear of it
+        if explained is not None:
+            raise explained from error
 
     def __repr__(self) -> str:
         return f"Mesh({self.shape}, rank {self.rank} of {self.shape.world_size}, {self.device})"

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MeshError
+from shardwise.job.rendezvous import meet, read_place
+from shardwise.job.watch import Watch
 
 __all__ = ["calm_gloo_loops", "end_processes", "pick_device", "start_processes"]
 
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SECONDS_TO_LET_GO = 0.1
 _GLOO_LOOP = "gloo_tcp_loop"
 _LOOP_NICENESS = 5
@@ -62,19 +63,26 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
 
     Communicates: the rendezvous.
     """
-    missing = [name for name in _LAUNCH_VARIABLES if name not in os.environ]
-    if missing:
-        raise MeshError(
-            f"the environment lacks {', '.join(missing)}",
-            why="WORLD_SIZE says there are several processes, but not how they find each other",
-            fix="start the script with torchrun, which sets all of them",
-        )
+    place = read_place()
+    store = meet(place, timeout_seconds=timeout.total_seconds())
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )
     atexit.register(end_processes)
+    _WATCHES.append(Watch(store, place, timeout_seconds=timeout.total_seconds()))
+
+
+_WATCHES: list[Watch] = []
+
+
+def current_watch() -> Watch | None:
+    """The watch over the processes that `start_processes` started; None where somebody else did."""
+    return _WATCHES[-1] if _WATCHES and dist.is_initialized() else None
 
 
 def calm_gloo_loops() -> None:
@@ -93,6 +101,8 @@ def calm_gloo_loops() -> None:
 
 def end_processes() -> None:
     """Runs while Python still works, when the process ends."""
+    while _WATCHES:
+        _WATCHES.pop().stop()
     if dist.is_initialized():
         uses_gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()

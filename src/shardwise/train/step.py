@@ -94,6 +94,7 @@ class TrainStep:
             targets, where there are several data ranks; what the model's forward and backward do; the gradient phase
             (see [Note: one gradient phase]); over the data ranks, one all-reduce of the loss.
         """
+        self.mesh.note_step()
         parts, counts, num_tokens = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.value if loss_scale is not None else 1.0

@@ -1,0 +1,126 @@
+"""Ranks that cannot meet say so: impossible numbers at once, and who is missing long before the time is up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import time
+
+import pytest
+
+import shardwise
+from shardwise.errors import MeshError
+from shardwise.job import rendezvous
+from shardwise.testing.spawn import spawn
+
+pytestmark = pytest.mark.spawn
+
+SECONDS = 3.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"RANK": "5"}, ["RANK is 5", "0 to 1"]),
+        ({"RANK": "-1"}, ["RANK is -1", "0 to 1"]),
+        ({"RANK": "a"}, ["RANK is 'a'", "no whole number"]),
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE is 'two'", "no whole number"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
+        ({"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
+        ({"LOCAL_RANK": "x"}, ["LOCAL_RANK is 'x'"]),
+        ({"RANK": "2", "MASTER_PORT": "http"}, ["RANK is 2", "MASTER_PORT is 'http'"]),
+        ({"RANK": ""}, ["lacks RANK", "torchrun"]),
+    ],
+)
+def test_impossible_numbers_are_refused_at_once(changes, parts, monkeypatch):
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    for name, value in (usual | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError) as raised:
+        shardwise.Mesh.open("tp2")
+    assert all(part in str(raised.value) for part in parts), str(raised.value)
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def outcome_of_opening(env, *, port_taken=False):
+    """What opening a mesh of as many ranks as `env` says ends in, what was said meanwhile, and how long it took."""
+    os.environ.update(env)
+    rendezvous.FIRST_NOTICE_SECONDS = 1.0
+    kept = Kept()
+    logging.getLogger("shardwise.job").addHandler(kept)
+    with socket.socket() as taken:
+        if port_taken:
+            taken.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+            taken.listen()
+        start = time.monotonic()
+        try:
+            shardwise.Mesh.open(f"tp{os.environ['WORLD_SIZE']}", timeout_seconds=SECONDS)
+        except MeshError as error:
+            return str(error), kept.texts, time.monotonic() - start
+        return "no error", kept.texts, time.monotonic() - start
+
+
+def test_a_rank_that_never_comes_is_named_and_waited_for_no_longer_than_asked():
+    ((error, said, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2"})
+    assert re.match(r"waiting for 1 of 2 ranks at 127.0.0.1:\d+: rank 1 to come \(1 of 3 seconds\)", said[0])
+    assert "1 of 2 ranks never came" in error and "rank 1" in error and "timeout_seconds" in error
+    assert SECONDS <= seconds < SECONDS + 10
+
+
+def test_the_first_rank_may_be_the_one_that_never_comes():
+    ((error, said, seconds),) = spawn(one_behind, 1)
+    assert "waiting for 1 of 2 ranks at 127.0.0.1" in said[0] and "rank 0" in said[0]
+    assert "rank 1 cannot reach rank 0" in error and "Connection refused" in error
+    assert SECONDS <= seconds < SECONDS + 10
+
+
+def one_behind():
+    return outcome_of_opening({"WORLD_SIZE": "2", "RANK": "1"})
+
+
+def test_a_host_that_does_not_exist():
+    ((error, said, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"})
+    assert "does not resolve" in said[0]
+    assert "no.such.host.invalid" in error and "does not resolve" in error
+    assert SECONDS <= seconds < SECONDS + 10
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_port_that_something_else_listens_on(rank):
+    ((error, _, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "RANK": rank}, port_taken=True)
+    if rank == "0":
+        assert "is in use" in error and "MASTER_PORT" in error and seconds < SECONDS
+    else:
+        assert "does not answer as rank 0" in error and seconds < SECONDS + 10
+
+
+def claim(ranks, worlds):
+    mine = int(os.environ["RANK"])
+    return outcome_of_opening({"RANK": str(ranks[mine]), "WORLD_SIZE": str(worlds[mine])})
+
+
+def test_two_processes_that_are_the_same_rank():
+    outcomes = spawn(claim, 3, (0, 1, 1), (3, 3, 3))
+    errors = [error for error, _, _ in outcomes]
+    assert any("2 processes are rank 1" in error for error in errors[1:])
+    assert "rank 2" in errors[0]
+
+
+def test_ranks_that_expect_different_numbers_of_ranks():
+    outcomes = spawn(claim, 2, (0, 1), (2, 4))
+    assert (
+        "rank 1 expects 4 ranks, and others 2" in outcomes[1][0]
+        or "rank 0 expects 2 ranks, and others 4" in outcomes[0][0]
+    )

@@ -1,0 +1,132 @@
+"""A collective that a rank never joins: who it is, in which step and where, and not only that time is up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+
+import shardwise
+import shardwise.job.processes
+from shardwise.errors import RankError
+from shardwise.job import lookout, watch
+from shardwise.testing.spawn import spawn
+from tests.families import rows_of, tiny_batch, tiny_model
+from tests.job.test_rendezvous import Kept
+
+pytestmark = pytest.mark.spawn
+
+SECONDS = 3.0
+
+
+def take_steps(mesh, stop, rank):
+    """Steps of which `rank` calls `stop` before the third."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    batch = rows_of(tiny_batch(model), mesh)
+    step = shardwise.TrainStep(model, mesh)
+    for number in range(1, 9):
+        if number == 3 and mesh.rank == rank:
+            stop()
+        step(batch)
+
+
+def outcome_of_steps(layout, stop, rank=1):
+    """How a run in which one rank does not come to step 3 ends on this one, what was said, and when."""
+    watch.BEAT_SECONDS, watch.QUIET_SECONDS, lookout.QUIET_SECONDS, watch.ANSWER_SECONDS = 0.2, 1.0, 1.0, 1.0
+    kept = Kept()
+    logging.getLogger("shardwise.job").addHandler(kept)
+    start = time.monotonic()
+    try:
+        with shardwise.Mesh.open(layout, timeout_seconds=SECONDS) as mesh:
+            take_steps(mesh, stop, rank)
+    except (RankError, ValueError, LeftError) as error:
+        return type(error).__name__, str(error), kept.texts, time.monotonic() - start
+    return "no error", "", kept.texts, time.monotonic() - start
+
+
+class LeftError(Exception):
+    pass
+
+
+def leave():
+    raise LeftError
+
+
+def be_stopped(seconds=SECONDS + 2):
+    time.sleep(0.5)  # so that it has said where it is
+    pid = os.getpid()
+    if os.fork() == 0:  # somebody has to wake it up again
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGCONT)
+        os._exit(0)
+    os.kill(pid, signal.SIGSTOP)
+
+
+def be_stopped_for_long():
+    be_stopped(SECONDS + 4)
+
+
+def read_data_slowly():
+    time.sleep(SECONDS + 2)
+
+
+def find_a_fault():
+    raise ValueError("row 7 has no target")
+
+
+def check_missing(outcome, *parts):
+    kind, text, _, seconds = outcome
+    assert kind == "RankError", text
+    assert all(part in text for part in ("rank 1 did not come to", "of step 3", "test_watch.py", *parts)), text
+    assert seconds < 4 * SECONDS
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_a_rank_that_is_stopped_is_said_to_be_missing_and_then_named(layout):
+    first, _ = spawn(outcome_of_steps, 2, layout, be_stopped)
+    check_missing(first, "rank 1 was last in step 2", "no longer heard of")
+    assert any("rank 1 has not been heard of for" in text for text in first[2])
+
+
+def test_the_rank_that_keeps_the_store_may_be_the_one_that_is_stopped():
+    _, (kind, text, said, seconds) = spawn(outcome_of_steps, 2, "tp2", be_stopped_for_long, 0)
+    assert kind == "RankError" and "rank 0 or its launcher did not come to all_reduce of step 3" in text
+    assert "no longer answers" in text and seconds < 4 * SECONDS
+    assert any("rank 0" in each and "no longer answer" in each for each in said)
+
+
+def test_a_rank_that_is_elsewhere_is_named_with_the_place():
+    first, _ = spawn(outcome_of_steps, 2, "fsdp2", read_data_slowly)
+    check_missing(first, "rank 1 is in step 2", "in read_data_slowly", "raise timeout_seconds")
+    assert any("rank 0 waited for" in text and "in read_data_slowly" in text for text in first[2])
+
+
+def test_a_rank_that_fails_is_quoted():
+    first, second = spawn(outcome_of_steps, 2, "tp2", find_a_fault)
+    assert second[:2] == ("ValueError", "row 7 has no target")
+    assert first[0] == "RankError" and "rank 1 failed in step 2" in first[1]
+    assert "ValueError: row 7 has no target" in first[1] and "step 3" in first[1]
+
+
+def leave_early(layout):
+    watch.BEAT_SECONDS = 0.2
+    try:
+        with shardwise.Mesh.open(layout, timeout_seconds=SECONDS) as mesh:
+            model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+            step = shardwise.TrainStep(model, mesh)
+            for _ in range(3 - mesh.rank):
+                step(rows_of(tiny_batch(model), mesh))
+    except RankError as error:
+        return str(error)
+    shardwise.job.processes.end_processes()  # as at the end of its script
+    return "no error"
+
+
+def test_a_rank_whose_data_ends_early_is_named():
+    first, second = spawn(leave_early, 2, "fsdp2")
+    assert second == "no error"
+    assert "rank 1 left after step 2, and did not come to" in first and "of step 3" in first
+    assert "data may have ended" in first
