@@ -103,6 +103,8 @@ class Mesh:
             raise MeshError(
                 f"a layout cannot be a {type(layout).__name__}", fix='use text such as "fsdp2.tp4", or a MeshShape'
             )
+        if not 0 < timeout_seconds < 10**9:
+            raise MeshError(f"timeout_seconds is {timeout_seconds}", fix="use a positive number of seconds")
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         started = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if started else read_world_size()

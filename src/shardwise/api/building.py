@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import prepare
-from shardwise.comm.agree import failing_together
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
@@ -92,15 +92,15 @@ def _load(
     seed: int,
     options: Mapping[str, Any],
 ) -> PreTrainedModel:
-    with failing_together(mesh, "reading the model's configuration"):
+    with raise_on_all_ranks(mesh.group(), "reading the model's configuration"):
         found = _open_source(source, options)
     with found.index or nullcontext():
-        with failing_together(mesh, "building the model"):
+        with raise_on_all_ranks(mesh.group(), "building the model"):
             chosen = as_dtype(dtype) or found.config.dtype or _stored_dtype(found.index)
             build = functools.partial(build_meta_model, found.config, auto_class, dtype=chosen, options=found.options)
             model = build()
         registry = prepare(model, mesh, spec)
-        with failing_together(mesh, "loading"):
+        with raise_on_all_ranks(mesh.group(), "loading"):
             if found.index is not None and not isinstance(source, PreTrainedConfig):
                 load_weights(model, registry, found.index, dtype=chosen, **found.reading)
                 model.config.name_or_path = model.name_or_path = os.fspath(source)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.api.planning import plan_for
-from shardwise.comm.agree import check_equal, failing_together
+from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.registry import Registry
 from shardwise.layers.wrapping import refuse_wrapping
@@ -49,7 +49,7 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     Communicates: a few small gathers over all ranks.
     """
     plan = _decide_together(model, mesh, spec)
-    with failing_together(mesh, "splitting the model"):
+    with raise_on_all_ranks(mesh.group(), "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
     open_subgroups(registry)
     track_gradients(model, registry)
@@ -76,7 +76,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     """`decide`, by rank 0 for all ranks, whose models and options are the same."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec)
-    with failing_together(mesh, "reading the model"):
+    with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_axes(mesh.shape)
         check_unsplit(model)
         facts = read_facts(model)
@@ -89,11 +89,11 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         fix="build it from the same files on every rank, and what is drawn at random behind the same torch.manual_seed",
     )
     found: object = None
-    with failing_together(mesh, "planning"):
+    with raise_on_all_ranks(mesh.group(), "planning"):
         if mesh.rank == 0:
             found = plan_for(model, spec, tp_size=mesh.shape.tp_size).to_json()
     rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
-    with failing_together(mesh, "resolving the plan"):
+    with raise_on_all_ranks(mesh.group(), "resolving the plan"):
         plan = decide_split(rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel)
     check_equal(
         mesh.group(),

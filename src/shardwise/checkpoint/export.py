@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from shardwise.comm.agree import failing_together
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import ParameterEntry, named_entries, registry_of, reshard
@@ -32,7 +32,7 @@ def write_pretrained(
     registry = registry_of(model)
     reshard(model)
     check_replicas(model)
-    with failing_together(registry.mesh, "preparing the export"):
+    with raise_on_all_ranks(registry.mesh.group(), "preparing the export"):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
@@ -42,7 +42,7 @@ def write_pretrained(
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
     try:
         fault = _stream(groups, values, entries, writer)
-        with failing_together(registry.mesh, "writing the export"):
+        with raise_on_all_ranks(registry.mesh.group(), "writing the export"):
             if fault is not None:
                 raise fault
             if writer is not None:

@@ -13,20 +13,31 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
-import traceback
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import RankError
+from shardwise.failure import Failure
 
-__all__ = ["INTERRUPTED", "exit_on_terminate", "is_rank", "launch", "leave", "local_rank", "record_failures"]
+__all__ = [
+    "INTERRUPTED",
+    "end_with_launcher",
+    "exit_on_terminate",
+    "is_rank",
+    "launch",
+    "leave",
+    "local_rank",
+    "record_failures",
+]
 
 INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10
+LAUNCHER_POLL_SECONDS = 1.0
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -89,10 +100,9 @@ def record_failures() -> Iterator[None]:
 
     Where no launcher asked for a file, the code goes on and errors take their usual way.
     """
-    path = os.environ.get(ERROR_FILE)
     try:
         yield
-        if path is not None:
+        if ERROR_FILE in os.environ:
             atexit._run_exitfuncs()
             leave(0)
     except KeyboardInterrupt:
@@ -100,19 +110,42 @@ def record_failures() -> Iterator[None]:
     except SystemExit as error:
         leave(error.code if isinstance(error.code, int) else 1)
     except Exception as error:  # recorded whole, and shown by the launcher
-        if path is None:
+        if ERROR_FILE not in os.environ:
             raise
-        Path(path).write_text(json.dumps(_report(error)), encoding="utf-8")
+        _record(error)
         leave(1)
 
 
-def exit_on_terminate() -> None:
-    """Makes SIGTERM unwind this process, so that half-written files are removed, rather than end it on the spot."""
+class TerminatedError(RankError):
+    """This rank was ended by a signal."""
 
-    def leave(number: int, frame: object) -> NoReturn:
+
+def exit_on_terminate() -> None:
+    """Makes SIGTERM unwind this process, so that half-written files are removed; a second one ends it on the spot."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(number, lambda number, frame: os._exit(128 + number))
+        _record(TerminatedError(f"rank {local_rank()} was ended by {signal.Signals(number).name}"))
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, end)
+
+
+def end_with_launcher() -> None:
+    """Has this rank end when its launcher has: one that is killed cannot end its ranks, which would train for ever.
+
+    They unwind as at SIGTERM, and end on the spot if that takes too long.
+    """
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SECONDS_TO_SHUT_DOWN)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True, name="shardwise-launcher").start()
 
 
 def leave(code: int) -> NoReturn:
@@ -133,31 +166,37 @@ def _silence_agent() -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _report(error: Exception) -> dict[str, Any]:
-    is_ours = isinstance(error, ShardwiseError)
-    text = traceback.format_exc()
-    return {
-        # The part that torchrun itself reads and shows.
-        "message": {
-            "message": f"{type(error).__name__}: {error}",
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        },
-        # torchrun's time counts whole seconds, in which the first failure has often taken the other ranks with it.
-        "at_seconds": time.time(),
-        "shown": str(error) if is_ours else text,
-        "traceback": text,
-        "is_ours": is_ours,
-    }
+def _record(error: BaseException) -> None:
+    """Notes an error where the launcher looks for it; without one, or when it has gone, nowhere."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        return
+    failure = Failure.of(error)
+    # The part that torchrun itself reads and shows.
+    extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.at_seconds))}
+    theirs = {"message": f"{failure.name}: {failure.message}", "extraInfo": extra}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
 
 
 def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
-    """The failure that came first, as the user should see it."""
-    reported = {rank: f.error_file_data for rank, f in failures.items() if "at_seconds" in (f.error_file_data or {})}
-    # A rank that could not even report was killed, and whatever others say follows from that; the launcher itself ends
-    # the rest by SIGTERM.
+    """The failure that came first, as the user should see it.
+
+    Most failures follow from another: a rank that failed or was killed breaks the collectives of the others, and the
+    launcher itself ends by SIGTERM, and SIGKILL in the end, whoever still runs. So a rank's own report comes first,
+    unless another rank could not even report, and nobody has found out why; the reports of ranks that were ended come
+    last.
+    """
+    reported = {
+        rank: Failure.from_json(failure.error_file_data["failure"])
+        for rank, failure in failures.items()
+        if "failure" in (failure.error_file_data or {})
+    }
+    own = {rank: failure for rank, failure in reported.items() if failure.name != TerminatedError.__name__}
+    is_found = any(failure.name == RankError.__name__ for failure in own.values())
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
     silent = [rank for rank, failure in failures.items() if rank not in reported and failure.exitcode not in ended]
-    if silent or not reported:
+    if (silent and not is_found) or not reported:
         rank = min(silent or failures)
         failure = failures[rank]
         how = (
@@ -165,8 +204,7 @@ def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
         )
         hint = "\n  why: the machine may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
-    rank = min(reported, key=lambda rank: float(reported[rank]["at_seconds"]))
-    first = reported[rank]
-    if not first["is_ours"] or show_traceback:
-        return f"rank {rank} failed first:\n{first['traceback'].rstrip()}"
-    return f"error: {first['shown']}"
+    rank, first = min((own or reported).items(), key=lambda item: item[1].at_seconds)
+    if not first.is_ours or show_traceback:
+        return f"rank {rank} failed first:\n{first.trace.rstrip()}"
+    return f"error: {first.message}"

@@ -7,7 +7,14 @@ import os
 from pathlib import Path
 
 from shardwise.cli.config import config_error, parse_config
-from shardwise.cli.launch import exit_on_terminate, is_rank, launch, local_rank, record_failures
+from shardwise.cli.launch import (
+    end_with_launcher,
+    exit_on_terminate,
+    is_rank,
+    launch,
+    local_rank,
+    record_failures,
+)
 from shardwise.errors import ConfigError
 from shardwise.topology.shape import MeshShape
 
@@ -56,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             fix="leave it out",
         )
     if is_rank():
+        end_with_launcher()
         with record_failures():
             _run_rank(arguments)
         return 0

@@ -25,7 +25,7 @@ from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_encoder, build_model, load_tokenizer
 from shardwise.cli.places import check_export, unexported
 from shardwise.cli.sources import open_source
-from shardwise.comm.agree import failing_together
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
@@ -56,12 +56,12 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
     Raises:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
     """
-    with Mesh.open(config.layout) as mesh, ExitStack() as open_logs:
+    with Mesh.open(config.layout, timeout_seconds=config.timeout_seconds) as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0)
         if mesh.rank != 0:
             transformers.logging.set_verbosity_error()
             transformers.logging.disable_progress_bar()
-        with failing_together(mesh, "trying the places to write to"):
+        with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
             problems = check_outputs(config) if mesh.rank == 0 else []
             if problems:
                 raise config_error("the configuration", problems)
@@ -83,7 +83,7 @@ def train(config: TrainConfig, *, local_rank: int) -> StepRecord | None:
         if config.evaluation.path is not None:
             held_out = _read_held_out(config, build_encoder(tokenizer), local_rank=local_rank, console=console)
             parts = replace(parts, evaluate=_build_evaluation(config, model, mesh, held_out))
-        with failing_together(mesh, "opening the logs"):
+        with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_export(config.export, num_bytes=export_bytes(model))
             reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []

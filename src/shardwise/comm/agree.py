@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import pickle
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,34 +14,36 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.operations import Group, all_gather_objects, all_gather_single, host_device
 from shardwise.errors import RankError, ShardwiseError
-from shardwise.mesh import Mesh
+from shardwise.failure import Failure
 
-__all__ = ["check_equal", "failing_together", "meet"]
+__all__ = ["check_equal", "meet", "raise_on_all_ranks"]
 
 
 @contextmanager
-def failing_together(mesh: Mesh, doing: str) -> Iterator[None]:
+def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
     """Runs a block that does not communicate; if it raises on some rank, the lowest such rank's error is raised on all.
 
     Args:
+        group: of the ranks that run the block; None where there is one.
         doing: what the block does, for the message of ranks that had no part in the fault.
 
-    Communicates: one gather of a small object over all ranks, at the end of the block.
+    Communicates: one gather of a small object over the group, at the end of the block.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         error = fault
-    faults = all_gather_objects(_portable(error), mesh.group())
-    first = next((rank for rank, fault in enumerate(faults) if fault is not None), None)
-    if first is None:
+    failures: list[Failure | None] = all_gather_objects(None if error is None else Failure.of(error), group)
+    found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
+    if not found:
         return
-    if error is not None and first == mesh.rank:
+    rank, first = found[0]
+    if error is not None and (group is None or rank == group.rank()):
         raise error
-    if isinstance(faults[first], Exception):
-        raise faults[first] from error
-    raise RankError(f"rank {first} failed while {doing}", why=str(faults[first]))
+    raise first.restore() or RankError(
+        f"rank {rank} failed while {doing}", why=f"{first.name}: {first.message}"
+    ) from error
 
 
 def check_equal(
@@ -107,14 +108,3 @@ def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: fl
     if after is not None:
         store.delete_key(f"{after}/{own}")
     return missing
-
-
-def _portable(error: Exception | None) -> Exception | str | None:
-    """The error as others can raise it, or as text where it cannot travel."""
-    if error is None:
-        return None
-    try:
-        copied = pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever an exception's own pickling does wrong, its text is what matters
-        return f"{type(error).__name__}: {error}"
-    return copied if type(copied) is type(error) else f"{type(error).__name__}: {error}"

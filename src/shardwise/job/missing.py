@@ -16,7 +16,7 @@ from shardwise.job.watch import Watch
 
 __all__ = ["explain"]
 
-_BEATS_TO_AWAIT = 4
+_BEATS_TO_AWAIT = 3
 
 
 def explain(error: BaseException, watch: Watch) -> RankError | None:
@@ -35,7 +35,9 @@ def explain(error: BaseException, watch: Watch) -> RankError | None:
     at = f"rank {watch.place.rank}, {mine}"
     before = beats = watch.read_all()
     for _ in range(_BEATS_TO_AWAIT):  # a rank that was ended just now has been heard of until then
-        if beats is None or any(beat.ended for beat in beats):
+        if before is None or beats is None or any(beat.ended for beat in beats):
+            break
+        if all(new.count > old.count for old, new in zip(before, beats, strict=True)):
             break
         time.sleep(watching.BEAT_SECONDS)
         beats = watch.read_all()

@@ -102,7 +102,7 @@ def calm_gloo_loops() -> None:
 def end_processes() -> None:
     """Runs while Python still works, when the process ends."""
     while _WATCHES:
-        _WATCHES.pop().stop()
+        _WATCHES.pop().note_end(getattr(sys, "last_value", None))  # of an error that nobody caught
     if dist.is_initialized():
         uses_gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()

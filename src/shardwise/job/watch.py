@@ -11,6 +11,7 @@ The thread talks to the store over a connection of its own and uses no process g
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from dataclasses import replace
 
@@ -62,11 +63,13 @@ class Watch:
         self._thread.join(timeout=2.0)
 
     def note_end(self, error: BaseException | None) -> None:
-        """Tells the others that this rank leaves, and with which error. Its beats end."""
+        """Tells the others that this rank leaves, and with which error; the first time. Its beats end."""
+        if self._stopped.is_set():
+            return
         self.stop()
         if self._is_lost:
             return
-        text = "" if error is None else f"{type(error).__name__}: {error}"
+        text = "" if error is None else _in_words(error)
         ended = replace(self._beat, step=self.step, ended="left" if error is None else "failed", text=text)
         within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
 
@@ -106,3 +109,10 @@ class Watch:
                         logger.warning("rank 0 or its launcher, who keep the store at %s, no longer answer", self.place)
         except dist.DistError:
             pass  # the store has ended, with rank 0 or its launcher: whoever waits for them hears of that
+
+
+def _in_words(error: BaseException) -> str:
+    code = error.code if isinstance(error, SystemExit) else None
+    if isinstance(code, int) and code > 128:
+        return f"it was ended by {signal.Signals(code - 128).name}"
+    return f"{type(error).__name__}: {error}"

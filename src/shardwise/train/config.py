@@ -201,6 +201,8 @@ class TrainConfig:
     """Parts in which each rank takes its rows; more of them need less memory."""
     seed: int = 0
     """Decides the order of the data, dropout, and weights that are not loaded."""
+    timeout_seconds: float = 600.0
+    """How long ranks wait for one that does not come, at the start and in a step. Then it is named."""
     export: str | None = None
     """Directory for the trained model and its tokenizer, for `from_pretrained`."""
 
@@ -264,6 +266,8 @@ def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
         yield Problem(
             "data.seq_length", f"is {config.data.seq_length}, must be at least 2: each token predicts the next"
         )
+    if not 0 < config.timeout_seconds < 10**9:
+        yield Problem("timeout_seconds", f"is {config.timeout_seconds}, must be a positive number of seconds")
     if not 0 <= config.seed < 2**63:
         yield Problem("seed", f"is {config.seed}, must be between 0 and 2**63 - 1")
     if not (optimizer.lr > 0 and math.isfinite(optimizer.lr)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import failing_together
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
 from shardwise.layers.registry import local_part, registry_of
@@ -137,7 +137,7 @@ class TrainStep:
         all_reduce_(totals, world)
         num_tokens, num_faults = totals.tolist()
         if num_faults:
-            with failing_together(self.mesh, "checking its batch"):
+            with raise_on_all_ranks(self.mesh.group(), "checking its batch"):
                 if fault is not None:
                     raise fault
         return int(num_tokens) * self.mesh.data_size // self.mesh.shape.world_size

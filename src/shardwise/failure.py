@@ -1,0 +1,71 @@
+"""An exception on its way to another process: a rank's to the other ranks, to its launcher, or to a test."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+import traceback
+from dataclasses import asdict, dataclass
+
+from shardwise.errors import ShardwiseError
+
+__all__ = ["Failure"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What is left of an exception when it has travelled.
+
+    Attributes:
+        name: of its class.
+        message: its text.
+        trace: its traceback as text, the exception included.
+        is_ours: whether it is a `ShardwiseError`, whose message says all there is to say.
+        at_seconds: when it was noted, in seconds of the clock.
+        pickled: the exception itself, None where it does not survive that.
+    """
+
+    name: str
+    message: str
+    trace: str
+    is_ours: bool
+    at_seconds: float
+    pickled: bytes | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """What can be said of `error` elsewhere."""
+        return cls(
+            name=type(error).__name__,
+            message=str(error),
+            trace="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            is_ours=isinstance(error, ShardwiseError),
+            at_seconds=time.time(),
+            pickled=_pickled(error),
+        )
+
+    def restore(self) -> BaseException | None:
+        """The exception, as it can be raised here; None where it cannot."""
+        try:
+            error = pickle.loads(self.pickled) if self.pickled is not None else None
+        except Exception:  # noqa: BLE001 - a user's class may exist in the other process only, or fail in any way
+            return None
+        return error if isinstance(error, BaseException) else None
+
+    def to_json(self) -> str:
+        """As text; without the exception itself."""
+        return json.dumps({name: value for name, value in asdict(self).items() if name != "pickled"})
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        """What `to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        pickled = pickle.dumps(error)
+        return pickled if type(pickle.loads(pickled)) is type(error) else None
+    except Exception:  # noqa: BLE001 - a user's __reduce__ or __init__ may raise anything; the text still travels
+        return None

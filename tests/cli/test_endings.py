@@ -1,0 +1,89 @@
+"""Runs that somebody or something ends: no rank stays behind, and the message names who was first."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import yaml
+
+from tests.cli.test_train import STARTED, losses_of, nothing_runs_on, start, tree  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.spawn
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2")
+
+
+@pytest.fixture
+def path(tree, tmp_path):  # noqa: F811
+    """A run that goes on until somebody ends it."""
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree | {"steps": 100_000, "layout": "tp2"}))
+    return path
+
+
+def start_under_torchrun(path, *overrides):
+    command = [sys.executable, *TORCHRUN, "-m", "shardwise", "train", str(path), *overrides]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    STARTED.append(run)
+    return run
+
+
+def await_step(run):
+    """Reads on until the run has taken a step; returns its ranks."""
+    while not re.match(r"step +\d+/", line := run.stdout.readline()):
+        assert run.poll() is None and line, run.stderr.read()
+    return ranks_of(run)
+
+
+def ranks_of(run):
+    """The processes of its ranks, in order."""
+    ranks = [each for each in psutil.Process(run.pid).children() if "RANK" in each.environ()]
+    return sorted(ranks, key=lambda each: int(each.environ()["RANK"]))
+
+
+@pytest.mark.parametrize("begin", [start, start_under_torchrun])
+def test_ranks_end_with_a_launcher_that_was_killed(path, begin):
+    run = begin(path)
+    ranks = await_step(run)
+    run.kill()
+    gone, alive = psutil.wait_procs(ranks, timeout=20)
+    for each in alive:
+        each.kill()
+    assert len(gone) == 2, "ranks train on"
+
+
+def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed(path, tree):  # noqa: F811
+    run = start_under_torchrun(path, "steps=200")
+    await_step(run)[1].kill()
+    _, err = run.communicate(timeout=100)
+    assert run.returncode == 0, err
+    assert len(losses_of(tree)) == 200
+
+
+def test_the_rank_that_was_told_to_end_is_named(path):
+    run = start(path)
+    rank = await_step(run)[1]
+    rank.terminate()
+    time.sleep(0.1)
+    if rank.is_running():
+        rank.terminate()
+    err = run.communicate(timeout=60)[1]
+    assert run.returncode == 1
+    assert err.startswith("error: rank 1 was ended by SIGTERM") and "Traceback" not in err
+
+
+def test_a_rank_that_is_stopped_is_named_when_the_time_is_up(path):
+    run = start(path, "timeout_seconds=3")
+    ranks = await_step(run)
+    ranks[1].suspend()
+    ranks[0].wait(timeout=60)
+    ranks[1].resume()  # so that it can end before its launcher kills it
+    err = run.communicate(timeout=60)[1]
+    assert run.returncode == 1
+    assert re.search(r"error: rank 1 did not come to \w+ of step \d+\n", err) and "Traceback" not in err, err
+    assert not any(each.is_running() for each in ranks)
