@@ -86,6 +86,7 @@ class ForwardState:
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
+        hands_out_hidden: whether the caller is given the hidden states of all layers.
         holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
@@ -102,6 +103,7 @@ class ForwardState:
     keep_logits_split: bool = False
     defer_embedding: bool = False
     holds_partial_rows: bool = False
+    hands_out_hidden: bool = False
     entered: Entered = field(default_factory=Entered)
     sums: list[Sum] | None = None
     waiting: torch.Tensor | None = None
@@ -180,7 +182,7 @@ class SplitContext:
     model_name: str = "the model"
     joined_for: set[str] = field(default_factory=set)
     last_look: str | None = None
-    _around: list[ForwardState] = field(default_factory=list)
+    _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
         """Lengths of the ranks' parts of `length` elements, as `torch.chunk` cuts them."""
@@ -191,16 +193,25 @@ class SplitContext:
         # A copied model runs on the same ranks; process groups cannot be copied.
         return self
 
-    def begin_forward(self) -> None:
-        """A forward of the model begins, perhaps within another one."""
-        self._around.append(self.state)
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a forward is."""
+        return bool(self._around)
+
+    def is_outermost(self, module: nn.Module) -> bool:
+        """Whether the forward under way is one of `module`, and within no other."""
+        return len(self._around) == 1 and self._around[0][0] is module
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """A forward of the model, or of a module of it, begins, perhaps within another one."""
+        self._around.append((module, self.state))
         self.state = ForwardState()
 
-    def end_forward(self) -> None:
+    def end_forward(self, module: nn.Module) -> None:
         """It has ended, perhaps by an error. The outermost one's state stays for what backward computes again."""
-        if self._around:
+        if self._around and self._around[-1][0] is module:
             self.state.end()
-            around = self._around.pop()
+            _, around = self._around.pop()
             if self._around:
                 self.state = around
 

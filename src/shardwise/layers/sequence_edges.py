@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -110,6 +111,8 @@ def own_part(x: Tensor, context: SplitContext) -> Tensor:
 def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_behind: bool) -> Tensor:
     if partial_behind:
         whole = gather_to_region(x, context.group, dim=1)
+        if whole.grad_fn is not None and not torch.compiler.is_compiling():
+            setattr(whole.grad_fn, "ends_stack", True)  # noqa: B010 - for `layers.outputs`, which looks for it
     else:
         whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
     return cut(whole, 1, length)

@@ -59,8 +59,8 @@ def apply_plan(
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     attach_registry(model, registry)
     guard_door(model, registry)
-    model.register_forward_pre_hook(lambda *_: context.begin_forward(), prepend=True)
-    model.register_forward_hook(lambda *_: context.end_forward(), always_call=True)
+    model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
+    model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
     if dtype is not None:
         model.to(dtype)
     devices = {value.device for value in (*model.parameters(), *model.buffers())} - {mesh.device}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError
 
@@ -41,13 +42,12 @@ def _install(module: nn.Module, position: int, *, recomputes: bool) -> None:
 
 
 def _cache_builders(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The outermost modules that can be told whether to build a cache, with the place of that among their arguments.
-
-    A head may hand it on unnamed.
+    """The outermost modules that can be told whether to build a cache, and the models in them, which may be called on
+    their own; with the place of that among their arguments. A head may hand it on unnamed.
     """
     names = list(inspect.signature(module.forward).parameters)
     if "use_cache" in names:
         yield module, names.index("use_cache")
-        return
     for child in module.children():
-        yield from _cache_builders(child)
+        if "use_cache" not in names or isinstance(child, PreTrainedModel):
+            yield from _cache_builders(child)

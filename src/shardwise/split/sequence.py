@@ -72,7 +72,8 @@ def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, co
 
     def defer(module: nn.Module, args: Any) -> None:
         # A layer that is run again in backward must not ask whether its input was summed already.
-        context.state.defer_embedding = not getattr(layers[0], "gradient_checkpointing", False)
+        runs_again = getattr(layers[0], "gradient_checkpointing", False)
+        context.state.defer_embedding = not (runs_again or context.state.hands_out_hidden)
 
     owner.register_forward_pre_hook(defer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
@@ -15,6 +16,7 @@ from shardwise.layers.head import install_head, install_loss, install_side_outpu
 from shardwise.layers.linear import RowSplit, become
 from shardwise.layers.local import install_shares, install_sliced
 from shardwise.layers.norm import SplitNorm
+from shardwise.layers.outputs import install_outputs
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
@@ -23,6 +25,8 @@ from shardwise.plan.structure import parent_of
 from shardwise.split.heads import apply_divided, apply_expert_widths, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
+
+_HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
 
 def cut_parameters(model: nn.Module, registry: Registry) -> None:
@@ -85,7 +89,30 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
+    _install_outputs(model, plan, context)
     return model
+
+
+def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:
+    """Lets every transformers model in the model hand out full tensors, those of its own stacks of layers."""
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    stacks = plan.sequence.stacks if plan.sequence is not None else ()
+    around = {
+        stack.fqn: max(
+            (name for name in owners if f".{stack.fqn}".startswith(f".{name}".rstrip("."))), key=len, default=""
+        )
+        for stack in stacks
+    }
+    split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
+    for name, module in owners.items():
+        said = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
+        install_outputs(
+            module,
+            context,
+            stacks=[fqn for fqn, owner in around.items() if owner == name],
+            num_heads=split_heads | {count for count in said if isinstance(count, int)},
+            ends_alike=len({stack.partial_behind for stack in stacks}) < 2,
+        )
 
 
 def _leave(plan: SplitPlan, module: str) -> Leave:
