@@ -57,7 +57,7 @@ def teach():
             with torch.no_grad():
                 seen.append(float(teacher(**longer).loss))
 
-        model.model.layers[1].register_forward_pre_hook(ask)
+        torch.nn.Module.register_forward_pre_hook(model.model.layers[1], ask)
         loss = model(**batch).loss
         loss.backward()
         with torch.no_grad():
@@ -86,7 +86,7 @@ def fail_in_the_middle():
         def fail(module, args):
             raise ValueError("in the middle")
 
-        handle = model.model.layers[1].register_forward_pre_hook(fail)
+        handle = torch.nn.Module.register_forward_pre_hook(model.model.layers[1], fail)
         with pytest.raises(ValueError, match="in the middle"):
             model(**batch)
         handle.remove()

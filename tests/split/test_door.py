@@ -77,6 +77,41 @@ def test_state_dicts_are_whole_or_refused():
     assert all("full_state_dict" in text for text in first[:4]) and all("resize" in text for text in first[4:])
 
 
+def hook_everywhere():
+    """Names of modules by whether they take a hook, with and without sequence parallelism."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        found = {}
+        for sequence_parallel in (False, True):
+            model = shardwise.parallelize(tiny_model("llama"), mesh, sequence_parallel=sequence_parallel)
+            copied = copy.deepcopy(model)
+            taken, texts = set(), {}
+            for name, module in copied.named_modules():
+                try:
+                    module.register_forward_hook(lambda *_: None)
+                    taken.add(name)
+                except UnsupportedError as error:
+                    texts[name] = str(error)
+            found[sequence_parallel] = taken, texts
+            batch = tiny_batch(model)
+            assert len(model(**batch, output_hidden_states=True).hidden_states) == 3
+        seen = []
+        torch.nn.Module.register_forward_hook(model.model.layers[0], lambda _, __, output: seen.append(output.shape[1]))
+        copied(**batch)
+        model(**batch)
+        assert seen == [(batch["input_ids"].shape[1] + 1) // 2], "a part for who asks for it, and not the copy's"
+        return found
+
+
+def test_hooks_are_refused_where_they_would_see_a_part_of_the_sequence():
+    for found in spawn(hook_everywhere, 2):
+        assert found[False][1] == {}
+        taken, refused = found[True]
+        assert {"", "model", "model.embed_tokens", "model.norm", "lm_head", "model.layers.0.self_attn.q_proj"} <= taken
+        layer = "model.layers.1"
+        ends = {layer, f"{layer}.input_layernorm", f"{layer}.self_attn", f"{layer}.self_attn.o_proj", f"{layer}.mlp"}
+        assert ends <= refused.keys() and "output_hidden_states=True" in refused[layer]
+
+
 def one_process(layout):
     """tp1 is the whole model: its own doors stay open."""
     with shardwise.Mesh.open(layout) as mesh:

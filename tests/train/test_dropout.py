@@ -148,7 +148,7 @@ def fail_inside(layout):
                 "gpt_neox.layers.0",
                 "lm_head",
             ):
-                hook = model.get_submodule(where).register_forward_pre_hook(fail)
+                hook = torch.nn.Module.register_forward_pre_hook(model.get_submodule(where), fail)
                 torch.manual_seed(6)
                 with pytest.raises(FaultError):
                     model(**batch)

@@ -58,8 +58,8 @@ def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
     with ExitStack() as stack, count:
         for name in sorted(_layers(model)):
             layer = model.get_submodule(name)
-            enter = layer.register_forward_pre_hook(counter.enter, with_kwargs=True, prepend=not inner)
-            leave = layer.register_forward_hook(counter.leave, prepend=inner)
+            enter = nn.Module.register_forward_pre_hook(layer, counter.enter, with_kwargs=True, prepend=not inner)
+            leave = nn.Module.register_forward_hook(layer, counter.leave, prepend=inner)
             stack.callback(enter.remove)
             stack.callback(leave.remove)
         yield tally

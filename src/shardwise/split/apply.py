@@ -14,7 +14,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.split.caches import train_without_cache
 from shardwise.split.compiled import apply_compilation
 from shardwise.split.data import apply_data_parallelism
-from shardwise.split.door import guard_door
+from shardwise.split.door import guard_door, guard_hooks
 from shardwise.split.precision import apply_precision
 from shardwise.split.remat import apply_recomputation
 from shardwise.split.sequence import apply_sequence_parallelism
@@ -71,6 +71,7 @@ def apply_plan(
     apply_compilation(model, spec.compilation)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)
+    guard_hooks(model, registry)
     return registry
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -13,9 +14,18 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
+from shardwise.layers.context import SplitContext
+from shardwise.layers.linear import RowSplit
 from shardwise.layers.registry import Registry, named_entries
 
-__all__ = ["guard_door", "open_door"]
+__all__ = ["guard_door", "guard_hooks", "open_door"]
+
+_HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
 
 _ALLOWED: ContextVar[bool] = ContextVar("local_state_allowed", default=False)
 
@@ -65,6 +75,36 @@ class _RefusePickle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RefusePickle:
         return self
+
+
+def guard_hooks(model: nn.Module, registry: Registry) -> None:
+    """Makes modules that compute with a part of the sequence refuse hooks, to which it would look like all of it.
+
+    During a forward they accept them: transformers installs its own there, for what `install_outputs` makes full.
+    """
+    plan = registry.plan
+    if plan.sequence is None:
+        return
+    for name, module in model.named_modules():
+        around = next((region.fqn for region in plan.regions if name.startswith(f"{region.fqn}.")), None)
+        leaves = isinstance(module, RowSplit) and module._reduces
+        if name in plan.sequence.whole or (plan.stack_of(name) is not None and (around is None or leaves)):
+            for method in _HOOKS:
+                module.__dict__[method] = MethodType(_guarded(method, name, registry.context), module)
+
+
+def _guarded(method: str, name: str, context: SplitContext) -> Callable[..., Any]:
+    def register(module: nn.Module, hook: Any, **options: Any) -> Any:
+        if not context.is_under_way:
+            raise UnsupportedError(
+                f"a hook on {name}, whose sequence is split",
+                why=f"it would be given this rank's 1 / {context.size} of the sequence, which looks like all of it",
+                fix="ask for output_hidden_states=True, whose states are full, or leave out sequence_parallel; where "
+                f"parts are wanted, call torch.nn.Module.{method}(module, hook)",
+            )
+        return getattr(nn.Module, method)(module, hook, **options)
+
+    return register
 
 
 @contextmanager
