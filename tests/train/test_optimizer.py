@@ -143,3 +143,29 @@ def test_elementwise_optimizers_update_parts_as_they_would_the_whole(layout):
         assert len(rank) >= len(CLASSES) - 1
         # Rprop takes the sign of differences, which rounding decides where a gradient is zero.
         assert {name: error for name, error in rank.items() if error > (3e-3 if name == "Rprop" else 1e-5)} == {}
+
+
+def state_dicts(mesh):
+    """What optimizers' state dicts come to, before and after a step."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    said = []
+    for optimizer in (shardwise.build_optimizer(model, torch.optim.AdamW), torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert not optimizer.state_dict()["state"]
+        model(**tiny_batch(model)).loss.backward()
+        optimizer.step()
+        optimizer.step()
+        try:
+            said.append(len(optimizer.state_dict()["state"]))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_the_state_of_parts_is_not_handed_out_as_that_of_full_parameters(on_ranks, layout):
+    for adam, sgd in on_ranks(state_dicts):
+        if layout == "tp2":
+            assert "AdamW over parameters that are split over tp" in adam and "SGD" in sgd and "optimizer.state" in sgd
+        else:
+            assert (adam, sgd) == (12, 0), "DTensors say themselves what they are"

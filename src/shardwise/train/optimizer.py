@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     if not entries:
         return None
     check_optimizer(optimizer)
+    if any(entry.split is not None for entry in map(entry_of, parameters) if entry is not None):
+        _guard_state(optimizer)
     models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
     _check_known(parameters, models)
     step = inspect.signature(type(optimizer).step)
@@ -95,6 +97,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
     given.arguments["closure"] = with_finish
     return given.args, given.kwargs
+
+
+def _guard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes `state_dict()` refuse from the first step on: before it, there is no state."""
+    if _refuse_state not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_refuse_state)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise UnsupportedError(
+        f"state_dict() of {type(optimizer).__name__} over parameters that are split over tp",
+        why="this rank holds the state of parts of them, which would pass for that of full ones",
+        fix="read this rank's parts from optimizer.state; there are no checkpoints of optimizer state yet",
+    )
 
 
 def _finish(models: Iterable[nn.Module]) -> None:
