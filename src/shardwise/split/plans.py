@@ -8,7 +8,6 @@ from torch import nn
 
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.families import fused, latent, parallel
-from shardwise.plan.hf import plan_from_transformers
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts
 
@@ -40,7 +39,7 @@ def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
 
 def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
     """What transformers declares for the model, with the family's corrections; empty where it declares nothing."""
-    declared = plan_from_transformers(getattr(model, "_tp_plan", None) or {})
+    declared = Plan.of(getattr(model, "_tp_plan", None) or {}, source="transformers")
     return declared | _FAMILIES.get(facts.model_type, Plan(()))
 
 

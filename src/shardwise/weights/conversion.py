@@ -30,15 +30,13 @@ from transformers.core_model_loading import (
 )
 
 from shardwise.errors import UnsupportedError
-from shardwise.layout.boxes import full_box
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.nodes import Source
 
-__all__ = ["ExportGroup", "Resolution", "find_unequal_ties", "plan_export", "resolve_keys", "revert_names"]
+__all__ = ["ExportGroup", "Resolution", "plan_export", "resolve_keys"]
 
 Shape = tuple[int, ...]
-_COMPARED_AT_ONCE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Resolution:
         unexpected: Keys of the checkpoint, renamed, that the model has no place for.
         mismatched: FQN to (shape in the checkpoint, shape in the model): to be initialised too.
         conversion_errors: FQN to the text of what went wrong converting it; it is also in `missing`.
-        duplicates: Tied FQN to the FQN it is tied to, where the checkpoint holds both: see `find_unequal_ties`.
+        duplicates: Tied FQN to the FQN it is tied to, where the checkpoint holds both.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -215,26 +213,6 @@ class _Collected:
         return duplicates
 
 
-def find_unequal_ties(resolution: Resolution) -> dict[str, str]:
-    """The `duplicates` whose two stored tensors differ: transformers leaves those untied. Reads both, in blocks."""
-    return {
-        target: source
-        for target, source in resolution.duplicates.items()
-        if not _is_equal(resolution.tensors[target], resolution.tensors[source])
-    }
-
-
-def _is_equal(a: LazyTensor, b: LazyTensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.ndim == 0 or a.numel() == 0:
-        return torch.equal(a.read(), b.read())
-    rest = full_box(tuple(a.shape))[1:]
-    rows = max(1, _COMPARED_AT_ONCE_BYTES * a.shape[0] // a.nbytes)
-    blocks = (((start, min(start + rows, a.shape[0])), *rest) for start in range(0, a.shape[0], rows))
-    return all(torch.equal(a.read(block), b.read(block)) for block in blocks)
-
-
 @dataclass(frozen=True)
 class ExportGroup:
     """Tensors of a model that must be at hand together to write some tensors of a checkpoint.
@@ -316,14 +294,3 @@ def _connected(made: Mapping[str, LazyTensor]) -> Iterable[tuple[tuple[str, ...]
         names_of[id(sources)] = names
     groups = {id(group): group for group in group_of.values()}
     return [(tuple(groups[key]), tuple(names)) for key, names in names_of.items()]
-
-
-def revert_names(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A whole canonical `state` of `model` in the names and format of its checkpoint.
-
-    For a model that fits in memory; `plan_export` does the same group by group.
-    """
-    result: dict[str, torch.Tensor] = {}
-    for group in plan_export(model, state):
-        result.update(group.build(state))
-    return result
