@@ -163,8 +163,17 @@ CASES = {
         ["export=out"],
         ["log.dir: log/unexported holds the weights that an earlier run could not export"],
     ),
-    "model: t5": (part(write_as, "t5"), [], ["model: a model of type 't5'", "trains causal language models"]),
-    "model: vit": (part(write_as, "vit"), [], ["model: a model of type 'vit'", "auto_class=..."]),
+    "model: t5": (
+        part(write_as, "t5", architectures=["T5ForConditionalGeneration"]),
+        [],
+        ["model: a model of type 't5'", "trains causal language models"],
+    ),
+    "model: vit": (
+        part(write_as, "vit", architectures=["ViTForImageClassification"]),
+        [],
+        ["model: a model of type 'vit'", "shardwise.TrainStep"],
+    ),
+    "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
     "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
     "batch_size: a million million": (
         None,

@@ -120,6 +120,11 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "--batch 2,16 is no microbatch" in capsys.readouterr().err
     assert main(["plan", str(config), "--layout", "tp2", "--batch", "2x65"]) == 1
     assert "rows of 65 tokens\n  why: the model sees 64 positions" in capsys.readouterr().err
+    for kind, named in (("t5", "T5ForConditionalGeneration"), ("vit", None)):
+        config.write_text(json.dumps({"model_type": kind, "architectures": named and [named]}))
+        assert main(["plan", str(config), "--layout", "tp2"]) == (0 if named else 1)
+    assert "no class is known for a model of type 'vit'" in capsys.readouterr().err
+    config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
     assert main(["plan", str(config), "--layout", "pp2"]) == 1
     assert "only ddp, fsdp and tp" in capsys.readouterr().err
     assert main(["plan", str(config)]) == 1

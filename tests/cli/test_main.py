@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
+from shardwise.errors import RankError
 
 pytestmark = pytest.mark.single
 
@@ -92,18 +94,25 @@ def test_the_command_starts_without_torch():
 def test_the_doctor_finds_this_machine_well():
     run = subprocess.run([sys.executable, "-m", "shardwise", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "ok      2-rank all-reduce  right sum over gloo" in run.stdout
+    assert "ok      2-rank all-reduce  sums over gloo: [3.0, 3.0]" in run.stdout
     assert "torch" in run.stdout and "hub cache" in run.stdout
-    assert "1 graph(s), 0 recompiled, 0 graph break(s)" in run.stdout
+    assert "numpy" in run.stdout and "torch.compile" in run.stdout
 
 
 def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
-    from shardwise.cli import doctor
+    from shardwise.testing import spawn
 
-    monkeypatch.setattr(doctor, "RANK", "raise SystemExit('no route')")
+    def fail(*arguments, **options):
+        raise RankError("rank 0 failed", why="no route")
+
+    monkeypatch.setattr(spawn, "spawn", fail)
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: ["numpy>=99", "nothing-of-the-kind", "x; extra == 'y'"]
+    )
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "broken  2-rank all-reduce  no route" in out and "1 broken" in out
+    assert "broken  2-rank all-reduce  why: no route; if gloo" in out and "3 broken" in out
+    assert "pip install -U 'numpy>=99'" in out and "not installed; pip install -U 'nothing-of-the-kind'" in out
 
 
 COMMAND = """

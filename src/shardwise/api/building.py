@@ -47,7 +47,8 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
     Args:
         source: a directory that `save_pretrained` wrote, a hub id, or a config to initialise at random.
-        auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`.
+        auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`, or what the config
+            names in `architectures` where transformers has no causal language model of its type.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
         fsdp, precision, recompute, compilation: as in `parallelize`.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
@@ -22,7 +22,7 @@ from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_narrow
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
-from shardwise.split.build import as_dtype, read_config
+from shardwise.split.build import as_dtype, model_class_of, read_config
 from shardwise.testing.spawn import spawn
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
@@ -80,7 +80,7 @@ def verify(
     chosen = as_dtype(dtype)
     proof = Proof(
         config=shrink_config(config, without_dropout=True),
-        model_class=auto_class or AutoModelForCausalLM,
+        model_class=auto_class or model_class_of(config),
         layout=str(shape),
         spec=spec,
         num_microbatches=num_microbatches,

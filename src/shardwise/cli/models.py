@@ -17,7 +17,7 @@ from shardwise.cli.places import check_export
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
-from shardwise.split.build import num_positions, read_config
+from shardwise.split.build import model_class_of, num_positions, read_config
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 from shardwise.train.corpus import Encoder, text_fingerprint
@@ -125,12 +125,11 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Pro
 
 
 def _check_task(model_config: Any) -> None:
-    served = transformers.AutoModelForCausalLM._model_mapping
-    if type(model_config) not in served and not hasattr(model_config, "auto_map"):
+    if model_class_of(model_config) is not transformers.AutoModelForCausalLM:
         raise UnsupportedError(
             f"a model of type {model_config.model_type!r}",
             why="shardwise train trains causal language models, and transformers has none of this type",
-            fix="train it in Python: shardwise.load(path, mesh, auto_class=...) and shardwise.TrainStep",
+            fix="train it in Python, with shardwise.load and shardwise.TrainStep",
         )
 
 

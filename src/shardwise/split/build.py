@@ -15,7 +15,15 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.weights.locate import locate_source
 
-__all__ = ["HUB_OPTIONS", "as_dtype", "build_meta_model", "num_positions", "read_config", "read_generation_config"]
+__all__ = [
+    "HUB_OPTIONS",
+    "as_dtype",
+    "build_meta_model",
+    "model_class_of",
+    "num_positions",
+    "read_config",
+    "read_generation_config",
+]
 
 HUB_OPTIONS = (
     "cache_dir",
@@ -93,19 +101,39 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
         raise LoadError(f"{path} is no model config", why=why, fix="copy or download the file again")
 
 
+def model_class_of(config: PreTrainedConfig) -> Any:
+    """The class for `config` where the user names none: `AutoModelForCausalLM` if it has a model of this type, or else
+    what the config names in `architectures`.
+
+    Raises:
+        UnsupportedError: there is neither.
+    """
+    causal = transformers.AutoModelForCausalLM
+    if type(config) in causal._model_mapping or causal.__name__ in (getattr(config, "auto_map", None) or {}):
+        return causal
+    named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    if named is None:
+        raise UnsupportedError(
+            f"no class is known for a model of type {config.model_type!r}",
+            why="transformers has no causal language model of this type, and `architectures` in the config names none",
+            fix="pass auto_class, such as transformers.AutoModel, or name the class in the config",
+        )
+    return getattr(transformers, named)
+
+
 def build_meta_model(
     config: PreTrainedConfig, auto_class: Any, *, dtype: torch.dtype | None, options: dict[str, Any]
 ) -> PreTrainedModel:
     """An instance of `auto_class` for `config` whose parameters take no memory.
 
     Args:
-        auto_class: a transformers auto class or model class; AutoModelForCausalLM where None.
+        auto_class: a transformers auto class or model class; `model_class_of` the config where None.
         options: keyword arguments of the model class (`attn_implementation`, …).
 
     Raises:
         UnsupportedError: the class does not serve this config, or refuses the options.
     """
-    chosen = transformers.AutoModelForCausalLM if auto_class is None else auto_class
+    chosen = model_class_of(config) if auto_class is None else auto_class
     build = getattr(chosen, "from_config", None) or getattr(chosen, "_from_config", None)
     if build is None:
         raise UnsupportedError(

@@ -91,8 +91,8 @@ def check_coverage(
         raise LoadError(
             f"{num_fitting} of {len(own)} tensors fit {type(model).__name__}{has_all}",
             at=location,
-            why="\n".join([*faults, *_told("in the checkpoint without a place in the model", resolution.unexpected)]),
-            fix="\n".join(_remedies(missing, beyond, resolution)),
+            why="\n".join([*faults, *_told("others of the checkpoint", resolution.unexpected - {*beyond})]),
+            fix="\n".join(_remedies(_roots(missing, parameters), _roots(beyond, parameters), resolution)),
         )
     _log(model, resolution, location)
 
@@ -112,6 +112,18 @@ def _grouped(names: Iterable[str]) -> dict[str, int]:
     for name in sorted(names):
         groups.setdefault(star_numbers(name), []).append(name)
     return {starred if len(alike) > 1 else alike[0]: len(alike) for starred, alike in groups.items()}
+
+
+def _roots(names: Sequence[str], parameters: Collection[str]) -> list[str]:
+    """`names`, where a module has no other parameters by its own name: the patterns that a user would write."""
+    others = {name.rpartition(".")[0] for name in {*parameters} - {*names}}
+    taken = {owner.rsplit(".", depth)[0] for owner in others for depth in range(owner.count(".") + 1)}
+    roots: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        depths = (depth for depth in range(1, len(parts)) if ".".join(parts[:depth]) not in taken)
+        roots[".".join(parts[: next(depths, len(parts))])] = None
+    return list(roots)
 
 
 def _other_shapes(resolution: Resolution) -> list[str]:
@@ -160,7 +172,7 @@ def _remedies(missing: Sequence[str], beyond: Sequence[str], resolution: Resolut
         (beyond, "allow_unused", "leave them out"),
     ):
         if names:
-            patterns = json.dumps([*_grouped(names)][:MOST_NAMES])
+            patterns = json.dumps(sorted(names)[:MOST_NAMES])
             yield f"to {does}: {option}={patterns}, or model.{option} in the file of a run"
     if resolution.mismatched:
         yield "to start those of another shape at random values: ignore_mismatched_sizes=True"
