@@ -204,7 +204,6 @@ UNFIT = {
         {},
         ("12 of 12 tensors fit", "9 others of the checkpoint do not", 'allow_unused=["model.layers.1"]'),
     ),
-    "no layers": (dict, {"num_hidden_layers": 0}, {}, ("3 of 3", "18 of layers that the model does not have")),
     "tied apart": (
         dict,
         {"tie_word_embeddings": True},

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from shardwise.cli.sources import open_source
-from shardwise.errors import BatchError, ConfigError, LoadError, RankError
+from shardwise.errors import BatchError, ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.testing.spawn import spawn
 from shardwise.train import corpus
 from shardwise.train.atomic_file import atomic_file
 from shardwise.train.config import DataConfig
-from shardwise.train.corpus import Encoder, FileSource, cache_path, find_files, read_tokens, write_tokens
+from shardwise.train.corpus import Encoder, cache_path, file_source, find_files, read_tokens, write_tokens
 from shardwise.train.data import PackedBatches
 from shardwise.train.once import once_per_machine
 
@@ -60,14 +60,14 @@ def test_a_directory_is_read_in_the_order_of_its_names_and_python_counts_as_text
         "e.bin": "e",
     }.items():
         (tmp_path / name).write_bytes(text.encode())
-    source = FileSource(find_files(tmp_path, PATTERNS))
+    source = file_source(find_files(tmp_path, PATTERNS))
     assert encode_all(source, tmp_path / "out") == ["äöü\r\n", "x = 1\n", "c"]
 
 
 def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     lines = [{"body": "one"}, {"body": "two\nlines"}]
     (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
-    source = FileSource(find_files(tmp_path / "a.jsonl", PATTERNS), text_key="body")
+    source = file_source(find_files(tmp_path / "a.jsonl", PATTERNS), text_key="body")
     assert encode_all(source, tmp_path / "out") == ["one", "two\nlines"]
 
 
@@ -78,7 +78,7 @@ def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monk
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("")
     (tmp_path / "c.txt").write_text("end")
-    source = FileSource(find_files(tmp_path, PATTERNS))
+    source = file_source(find_files(tmp_path, PATTERNS))
     assert len(list(source.pieces())) > 10
     done = []
     write_tokens(tmp_path / "out", source, encoder=BYTES, on_progress=done.append)
@@ -99,7 +99,7 @@ def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monk
 )
 def test_unreadable_text_is_an_error_that_says_where_and_leaves_no_file(tmp_path, name, content, error, message):
     (tmp_path / name).write_bytes(content)
-    source = FileSource(find_files(tmp_path, PATTERNS))
+    source = file_source(find_files(tmp_path, PATTERNS))
     with pytest.raises(error, match=message):
         write_tokens(tmp_path / "cache" / "out", source, encoder=BYTES)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -118,11 +118,11 @@ def test_the_cache_is_another_file_when_text_key_or_tokenizer_change(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("one")
     other = Encoder(encode=BYTES.encode, separator=SEPARATOR, fingerprint="other")
-    paths = [cache_path(tmp_path, FileSource([file]), BYTES), cache_path(tmp_path, FileSource([file]), other)]
-    paths.append(cache_path(tmp_path, FileSource([file], text_key="body"), BYTES))
-    assert cache_path(tmp_path, FileSource([file]), BYTES) == paths[0]
+    paths = [cache_path(tmp_path, file_source([file]), BYTES), cache_path(tmp_path, file_source([file]), other)]
+    paths.append(cache_path(tmp_path, file_source([file], text_key="body"), BYTES))
+    assert cache_path(tmp_path, file_source([file]), BYTES) == paths[0]
     file.write_text("another")
-    paths.append(cache_path(tmp_path, FileSource([file]), BYTES))
+    paths.append(cache_path(tmp_path, file_source([file]), BYTES))
     assert len(set(paths)) == 4
 
 
@@ -132,7 +132,7 @@ def test_a_disk_that_fills_while_tokens_are_written_is_an_error_and_leaves_no_fi
     resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
     try:
         with pytest.raises(LoadError, match="cannot write the tokens to .*out") as raised:
-            write_tokens(tmp_path / "cache" / "out", FileSource([tmp_path / "a.txt"]), encoder=BYTES)
+            write_tokens(tmp_path / "cache" / "out", file_source([tmp_path / "a.txt"]), encoder=BYTES)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in str(raised.value) and "data.cache_dir" in str(raised.value)
@@ -253,7 +253,7 @@ def work_on_ranks(path, failure):
 
         try:
             once_per_machine(work, local_rank=mesh.rank)
-        except (LoadError, RankError, KeyError) as error:
+        except (LoadError, KeyError) as error:
             return type(error).__name__, str(error)
         return path.read_text()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.train.config import DataConfig
-from shardwise.train.corpus import DatasetSource, FileSource, Source, find_files
+from shardwise.train.corpus import Source, dataset_source, file_source, find_files
 
 __all__ = ["open_source"]
 
@@ -20,7 +20,7 @@ def open_source(config: DataConfig) -> Source:
         ConfigError: `datasets` is not installed, or the split or column does not exist.
     """
     if config.path is not None:
-        return FileSource(find_files(Path(config.path), config.include), text_key=config.text_key)
+        return file_source(find_files(Path(config.path), config.include), text_key=config.text_key)
     rows = _open_dataset(config)
     columns = list(rows.column_names)
     if config.text_key not in columns:
@@ -29,7 +29,7 @@ def open_source(config: DataConfig) -> Source:
             f"{did_you_mean(config.text_key, columns)}",
             why=f"the columns are {', '.join(columns)}",
         )
-    return DatasetSource(rows, text_key=config.text_key, fingerprint=str(rows._fingerprint))
+    return dataset_source(rows, text_key=config.text_key)
 
 
 def _open_dataset(config: DataConfig) -> Any:

@@ -11,10 +11,10 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,12 @@ from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.train.atomic_file import atomic_file
 
 __all__ = [
-    "DatasetSource",
     "Encoder",
-    "FileSource",
     "Piece",
     "Source",
     "cache_path",
+    "dataset_source",
+    "file_source",
     "find_files",
     "read_tokens",
     "text_fingerprint",
@@ -46,26 +46,26 @@ ENCODE_CHARS = 4 << 20
 """Text handed to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of text from one document; the separator follows it if it `ends_document`."""
 
     text: str
     ends_document: bool = True
 
 
-class Source(Protocol):
-    """Documents in a fixed order, and a digest that changes when they do."""
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Documents in a fixed order.
 
-    @property
-    def fingerprint(self) -> str: ...
+    Attributes:
+        fingerprint: a digest that changes when they do.
+        size: how much there is to read, in the source's own unit: what progress is a share of.
+        pieces: gives each piece, with how much of `size` has been read before it.
+    """
 
-    @property
-    def size(self) -> int:
-        """How much there is to read, in the source's own unit: what progress is a share of."""
-
-    def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """Each piece, with how much of `size` has been read after it."""
+    fingerprint: str
+    size: int
+    pieces: Callable[[], Iterator[tuple[Piece, int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,102 +111,82 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-class FileSource:
+def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
     """Text files, one document each, and .jsonl files, one document a line.
+
+    The fingerprint is made of names, sizes and times, because reading every byte would take minutes where there is much
+    text. A file's ctime moves with every change, also where something sets its modification time back.
 
     Args:
         files: what to read, in this order.
         text_key: key of a .jsonl line that holds the text.
+
+    Raises:
+        LoadError: while reading: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
     """
+    stats = [(str(file.resolve()), file.stat()) for file in files]
+    times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
-    def __init__(self, files: Sequence[Path], *, text_key: str = "text") -> None:
-        self.files = tuple(files)
-        self.text_key = text_key
-        self._sizes = [file.stat().st_size for file in self.files]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(self._sizes)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of names, sizes and times: reading every byte would take minutes where there is much text.
-
-        A file's ctime moves with every change, also where something sets its modification time back.
-        """
-        found = [(str(file.resolve()), file.stat()) for file in self.files]
-        stats = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in found]
-        return _digest("files", self.text_key, stats)
-
-    def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """Each piece, with the bytes of all files finished before it.
-
-        Raises:
-            LoadError: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
-        """
+    def pieces() -> Iterator[tuple[Piece, int]]:
         done = 0
-        for file, size in zip(self.files, self._sizes, strict=True):
-            read = self._lines if file.suffix == ".jsonl" else self._blocks
+        for file, (_, stat) in zip(files, stats, strict=True):
+            for piece in _read_file(file, text_key):
+                yield piece, done
+            done += stat.st_size
+
+    size = sum(stat.st_size for _, stat in stats)
+    return Source(fingerprint=_digest("files", text_key, times), size=size, pieces=pieces)
+
+
+def _read_file(file: Path, text_key: str) -> Iterator[Piece]:
+    try:
+        yield from _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
+    except UnicodeDecodeError as error:
+        fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
+        raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
+    except OSError as error:
+        if isinstance(error, LoadError):
+            raise
+        raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
+
+
+def _blocks(file: Path) -> Iterator[Piece]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        block = "".join(lines.readlines(PIECE_CHARS))
+        while block:
+            following = "".join(lines.readlines(PIECE_CHARS))
+            yield Piece(block, ends_document=not following)
+            block = following
+
+
+def _lines(file: Path, text_key: str) -> Iterator[Piece]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
-                for piece in read(file):
-                    yield piece, done
-            except UnicodeDecodeError as error:
-                raise LoadError(
-                    f"{file} is not UTF-8 text",
-                    why=str(error),
-                    fix="convert it (iconv -f ... -t UTF-8), or leave it out with data.include",
-                ) from error
-            except OSError as error:
-                if isinstance(error, LoadError):
-                    raise
-                raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
-            done += size
-
-    def _blocks(self, file: Path) -> Iterator[Piece]:
-        with file.open(encoding="utf-8", newline="") as lines:
-            block = "".join(lines.readlines(PIECE_CHARS))
-            while block:
-                following = "".join(lines.readlines(PIECE_CHARS))
-                yield Piece(block, ends_document=not following)
-                block = following
-
-    def _lines(self, file: Path) -> Iterator[Piece]:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    document = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
-                yield Piece(_text_of(document, self.text_key, f"{file}:{number}"))
+                document = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
+            yield Piece(_text_of(document, text_key, f"{file}:{number}"))
 
 
-class DatasetSource:
+def dataset_source(rows: Any, *, text_key: str) -> Source:
     """The rows of one split of a `datasets` data set, one document each.
 
     Args:
-        rows: the split: sized, iterable, each row a mapping.
+        rows: the split.
         text_key: the column that holds the text.
-        fingerprint: what `datasets` calls the state of the split.
+
+    Raises:
+        LoadError: while reading: a row holds no text.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]], *, text_key: str, fingerprint: str) -> None:
-        self.rows = rows
-        self.text_key = text_key
-        self.fingerprint = _digest("dataset", text_key, fingerprint)
+    def pieces() -> Iterator[tuple[Piece, int]]:
+        for number, row in enumerate(rows):
+            yield Piece(_text_of(row, text_key, f"row {number}")), number
 
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        assert isinstance(self.rows, Sized)
-        return len(self.rows)
-
-    def pieces(self) -> Iterator[tuple[Piece, int]]:
-        """Each row's text, with the rows read before it. Raises `LoadError` where a row holds none."""
-        for number, row in enumerate(self.rows):
-            yield Piece(_text_of(row, self.text_key, f"row {number}")), number
+    return Source(fingerprint=_digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), pieces=pieces)
 
 
 def cache_path(directory: Path, source: Source, encoder: Encoder) -> Path:
