@@ -111,7 +111,7 @@ def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
     )
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "broken  2-rank all-reduce  why: no route; if gloo" in out and "3 broken" in out
+    assert "broken  2-rank all-reduce  no route; if gloo" in out and "3 broken" in out
     assert "pip install -U 'numpy>=99'" in out and "not installed; pip install -U 'nothing-of-the-kind'" in out
 
 

@@ -149,7 +149,7 @@ def _check_all_reduce() -> Finding:
     try:
         sums = spawn(_add_ranks, 2, timeout=SECONDS_FOR_ALL_REDUCE)
     except RuntimeError as error:
-        complaint = str(error).strip().splitlines()[-1]
+        complaint = (getattr(error, "why", None) or str(error)).strip().splitlines()[-1]
         return Finding("broken", topic, f"{complaint}; if gloo could not connect them, try GLOO_SOCKET_IFNAME=lo")
     return Finding("ok" if sums == [3.0, 3.0] else "broken", topic, f"sums over gloo: {sums}, should be 3.0")
 
