@@ -83,10 +83,10 @@ def test_nothing_is_begun_where_nothing_drops():
 def test_the_end_of_a_forward_gives_every_stream_back():
     torch.manual_seed(0)
     context, module = context_of(1), nn.Module()
-    context.begin_forward()
+    context.begin_forward(module)
     context.begin_draws("layer", module)
     context.begin_draws("region", module)
-    context.end_forward()
+    context.end_forward(module)
     after = draw()
     torch.manual_seed(0)
     torch.empty((), dtype=torch.int64).random_()  # what the layer took for its seed
@@ -94,15 +94,15 @@ def test_the_end_of_a_forward_gives_every_stream_back():
 
 
 def test_forwards_within_each_other_have_states_of_their_own():
-    context = SplitContext()
-    context.begin_forward()
+    context, module = SplitContext(), nn.Module()
+    context.begin_forward(module)
     outer = context.state
     outer.lengths["layers"] = 5
-    context.begin_forward()
+    context.begin_forward(module)
     assert context.state is not outer and not context.state.lengths
-    context.end_forward()
+    context.end_forward(module)
     assert context.state is outer
-    context.end_forward()
+    context.end_forward(module)
     assert context.state is outer, "backward may compute parts of it again"
     later = ForwardState()
 

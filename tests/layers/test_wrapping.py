@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import accelerate
 import pytest
 import torch
@@ -58,7 +60,9 @@ def accelerates(model, mesh):
 
 
 def trainers(model, mesh):
-    arguments = transformers.TrainingArguments("nowhere", use_cpu=True, max_steps=1, report_to=[], save_strategy="no")
+    arguments = transformers.TrainingArguments(
+        tempfile.mkdtemp(), use_cpu=True, max_steps=1, report_to=[], save_strategy="no"
+    )
     rows = [{"input_ids": torch.arange(3, 11), "labels": torch.arange(3, 11)}] * 4
     transformers.Trainer(model, arguments, train_dataset=rows).train()
 

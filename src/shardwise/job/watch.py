@@ -71,7 +71,10 @@ class Watch:
             return
         text = "" if error is None else _in_words(error)
         ended = replace(self._beat, step=self.step, ended="left" if error is None else "failed", text=text)
-        within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
+        try:
+            within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
+        except dist.DistError:  # the rank that keeps the store has ended first: nobody is left to be told
+            self._is_lost = True
 
     def read_all(self) -> list[Beat] | None:
         """Every rank's last beat; None where the store does not answer."""

@@ -38,7 +38,8 @@ class MemoryCount(TorchDispatchMode):
 
     def __enter__(self) -> MemoryCount:
         # Behind FSDP2's own hooks a module's parameters are the gathered ones.
-        self._hooks = [module.register_forward_pre_hook(self._meet) for module in self._model.modules()]
+        register = nn.Module.register_forward_pre_hook  # also where a split sequence refuses hooks of others
+        self._hooks = [register(module, self._meet) for module in self._model.modules()]
         super().__enter__()
         return self
 
