@@ -44,7 +44,7 @@ def scaled_layers(model):
         def scale(layer, args, output):
             return (output[0] * layer.scale, *output[1:]) if isinstance(output, tuple) else output * layer.scale
 
-        layer.register_forward_hook(scale)
+        torch.nn.Module.register_forward_hook(layer, scale)  # also where it is given a part of the sequence
     return model
 
 
