@@ -74,7 +74,10 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )
     atexit.register(end_processes)
-    _WATCHES.append(Watch(store, place, timeout_seconds=timeout.total_seconds()))
+    try:
+        _WATCHES.append(Watch(store, place, timeout_seconds=timeout.total_seconds()))
+    except dist.DistError:  # the rank that keeps the store has failed already, and said why
+        return
 
 
 _WATCHES: list[Watch] = []
