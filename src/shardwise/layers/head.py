@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError
 from shardwise.layers.context import SplitContext
+from shardwise.layers.label_use import check_label_use
 from shardwise.layers.logits import SplitLogits, as_logits
 from shardwise.layers.loss import SplitLossMode
 from shardwise.layers.same_batch import check_same_batch
@@ -74,6 +75,8 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             labels = args[position]
         context.state.keep_logits_split = labels is not None and context.mesh is not None
         if labels is not None:
+            if module.training and torch.is_grad_enabled():
+                check_label_use(module)
             check_same_batch((args, kwargs), context)
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

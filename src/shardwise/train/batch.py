@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import BatchError
+from shardwise.layers.label_use import label_use_of
 
-__all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
+__all__ = ["IGNORED", "check_batch", "claims_to_shift", "count_targets", "split_rows", "target_names"]
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -98,10 +99,15 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
     return int((labels != IGNORED).sum())
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss compares each position with the label behind it."""
+def claims_to_shift(model: nn.Module) -> bool:
+    """Whether the model's class says that its loss compares each position with the label after it."""
     config = getattr(model, "config", None)
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     return getattr(model, "loss_type", None) == "ForCausalLM" or (
         is_causal and not getattr(config, "is_encoder_decoder", False)
     )
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    use = label_use_of(model)
+    return claims_to_shift(model) if use is None else use.shifts
