@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.refusal import refused
-from shardwise.api.trial import Trial, Verdict, copied
+from shardwise.api.trial import Trial, Verdict
 from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
@@ -30,7 +30,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twin_config import apply_repeatable
-from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
+from shardwise.proof.twins import build_twin, randomize, shrink_config
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import vocabulary_plan
 
@@ -83,9 +83,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     """
     own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
     twin = _build_twin(model, own_size=own_size)
-    batch = make_batch(twin, seed=0)
-    settle(twin, batch)
-    trial = Trial(copied(twin), batch, parts=tp_size)
+    trial = Trial.of(twin, parts=tp_size)
     facts = read_facts(twin)
     layers = tuple(layers_of(twin))
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
