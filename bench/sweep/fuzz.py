@@ -21,7 +21,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
-from shardwise.proof.twins import architectures, model_class
+from shardwise.proof.twins import architectures, build_twin, model_class
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from sweep.cases import GROUPS, one_line
@@ -115,14 +115,14 @@ def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn
         directory = all_gather_objects(_saved(model, own) if mesh.rank == 0 else None, mesh.group())[0]
         if directory is None:
             return shardwise.parallelize(model, mesh, **vars(spec))
-        loaded = shardwise.load(directory, mesh, auto_class=type(model), **vars(spec))
+        loaded = shardwise.load(directory, mesh, auto_class=type(model), dtype=model.dtype, **vars(spec))
         return loaded.train(model.training)
 
 
 def _saved(model: Any, directory: str) -> str | None:
-    """Where the model is saved; None where transformers cannot read what it writes."""
+    """Where the model is saved, as it was before it ran; None where transformers cannot read what it writes."""
     try:
-        model.save_pretrained(directory)
+        build_twin(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
         type(model.config).from_pretrained(directory)
     except Exception:  # noqa: BLE001 - that is all there is to know
         return None

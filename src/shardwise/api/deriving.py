@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.api.real_sizes import RealSizes
 from shardwise.api.refusal import refused
-from shardwise.api.trial import Trial, Verdict, copied
+from shardwise.api.trial import Trial, Verdict, copied, failed
 from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
@@ -24,7 +25,7 @@ from shardwise.derive.join import joined
 from shardwise.derive.lift import lifted
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.trace import Layer, layers_of, watch
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
@@ -78,59 +79,117 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         declared: what is known already; kept where it passes.
 
     Raises:
-        PlanError: no plan at all passes.
+        PlanError: no plan at all passes, or the model's code fails where it is tried; names the module.
         UnsupportedError: no twin of the model can be built.
     """
-    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    twin = _build_twin(model, own_size=own_size)
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{name} is no transformers model", why="no twin of it can be built")
+    try:
+        found = _Search(model, parts=tp_size, sequence_parallel=sequence_parallel)
+        plan = explained(found.best(declared).plan, found.findings())
+        return Derivation(plan=generalize(plan, found.twin, model), problem=problem_of(name, plan, found.findings()))
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way where it is watched and tried
+        verdict = failed(error)
+        raise PlanError(
+            f"{name} cannot be planned over tp={tp_size}",
+            at=verdict.module or None,
+            why=verdict.reason,
+            fix="use tp_size 1, or give rules of your own",
+        ) from error
+
+
+class _Search:
+    """The search for a model's plan.
+
+    Attributes:
+        twin: what plans are found and tried on.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, parts: int, sequence_parallel: bool) -> None:
+        self._model, self._sequence_parallel = model, sequence_parallel
+        self.twin, is_portable = _twin_of(model)
+        self._trial = _trial_of(self.twin, parts=parts)
+        self._facts, self._layers = read_facts(self.twin), tuple(layers_of(self.twin))
+        self._candidates = _Candidates(self.twin, self._facts, self._trial, portable=is_portable)
+        self._real = RealSizes(model, parts=parts) if is_portable else None
+
+    def best(self, declared: Plan) -> _Passed:
+        """The best plan for the twin; where it does not fit the model's own sizes, the best one that does.
+
+        Raises:
+            PlanError: none passes.
+        """
+        found = self._best(declared)
+        if self._real is not None and not self._confirm(found.plan, sequence_parallel=self._sequence_parallel).passed:
+            self._trial.confirm = self._confirm
+            found = self._best(declared)
+        return found
+
+    def _confirm(self, plan: Plan, *, sequence_parallel: bool) -> Verdict:
+        assert self._real is not None
+        return self._real.run(plan, self.twin, sequence_parallel=sequence_parallel)
+
+    def findings(self) -> Findings:
+        """What was learnt besides."""
+        return Findings(
+            facts=self._facts,
+            tp_size=self._trial.parts,
+            layers=self._layers,
+            reached=self._trial.gradients.keys(),
+            reasons=self._candidates.reasons,
+        )
+
+    def _best(self, declared: Plan) -> _Passed:
+        best: _Passed | None = None
+        verdicts: list[Verdict] = []
+        parts, sequence_parallel = self._trial.parts, self._sequence_parallel
+        for plan in self._candidates.plans(declared):
+            try:
+                share = _share(plan, self._facts, self._layers, parts)
+            except PlanError as error:
+                verdicts.append(Verdict(passed=False, reason=error.summary))
+                continue
+            if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
+                continue
+            for candidate in self._candidates.variants(plan, sequence_parallel=sequence_parallel):
+                verdict = self._trial.run(candidate, sequence_parallel=sequence_parallel)
+                verdicts.append(verdict)
+                if verdict.passed:
+                    found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
+                    best = found if best is None else max(best, found, key=lambda each: each.rank)
+                    break
+            if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, self._facts, parts):
+                break
+        if best is None:
+            raise refused(type(self._model).__name__, verdicts, tp_size=parts, sequence_parallel=sequence_parallel)
+        return best
+
+
+def _twin_of(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+    """The model with other weights, or few of its layers, or a tiny model of its architecture; and whether plans must
+    be carried over from it to other sizes.
+    """
+    if _numel(model) <= _SMALL_ENOUGH:
+        if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            twin = copy.deepcopy(model).float().eval()
+            apply_repeatable(twin.config)
+            randomize(twin, torch.Generator().manual_seed(0))
+            return twin, False
+        return build_twin(apply_repeatable(copy.deepcopy(model.config)), type(model), seed=0).eval(), False
+    return build_twin(shrink_config(model.config, without_dropout=True), type(model), seed=0).eval(), True
+
+
+def _trial_of(twin: PreTrainedModel, *, parts: int) -> Trial:
     batch = make_batch(twin, seed=0)
     settle(twin, batch)
-    trial = Trial(copied(twin), batch, parts=tp_size)
-    facts = read_facts(twin)
-    layers = tuple(layers_of(twin))
-    candidates = _Candidates(twin, facts, trial, portable=not own_size)
-    best: _Passed | None = None
-    verdicts: list[Verdict] = []
-    for plan in candidates.plans(declared):
-        try:
-            share = _share(plan, facts, layers, tp_size)
-        except PlanError as error:
-            verdicts.append(Verdict(passed=False, reason=error.summary))
-            continue
-        if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
-            continue
-        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
-            verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
-            verdicts.append(verdict)
-            if verdict.passed:
-                found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
-                best = found if best is None else max(best, found, key=lambda each: each.rank)
-                break
-        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, tp_size):
-            break
-    if best is None:
-        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    findings = Findings(
-        facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
-    )
-    plan = explained(best.plan, findings)
-    return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
+    return Trial(copied(twin), batch, parts=parts)
 
 
-def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
-    """The model with other weights, or a tiny one of its architecture where the model is large."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(f"{type(model).__name__} is no transformers model", why="no twin of it can be built")
-    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        twin = copy.deepcopy(model).float().eval()
-        apply_repeatable(twin.config)
-        randomize(twin, torch.Generator().manual_seed(0))
-        return twin
-    if own_size:
-        config = apply_repeatable(copy.deepcopy(model.config))
-    else:
-        config = shrink_config(model.config, without_dropout=True)
-    return build_twin(config, type(model), seed=0).eval()
+def _numel(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _eager(twin: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.train.gradients import reduce_gradients
 
-__all__ = ["Trial", "Verdict"]
+__all__ = ["Trial", "Verdict", "copied", "failed"]
 
 _LOSS = 1e-4
 _GRADIENT = 1e-3
@@ -59,12 +59,16 @@ class Trial:
         batch: its inputs with labels.
         parts: number of simulated ranks.
 
+    Attributes:
+        confirm: what plans must pass besides, given as to `run`; None where nothing else is asked.
+
     Raises:
         UnsupportedError: it computes other numbers when it runs again.
     """
 
     def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
         self.build, self.batch, self.parts = build, batch, parts
+        self.confirm: Callable[..., Verdict] | None = None
         whole = build()
         loss = objective_of(whole(**self.inputs()))
         loss.backward()
@@ -85,11 +89,9 @@ class Trial:
 
     def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
         """Trains the twin one step, split by `plan`, and compares."""
-        models: list[nn.Module] = []
 
         def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
             model = self.build()
-            models.append(model)
             mesh = SimulatedMesh(group)
             decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
             apply_plan(model, mesh, decided, ParallelSpec())
@@ -101,18 +103,15 @@ class Trial:
 
         try:
             results = run_ranks(rank, self.parts)
-        except ShardwiseError as error:
-            lacks_stack = isinstance(error, NoStackError)
-            reason = " ".join(str(error).split())[:_REASON]
-            return Verdict(passed=False, reason=reason, lacks_stack=lacks_stack, module=_running(error, models))
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            reason = f"{type(error).__name__}: {str(error)[:_REASON]}"
-            return Verdict(passed=False, reason=reason, module=_running(error, models))
+            return failed(error)
         for loss, gradients, _ in results:
             reason = self._difference(loss, gradients)
             if reason:
                 return Verdict(passed=False, reason=reason)
-        return Verdict(passed=True, num_collectives=results[0][2])
+        passed = Verdict(passed=True, num_collectives=results[0][2])
+        confirmed = passed if self.confirm is None else self.confirm(plan, sequence_parallel=sequence_parallel)
+        return passed if confirmed.passed else confirmed
 
     def _difference(self, loss: float, gradients: Mapping[str, Tensor]) -> str:
         if not abs(loss - self.loss) <= _LOSS:
@@ -125,14 +124,23 @@ class Trial:
         return ""
 
 
-def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
-    """FQN of the innermost module whose code was running when the error was raised."""
-    names = {id(module): name for model in models for name, module in model.named_modules()}
-    found, trace = "", error.__traceback__
+def failed(error: Exception) -> Verdict:
+    """The verdict on a plan with which running a model raised `error`."""
+    text = " ".join(str(error).split())[:_REASON]
+    reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
+    lacks_stack = isinstance(error, NoStackError)
+    return Verdict(passed=False, reason=reason, lacks_stack=lacks_stack, module=_running(error))
+
+
+def _running(error: BaseException) -> str:
+    """FQN of the innermost module whose code was running when the error was raised, "" where none was."""
+    running, trace = [], error.__traceback__
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        owner = trace.tb_frame.f_locals.get("self")
+        running += [owner] if isinstance(owner, nn.Module) else []
         trace = trace.tb_next
-    return found
+    names = {id(module): name for name, module in running[0].named_modules()} if running else {}
+    return next((names[id(module)] for module in reversed(running) if id(module) in names), "")
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, Tensor]:

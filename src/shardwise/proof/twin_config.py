@@ -15,7 +15,7 @@ from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, 
 from shardwise.proof.twin_layers import choose_layers, shrink_layer_lists
 from shardwise.proof.twin_rotary import shrink_rotary
 
-__all__ = ["apply_repeatable", "default_config", "shrink_config"]
+__all__ = ["apply_repeatable", "default_config", "keep_layers", "shrink_config"]
 
 # Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
 _RANDOM = (
@@ -89,6 +89,17 @@ def shrink_config(
     return tiny
 
 
+def keep_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time."""
+    short = copy.deepcopy(config)
+    for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
+        shrink = _Shrink(original, set(), num_layers=2, vocab_size=0)
+        vars(part).update(shrink.layers())
+        if shrink.overrides:
+            part.per_layer_config = shrink.kept_overrides()
+    return apply_repeatable(short)
+
+
 def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) -> PreTrainedConfig:
     """Sets `config` so that a forward computes the same every time and keeps nothing, in place.
 
@@ -132,7 +143,7 @@ class _Shrink:
 
     def values(self) -> dict[str, Any]:
         """Attribute -> new value, for those that change."""
-        new = self._layers()
+        new = self.layers()
         sizes = {**self._old, **new}
         for name, value in sizes.items():
             if isinstance(value, list | tuple) and value and all(_is_size(each) for each in value):
@@ -145,10 +156,14 @@ class _Shrink:
     def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Layer -> fields in which it differs, in the original's proportion to the rest."""
         return {
-            place: {name: self._override(name, value, new) for name, value in self.overrides[index].items()}
-            for place, index in enumerate(self._chosen)
-            if index in self.overrides
+            place: {name: self._override(name, value, new) for name, value in fields.items()}
+            for place, fields in self.kept_overrides().items()
         }
+
+    def kept_overrides(self) -> dict[int, Mapping[str, Any]]:
+        """Layer -> fields in which it differs, as they are."""
+        kept = enumerate(self._chosen)
+        return {place: self.overrides[index] for place, index in kept if index in self.overrides}
 
     def _override(self, name: str, value: Any, new: Mapping[str, Any]) -> Any:
         rest = self._old.get(name)
@@ -160,7 +175,8 @@ class _Shrink:
             return self._size(name, value)
         return max(1, round(new.get(name, rest) * value / rest))
 
-    def _layers(self) -> dict[str, Any]:
+    def layers(self) -> dict[str, Any]:
+        """Attribute -> new value, for those that count layers or say what each is."""
         total = read_field(self._config, "num_hidden_layers")
         new: dict[str, Any] = {}
         count = self._num_layers
