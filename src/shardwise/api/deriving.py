@@ -110,7 +110,7 @@ class _Search:
 
     def __init__(self, model: PreTrainedModel, *, parts: int, sequence_parallel: bool) -> None:
         self._model, self._sequence_parallel = model, sequence_parallel
-        self.twin, is_portable = _twin_of(model)
+        self.twin, is_portable = _twin_of(model, parts=parts)
         self._trial = _trial_of(self.twin, parts=parts)
         self._facts, self._layers = read_facts(self.twin), tuple(layers_of(self.twin))
         self._candidates = _Candidates(self.twin, self._facts, self._trial, portable=is_portable)
@@ -125,6 +125,7 @@ class _Search:
         found = self._best(declared)
         if self._real is not None and not self._confirm(found.plan, sequence_parallel=self._sequence_parallel).passed:
             self._trial.confirm = self._confirm
+            self._real.trusts_told = False  # as a last resort such a plan would pass for want of a check
             found = self._best(declared)
         return found
 
@@ -168,7 +169,7 @@ class _Search:
         return best
 
 
-def _twin_of(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
+def _twin_of(model: PreTrainedModel, *, parts: int) -> tuple[PreTrainedModel, bool]:
     """The model with other weights, or few of its layers, or a tiny model of its architecture; and whether plans must
     be carried over from it to other sizes.
     """
@@ -179,7 +180,8 @@ def _twin_of(model: PreTrainedModel) -> tuple[PreTrainedModel, bool]:
             randomize(twin, torch.Generator().manual_seed(0))
             return twin, False
         return build_twin(apply_repeatable(copy.deepcopy(model.config)), type(model), seed=0).eval(), False
-    return build_twin(shrink_config(model.config, without_dropout=True), type(model), seed=0).eval(), True
+    config = shrink_config(model.config, without_dropout=True, parts=parts)
+    return build_twin(config, type(model), seed=0).eval(), True
 
 
 def _trial_of(twin: PreTrainedModel, *, parts: int) -> Trial:

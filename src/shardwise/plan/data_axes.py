@@ -61,8 +61,8 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     if facts.model_type in UNDIVIDED:
         return ()
     candidates = [block for block in _blocks(facts) if _held(block, facts)]
-    for end in (facts.embedding, facts.head):
-        if end and not any(_is_within(end, each) for each in candidates):
+    for end in _ends(facts):
+        if not any(_is_within(end, each) for each in candidates):
             candidates.append(end)
     units: list[list[str]] = []
     for candidate in candidates:
@@ -72,6 +72,17 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
         units = [unit for unit in units if unit not in sharing] + [merged]
     outside = _held_outside([module for unit in units for module in unit], facts)
     return tuple(tuple(unit) for unit in units if not any(_held(module, facts) & outside for module in unit))
+
+
+def _ends(facts: ModelFacts) -> Iterator[str]:
+    """The input embedding and the output head.
+
+    A head that gives something else than logits leaves those to the embedding's weight, which is then used where no
+    call of the embedding gathers it: it stays with the model.
+    """
+    ends = [end for end in (facts.embedding, facts.head) if end]
+    rows = {facts.modules[end].parameters["weight"][0] for end in ends if "weight" in facts.modules[end].parameters}
+    yield from ends if len(rows) < 2 else ends[1:]
 
 
 def _blocks(facts: ModelFacts) -> Iterator[str]:

@@ -14,6 +14,7 @@ __all__ = [
     "CAPS",
     "FAMILIES",
     "FEED_FORWARDS",
+    "HEADS",
     "HEAD_DIMS",
     "HIDDEN",
     "KEY_VALUE_HEADS",
@@ -40,6 +41,7 @@ def _caps(text: str) -> dict[str, int]:
     return {name: int(cap) for cap, names in pairs for name in names.split()}
 
 
+HEADS = 8
 HIDDEN = 64  # the twin's width: 8 heads of 8
 
 # Number of query heads. Each becomes 8; 1, 2 and 4 stay.
