@@ -38,7 +38,7 @@ class Failure:
         """What can be said of `error` elsewhere."""
         return cls(
             name=type(error).__name__,
-            message=str(error),
+            message=_text(error),
             trace="".join(traceback.format_exception(type(error), error, error.__traceback__)),
             is_ours=isinstance(error, ShardwiseError),
             at_seconds=time.time(),
@@ -61,6 +61,13 @@ class Failure:
     def from_json(cls, text: str) -> Failure:
         """What `to_json` wrote."""
         return cls(**json.loads(text))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as fault:  # noqa: BLE001 - user code again
+        return f"its text cannot be told: {type(fault).__name__}"
 
 
 def _pickled(error: BaseException) -> bytes | None:

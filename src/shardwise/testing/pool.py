@@ -1,4 +1,4 @@
-"""The client's end of the warm process that ranks are forked from (see `zygote.py` for why there is one)."""
+"""The client's end of the warm process that ranks are forked from: [Note: why a fork server], fork_server.py."""
 
 from __future__ import annotations
 
@@ -25,11 +25,19 @@ DEFAULT_PRELOAD = (
     "torch.distributed.checkpoint",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
+    "shardwise.*",
 )
-"""What every rank finds imported. Never a part of Shardwise: ranks import the code under test fresh."""
+"""What every rank finds imported: what its caller has imported too, or could."""
 
 PRELOAD_LIKE_CALLER = ("pytest",)
 """What ranks find imported where their caller has imported it: then so do the modules that its functions stand in."""
+
+SERVER = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from shardwise.testing.fork_server import serve
+serve(sys.argv[2:])
+"""
 
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -104,7 +112,7 @@ class Pool:
             preload = (*DEFAULT_PRELOAD, *(name for name in PRELOAD_LIKE_CALLER if name in sys.modules))
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _stop
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py")), *preload],
+            [sys.executable, "-c", SERVER, json.dumps([entry or str(Path.cwd()) for entry in sys.path]), *preload],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -11,9 +11,9 @@ def sum_of_ranks(start):
 assert spawn(sum_of_ranks, 2, 10.0) == [11.0, 11.0]
 ```
 
-Ranks are forks of one warm process that has torch and transformers imported, so a case costs a fraction of a second.
-They import everything else fresh, inherit the caller's environment, directory, import path and warning filters, and
-start from the same seeds. Needs `fork` and `waitid`: Linux, or macOS with Python 3.13 or newer.
+Ranks are forks of one warm process that has torch, transformers and Shardwise imported, so a case costs a fraction of
+a second. They import everything else fresh, inherit the caller's environment, directory, import path and warning
+filters, and start from the same seeds. Needs `fork` and `waitid`: Linux, or macOS with Python 3.13 or newer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError, RankError
+from shardwise.failure import Failure
 from shardwise.testing.pool import SINGLE_THREADED, Outcome, Pool, default_pool
 
 __all__ = ["spawn"]
@@ -127,7 +128,7 @@ class _Case:
             raise self._timeout_error(outcome)
         # A rank that vanished comes first: the exceptions of its peers (connection closed) follow from that.
         for rank, code in enumerate(outcome.exit_codes):
-            if code != 0 and rank not in outcome.killed and "error" not in (self._report(rank) or {}):
+            if code != 0 and rank not in outcome.killed and not isinstance(self._report(rank), Failure):
                 raise self._exit_error(rank, code)
         if outcome.outcome == "finished" and outcome.killed:
             rank = outcome.killed[0]
@@ -136,7 +137,7 @@ class _Case:
                 at=self.place,
                 why=f"seconds after every rank had returned it still took down its process group{self._log(rank)}",
             )
-        failures = {rank: r for rank in range(self.world_size) if (r := self._report(rank)) and "error" in r}
+        failures = {rank: r for rank in range(self.world_size) if isinstance(r := self._report(rank), Failure)}
         if failures:
             self._raise_first(failures)
 
@@ -146,22 +147,17 @@ class _Case:
             for line in self._read(rank, "log").splitlines():
                 print(f"[rank {rank}] {line}")
         reports = [self._report(rank) for rank in range(self.world_size)]
-        return [pickle.loads(report["result"]) for report in reports if report is not None]
+        return [pickle.loads(report) for report in reports if isinstance(report, bytes)]
 
-    def _raise_first(self, failures: Mapping[int, Any]) -> None:
-        rank = min(failures, key=lambda r: failures[r]["at_seconds"])
+    def _raise_first(self, failures: Mapping[int, Failure]) -> None:
+        rank = min(failures, key=lambda r: failures[r].at_seconds)
         first = failures[rank]
         cause = RankError(
-            f"rank {rank} of {self.world_size} raised {first['name']}",
+            f"rank {rank} of {self.world_size} raised {first.name}",
             at=self.place,
-            why=f"its traceback:\n{first['text'].rstrip()}{self._log(rank)}",
+            why=f"its traceback:\n{first.trace.rstrip()}{self._log(rank)}",
         )
-        error = None
-        if first["error"] is not None:
-            try:
-                error = pickle.loads(first["error"])
-            except Exception:  # noqa: BLE001 - user code again; its class may exist in the rank only, the text is in the cause
-                error = None
+        error = first.restore()
         if error is None:
             raise cause
         raise error from cause
@@ -169,7 +165,7 @@ class _Case:
     def _exit_error(self, rank: int, code: int) -> RankError:
         how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
         when = "without a result" if self._report(rank) is None else "after it had returned its result"
-        others = [r for r in range(self.world_size) if "error" in (self._report(r) or {})]
+        others = [r for r in range(self.world_size) if isinstance(self._report(r), Failure)]
         also = f"; rank(s) {', '.join(map(str, others))} raised, probably because of it" if others else ""
         why = f"the function or something it called ended the process{also}{self._log(rank)}"
         return RankError(f"rank {rank} of {self.world_size} {how} {when}", at=self.place, why=why)
@@ -188,7 +184,8 @@ class _Case:
             fix="look for a collective that not every rank reaches, or raise timeout",
         )
 
-    def _report(self, rank: int) -> dict[str, Any] | None:
+    def _report(self, rank: int) -> bytes | Failure | None:
+        """The pickled result or the failure that a rank reported, None where it did not."""
         path = self.directory / f"rank{rank}.report"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
