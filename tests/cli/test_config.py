@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 
-from shardwise.cli.config import build_config, dump_config, parse_config, read_config
-from shardwise.cli.reference import config_reference
+from shardwise.cli.config import build_config, config_reference, dump_config, parse_config, read_config
 from shardwise.errors import ConfigError, LoadError
 from shardwise.train.config import TrainConfig
 
@@ -63,13 +62,14 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         "run.yaml has 11 problems",
         "lr: unknown key (did you mean 'optimizer.lr'?)",
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
-        "data.seq_length: is True, expected an integer",
-        "optimizer.lr: is the text 'fast', expected a number",
-        "optimizer.schedule.name: is the text 'cosin', expected constant or linear or cosine or warmup_stable_decay",
-        "optimizer.options: is the list [1], expected keys and values",
-        "model.dtype: is the text 'float23', expected float32 or bfloat16 (did you mean 'float32'?)",
+        "data.seq_length: is True, must be an integer",
+        "optimizer.lr: is the text 'fast', must be a number",
+        "optimizer.schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay' "
+        "(did you mean 'cosine'?)",
+        "optimizer.options: is the list [1], must be a group of keys",
+        "model.dtype: is the text 'float23', must be 'float32' or 'bfloat16' (did you mean 'float32'?)",
         "layout: cannot read the layout 'tq2'",
-        "steps: is 0, must be at least 1",
+        "steps: is 0, must be greater than 0; Optimizer steps",
         "layout.x: cannot be set: layout is the text 'tq2'",
         "oops: is no override; write key=value",
     ):
@@ -92,13 +92,13 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("layout=tp1", "sequence_parallel", "needs tp_size of at least 2"),
         ("layout=pp2.tp2", "layout", "pp is not supported yet"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),
-        ("seed=-1", "seed", "between 0"),
-        ("optimizer.lr=.inf", "optimizer.lr", "positive"),
-        ("optimizer.weight_decay=-1", "optimizer.weight_decay", "negative"),
-        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "null turns it off"),
+        ("seed=-1", "seed", "greater than or equal to 0"),
+        ("optimizer.lr=.inf", "optimizer.lr", "a finite number"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay", "greater than or equal to 0"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "null leaves them"),
         ("optimizer.options.lr=1", "optimizer.options.lr", "it is optimizer.lr"),
         ("optimizer.schedule.warmup_steps=2000", "optimizer.schedule.warmup_steps", "0 and steps"),
-        ("optimizer.schedule.final_ratio=2", "optimizer.schedule.final_ratio", "between 0 and 1"),
+        ("optimizer.schedule.final_ratio=2", "optimizer.schedule.final_ratio", "less than or equal to 1; What is left"),
     ],
 )
 def test_values_that_make_no_sense_are_problems(tmp_path, override, key, part):

@@ -1,22 +1,40 @@
-"""Reading a training configuration: YAML file, `key=value` overrides, types and spelling, all problems at once."""
+"""Reading a training configuration: YAML file, `key=value` overrides, types and spelling, all problems at once.
+
+Keys are declared in `train/config.py`; pydantic holds values against their types and bounds.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
 from shardwise.train.config import Problem, TrainConfig, check_config
 
-__all__ = ["build_config", "config_error", "dump_config", "parse_config", "read_config"]
+__all__ = [
+    "build_config",
+    "config_error",
+    "config_reference",
+    "dump_config",
+    "parse_config",
+    "problem_of",
+    "read_config",
+]
 
-KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+_RUN = TypeAdapter(TrainConfig)
+_WORDS = {
+    "an object": "a group of keys",
+    "a valid array": "a list",
+    "a valid integer": "an integer",
+    "a valid": "a",
+}  # JSON's -> YAML's
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -34,7 +52,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[Problem]]:
     """Like `read_config`, but hands the problems back; what had one stands at its default. Raises `LoadError` only."""
-    tree = _read_yaml(path)
+    tree = _read_file(path)
     problems = [problem for override in overrides for problem in _apply_override(tree, override)]
     config, found = build_config(tree)
     return config, problems + found
@@ -42,11 +60,24 @@ def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig
 
 def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
     """A configuration from a plain mapping, and everything wrong with it."""
-    problems: list[Problem] = []
-    config: TrainConfig = _build(TrainConfig, tree, "", problems)
+    tree = json.loads(json.dumps(tree, default=str))
+    found: dict[str, Problem] = {}
+    while True:  # without what was wrong, until the rest is right
+        try:
+            config = _RUN.validate_json(json.dumps(tree), strict=True)
+            break
+        except ValidationError as error:
+            for key, problem in _read_errors(error).items():
+                *groups, last = key.split(".")
+                here: Any = tree
+                for group in groups:
+                    here = here[group]
+                del here[last]
+                if problem is not None:
+                    found[key] = problem
     # A group with a misspelt key is incomplete: what else seems to be missing there would only mislead.
-    broken = {problem.key for problem in problems} | {problem.key.rpartition(".")[0] for problem in problems}
-    return config, problems + [problem for problem in check_config(config) if problem.key not in broken]
+    broken = {*found, *(key.rpartition(".")[0] for key in found)}
+    return config, [*found.values(), *(problem for problem in check_config(config) if problem.key not in broken)]
 
 
 def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
@@ -57,32 +88,103 @@ def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
     return ConfigError(f"{place} has {count}", why="\n".join(lines), fix=fix)
 
 
+def problem_of(key: str, error: ShardwiseError) -> Problem:
+    """An error as a problem of `key`."""
+    return Problem(key, error.summary + (f" ({error.why})" if error.why else ""), error.fix or "")
+
+
 def dump_config(config: TrainConfig) -> str:
     """The configuration as YAML, every default spelled out; `read_config` reads it back."""
-    text: str = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(_RUN.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Plain YAML loses the first of two equal keys without a word; this one refuses them."""
+def config_reference() -> str:
+    """Every key with its default and what it means, as a page of help."""
+    rows = {key: about for key, about in _keys() if "$ref" not in about}
+    width = max(map(len, rows))
+    lines = ["keys of CONFIG.yaml, with their defaults:"]
+    for key, about in rows.items():
+        text, default = " ".join(about["description"].split()), about.get("default")
+        if default not in (None, []):
+            text += f" [{' '.join(default) if isinstance(default, list) else yaml.safe_dump(default).split()[0]}]"
+        first, others = f"  {key:<{width}}  ", " " * (width + 4)
+        lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=others, break_long_words=False)
+    return "\n".join(lines)
 
 
-def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for position, key in enumerate(keys):
-        if key in keys[:position]:
-            mark = node.value[position][0].start_mark
-            raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands there twice", mark)
-    return dict(loader.construct_mapping(node, deep=True))
+def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every group and key by its dotted name, with what the JSON schema says of it."""
+    schema = _RUN.json_schema()
+
+    def walk(group: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        # What a Google-style docstring says of each attribute, where there is no docstring below it.
+        section = group.get("description", "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        _, *entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
+        described = dict(zip(entries[::2], entries[1::2], strict=True))
+        for name, about in group["properties"].items():
+            yield prefix + name, {"description": described.get(name, ""), **about}
+            if "$ref" in about:
+                yield from walk(schema["$defs"][about["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+
+    return walk(schema, "")
 
 
-_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
+    """What is wrong by key, None where nothing is: a group of which the file has but the name."""
+    known = dict(_keys())
+    found: dict[str, Problem | None] = {}
+    for each in error.errors():
+        place = [str(part) for part in each["loc"]]
+        if each["type"] == "unexpected_keyword_argument":
+            key = ".".join(place)
+            beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
+            elsewhere = next((name for name in known if name.endswith(f".{place[-1]}")), None)
+            close = did_you_mean(place[-1], beside) or (f" (did you mean {elsewhere!r}?)" if elsewhere else "")
+            found[key] = Problem(key, f"unknown key{close}")
+            continue
+        # A place goes on below its key: into lists, and along the types that a value might have.
+        key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
+        what = each["msg"].removeprefix("Input should be ")
+        for word, ours in _WORDS.items():
+            what = what.replace(word, ours)
+        if isinstance(cause := each.get("ctx", {}).get("error"), ShardwiseError):
+            found[key] = problem_of(key, cause)  # a value that checks itself
+        elif each["type"] == "dataclass_type" and each["input"] is None:
+            found[key] = None
+        elif (earlier := found.get(key)) is not None:
+            found[key] = Problem(key, f"{earlier.what} or {what}")
+        else:
+            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", what))
+            meaning = "" if "$ref" in known[key] else " ".join(known[key]["description"].split()).rstrip(".")
+            found[key] = Problem(key, f"is {_kind(each['input'])}, must be {what}{close}", meaning)
+    return found
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+class _Loader(yaml.SafeLoader):
+    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, *args: Any, **options: Any) -> dict[Any, Any]:
+        """A dictionary; plain YAML would lose the first of two equal keys without a word."""
+        self.flatten_mapping(node)
+        keys: list[Any] = []
+        for each, _ in node.value:
+            if (key := self.construct_object(each, deep=True)) in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands there twice", each.start_mark
+                )
+            keys.append(key)
+        return dict(super().construct_mapping(node, deep=True))
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError as error:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
@@ -91,142 +193,33 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
-    try:
-        tree = yaml.load(text, _StrictLoader)  # a SafeLoader
     except yaml.YAMLError as error:
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict | None):
         raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
-    return tree
+    return tree or {}
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
     key, equals, text = override.partition("=")
     if not equals or not key:
         return [Problem(override, "is no override", "write key=value, such as optimizer.lr=1e-4")]
-    try:
-        value = yaml.load(text, _StrictLoader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
     *groups, last = key.split(".")
     here = tree
     for group in groups:
-        inner = here.get(group)
-        if inner is None:
-            inner = here[group] = {}
-        if not isinstance(inner, dict):
-            return [Problem(key, f"cannot be set: {group} is {_kind(inner)}, not a group of keys")]
-        here = inner
-    here[last] = value
-    return []
-
-
-def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str, problems: list[Problem]) -> Any:
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if key not in hints:
-            close = did_you_mean(str(key), hints) or _elsewhere(str(key))
-            problems.append(Problem(name, f"unknown key{close}"))
-            continue
-        converted = _convert(value, hints[key], name, problems)
-        if converted is not _WRONG:
-            values[key] = converted
+        if here.get(group) is None:
+            here[group] = {}
+        if not isinstance(here[group], dict):
+            return [Problem(key, f"cannot be set: {group} is {_kind(here[group])}, not a group of keys")]
+        here = here[group]
     try:
-        return cls(**values)
-    except ConfigError as error:  # an option that checks itself
-        why = f" ({error.why})" if error.why else ""
-        problems.append(Problem(prefix.rstrip("."), error.summary + why, error.fix or ""))
-        return cls()
-
-
-def _elsewhere(key: str) -> str:
-    """Points to a key of this very name in another group, the likeliest mistake after a misspelling."""
-    places = [name for name in _all_keys(TrainConfig) if name.split(".")[-1] == key]
-    return f" (did you mean {places[0]!r}?)" if places else ""
-
-
-def _all_keys(cls: type[Any], prefix: str = "") -> list[str]:
-    keys = []
-    for name, hint in typing.get_type_hints(cls).items():
-        is_group = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        keys += _all_keys(hint, f"{prefix}{name}.") if is_group else [prefix + name]
-    return keys
-
-
-_WRONG = object()
-
-
-def _convert(value: Any, hint: Any, name: str, problems: list[Problem]) -> Any:
-    """`value` as `hint` wants it, or `_WRONG` with the problem noted."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if value is None:
-            return hint()
-        if isinstance(value, Mapping):
-            return _build(hint, value, f"{name}.", problems)
-        problems.append(Problem(name, f"is {_kind(value)}, expected a group of keys"))
-        return _WRONG
-    for option in _options(hint):
-        converted = _convert_plain(value, option)
-        if converted is not _WRONG:
-            return converted
-    wanted = " or ".join(_describe(option) for option in _options(hint))
-    close = did_you_mean(str(value), _choices(hint))
-    problems.append(Problem(name, f"is {_kind(value)}, expected {wanted}{close}"))
-    return _WRONG
-
-
-def _convert_plain(value: Any, hint: Any) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return value if isinstance(value, str) and value in arguments else _WRONG
-    if origin is tuple:
-        items = [_convert_plain(item, arguments[0]) for item in value] if isinstance(value, list) else [_WRONG]
-        return _WRONG if _WRONG in items else tuple(items)
-    if origin is dict:
-        is_fit = isinstance(value, Mapping) and all(
-            isinstance(key, str) and _convert_plain(item, arguments[1]) is not _WRONG for key, item in value.items()
-        )
-        return dict(value) if is_fit else _WRONG
-    if hint is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        # YAML 1.1 reads 3e-4, without a dot, as text.
-        try:
-            return float(value)
-        except ValueError:
-            return _WRONG
-    return value if hint is Any or type(value) is hint else _WRONG
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _choices(hint: Any) -> list[str]:
-    options = [option for option in _options(hint) if typing.get_origin(option) is Literal]
-    return [choice for option in options for choice in typing.get_args(option)]
-
-
-def _describe(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return " or ".join(arguments)
-    if origin is tuple:
-        return "a list of text"
-    if origin is dict:
-        return "keys and text values" if arguments[1] is str else "keys and values"
-    return KINDS[hint]
+        here[last] = yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
+    return []
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping | list):
         return "a group of keys" if isinstance(value, Mapping) else f"the list {value!r}"
     return "null" if value is None else f"{'the text ' if isinstance(value, str) else ''}{value!r}"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import shardwise
 from shardwise.cli import check, doctor, launch, plan, train, verify
+from shardwise.cli.config import config_reference
 from shardwise.cli.output import Output, lasting_stdout
-from shardwise.cli.reference import config_reference
 from shardwise.errors import ShardwiseError, did_you_mean
 
 __all__ = ["command", "main"]

@@ -1,6 +1,7 @@
 """What a training run is asked to do, as frozen values. Building one reads nothing and starts nothing.
 
-The field names here are the keys of the YAML file that `shardwise train` reads, so renaming one is a breaking change.
+The fields here are the keys of the YAML file that `shardwise train` reads: their names, types, bounds, defaults and
+help stand here and nowhere else. `cli/config.py` reads the file by them.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shardwise.errors import MeshError
 from shardwise.plan.options import FsdpPolicy, Recompute
@@ -30,6 +33,7 @@ __all__ = [
     "lr_factor",
 ]
 
+Finite = Field(allow_inf_nan=False)
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
 
 
@@ -87,8 +91,8 @@ class DataConfig:
     """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
     include: tuple[str, ...] = TEXT_PATTERNS
     """Which files of a directory are read, as glob patterns below it."""
-    seq_length: int = 512
-    """Tokens in a row."""
+    seq_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens in a row, at least 2: each token predicts the next."""
     cache_dir: str | None = None
     """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
     state: str | None = None
@@ -101,9 +105,9 @@ class EvaluationConfig:
 
     path: str | None = None
     """A text or .jsonl file, or a directory of them; null evaluates nothing."""
-    every: int = 100
+    every: PositiveInt = 100
     """Steps between evaluations; the last step is always followed by one."""
-    max_batches: int = 50
+    max_batches: PositiveInt = 50
     """Most batches of one evaluation, of `batch_size` rows each."""
 
 
@@ -135,11 +139,11 @@ class ScheduleConfig:
 
     name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
     """Shape of the decay after the warmup; warmup_stable_decay falls linearly over the last `decay_steps`."""
-    decay_steps: int = 0
+    decay_steps: NonNegativeInt = 0
     """Of warmup_stable_decay: how many steps at the end of the run the rate falls."""
-    warmup_steps: int = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises from 0."""
-    final_ratio: float = 0.1
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """What is left of the rate at the last step, as a share of `lr`; `constant` does not decay."""
 
 
@@ -149,16 +153,16 @@ class OptimizerConfig:
 
     name: str = "AdamW"
     """A class of torch.optim, or the dotted path of another."""
-    lr: float = 3e-4
+    lr: Annotated[PositiveFloat, Finite] = 3e-4
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Field(ge=0), Finite] = 0.0
     """Weight decay."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the class, such as `betas: [0.9, 0.95]`."""
     groups: tuple[dict[str, Any], ...] = ()
     """Other arguments for some parameters, by name pattern or number of dims, the first that fits:
     `[{max_dims: 1, weight_decay: 0}, {params: "**.embed_tokens.*", lr: 1.0e-4}]`."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Gradients with a larger norm are scaled down to it; null leaves them."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
@@ -170,7 +174,7 @@ class LogConfig:
     dir: str = "runs/latest"
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands behind
     the last step) and, if asked for, tensorboard/."""
-    every: int = 10
+    every: PositiveInt = 10
     """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
@@ -179,6 +183,8 @@ class LogConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -193,23 +199,23 @@ class TrainConfig:
     """Ranks along each axis, outermost first, such as `tp2`."""
     sequence_parallel: bool = False
     """Split activations between the tensor-parallel regions along the sequence."""
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Optimizer steps."""
-    batch_size: int = 8
+    batch_size: PositiveInt = 8
     """Rows of one step, over all ranks and microbatches."""
-    num_microbatches: int = 1
+    num_microbatches: PositiveInt = 1
     """Parts in which each rank takes its rows; more of them need less memory."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the order of the data, dropout, and weights that are not loaded."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, lt=10**9)] = 600.0
     """How long ranks wait for one that does not come, at the start and in a step. Then it is named."""
     export: str | None = None
     """Directory for the trained model and its tokenizer, for `from_pretrained`."""
 
 
 def check_config(config: TrainConfig) -> list[Problem]:
-    """Everything wrong with `config` that can be told from its values alone."""
-    return [*_check_sources(config), *_check_numbers(config), *_check_layout(config)]
+    """Everything wrong with `config` that can be told from its values, beside their types and bounds."""
+    return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config)]
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
@@ -249,47 +255,18 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
 
 
-def _check_numbers(config: TrainConfig) -> Iterator[Problem]:
-    optimizer, schedule = config.optimizer, config.optimizer.schedule
-    counts = {
-        "steps": config.steps,
-        "batch_size": config.batch_size,
-        "num_microbatches": config.num_microbatches,
-        "log.every": config.log.every,
-        "evaluation.every": config.evaluation.every,
-        "evaluation.max_batches": config.evaluation.max_batches,
-    }
-    for key, count in counts.items():
-        if count < 1:
-            yield Problem(key, f"is {count}, must be at least 1")
-    if config.data.seq_length < 2:
-        yield Problem(
-            "data.seq_length", f"is {config.data.seq_length}, must be at least 2: each token predicts the next"
-        )
-    if not 0 < config.timeout_seconds < 10**9:
-        yield Problem("timeout_seconds", f"is {config.timeout_seconds}, must be a positive number of seconds")
-    if not 0 <= config.seed < 2**63:
-        yield Problem("seed", f"is {config.seed}, must be between 0 and 2**63 - 1")
-    if not (optimizer.lr > 0 and math.isfinite(optimizer.lr)):
-        yield Problem("optimizer.lr", f"is {optimizer.lr}, must be a positive number")
-    if not (optimizer.weight_decay >= 0 and math.isfinite(optimizer.weight_decay)):
-        yield Problem("optimizer.weight_decay", f"is {optimizer.weight_decay}, must not be negative")
-    if optimizer.max_grad_norm is not None and not optimizer.max_grad_norm > 0:
-        yield Problem("optimizer.max_grad_norm", f"is {optimizer.max_grad_norm}, must be positive", "null turns it off")
-    for key in {"lr", "weight_decay"} & optimizer.options.keys():
+def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
+    schedule = config.optimizer.schedule
+    for key in {"lr", "weight_decay"} & config.optimizer.options.keys():
         yield Problem(f"optimizer.options.{key}", f"stands in the wrong place: it is optimizer.{key}")
-    if not 0 <= schedule.warmup_steps <= config.steps:
-        yield Problem(
-            "optimizer.schedule.warmup_steps",
-            f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})",
-        )
-    elif not 0 <= schedule.decay_steps <= config.steps - schedule.warmup_steps:
+    if schedule.warmup_steps > config.steps:
+        what = f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})"
+        yield Problem("optimizer.schedule.warmup_steps", what)
+    elif schedule.decay_steps > config.steps - schedule.warmup_steps:
         yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps}, which does not fit into the steps")
     elif (is_wsd := schedule.name == "warmup_stable_decay") != (schedule.decay_steps > 0):
         fix = "say over how many steps the rate falls" if is_wsd else "it belongs to warmup_stable_decay"
         yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps} with {schedule.name}", fix)
-    if not 0 <= schedule.final_ratio <= 1:
-        yield Problem("optimizer.schedule.final_ratio", f"is {schedule.final_ratio}, must be between 0 and 1")
 
 
 def _check_layout(config: TrainConfig) -> Iterator[Problem]:
@@ -303,8 +280,6 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
             yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use ddp, fsdp and tp")
     if config.fsdp != FsdpPolicy() and shape.data_size == 1:
         yield Problem("fsdp", f"says how fsdp and ddp axes work; the layout is {shape}")
-    if config.batch_size < 1 or config.num_microbatches < 1:
-        return
     parts = shape.data_size * config.num_microbatches
     if config.batch_size % parts:
         yield Problem(
