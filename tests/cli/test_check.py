@@ -94,6 +94,20 @@ def test_each_of_these_is_a_problem(run, capsys, word, part):
     assert ": 1 problem\n" in out and part in out
 
 
+def test_an_encoder_is_no_causal_model(run, capsys):
+    assert (
+        main(
+            [
+                "check",
+                run,
+                "model.config={model_type: bert, hidden_size: 32, num_attention_heads: 4, num_hidden_layers: 1}",
+            ]
+        )
+        == 1
+    )
+    assert "use is_decoder=True in its config" in capsys.readouterr().out
+
+
 def test_what_does_not_bear_being_rehearsed_is_no_problem(run, monkeypatch):
     def fail(self):
         raise RuntimeError("a fake tensor has no values")

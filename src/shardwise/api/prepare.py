@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.planning import plan_for
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
+from shardwise.layers.label_use import label_use_of, note_label_use
 from shardwise.layers.registry import Registry
 from shardwise.layers.wrapping import refuse_wrapping
 from shardwise.mesh import Mesh
@@ -26,6 +27,7 @@ from shardwise.plan.decision_json import plan_to_json
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
+from shardwise.proof.labels import probe_label_use
 from shardwise.split.apply import apply_plan, check_axes, check_unsplit
 from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
@@ -33,7 +35,7 @@ from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import track_gradients
 from shardwise.train.optimizer import watch_optimizers
 
-__all__ = ["decide", "open_subgroups", "prepare"]
+__all__ = ["decide", "observe_labels", "open_subgroups", "prepare"]
 
 
 def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -49,6 +51,7 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     Communicates: a few small gathers over all ranks.
     """
     plan = _decide_together(model, mesh, spec)
+    observe_labels(model)
     with raise_on_all_ranks(mesh.group(), "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
     open_subgroups(registry)
@@ -57,6 +60,12 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)
     return registry
+
+
+def observe_labels(model: nn.Module) -> None:
+    """Notes how a causal language model uses its labels, which its class may be wrong about."""
+    if label_use_of(model) is None and (use := probe_label_use(model)) is not None:
+        note_label_use(model, use)
 
 
 def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.prepare import decide, open_subgroups
+from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import HeldBytes
@@ -61,6 +61,7 @@ class Rehearsal:
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
         )
         plan = decide(model, self.shape, self.spec)
+        observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
         with pretended_mesh(self.shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):

@@ -16,8 +16,10 @@ from transformers import PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import ConfigError
+from shardwise.layers.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
+from shardwise.proof.labels import probe_label_use
 from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_narrow
 from shardwise.proof.report import Report
@@ -137,6 +139,9 @@ class Proof:
 def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
         full = build_twin(proof.config, proof.model_class, seed=0)
+        use = probe_label_use(full)
+        if use is not None:  # whether training teaches it anything is not what is proved
+            note_label_use(full, replace(use, sees_target=False))
         batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)
         settle(full, batch)
         if not has_loss(full, batch):

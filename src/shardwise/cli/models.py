@@ -15,6 +15,7 @@ from shardwise.cli.config import config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.places import check_export
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
+from shardwise.layers.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
 from shardwise.split.build import model_class_of, num_positions, read_config
@@ -145,6 +146,7 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
     key = "model"
     try:
         with rehearsal.open() as model:
+            check_label_use(model)
             key = "export"
             if config.export is not None:
                 check_export(config.export, num_bytes=export_bytes(model))

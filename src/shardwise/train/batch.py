@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import BatchError
+from shardwise.layers.label_use import shifts_labels
 
 __all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
 
@@ -93,15 +93,6 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
     labels = batch.get("labels")
     if labels is None or labels.is_floating_point():
         return next(batch[name].shape[0] for name in target_names(model) if batch.get(name) is not None)
-    if labels.ndim > 1 and _shifts_labels(model):
+    if labels.ndim > 1 and shifts_labels(model):
         labels = labels[..., 1:]
     return int((labels != IGNORED).sum())
-
-
-def _shifts_labels(model: nn.Module) -> bool:
-    """Whether the loss compares each position with the label behind it."""
-    config = getattr(model, "config", None)
-    is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return getattr(model, "loss_type", None) == "ForCausalLM" or (
-        is_causal and not getattr(config, "is_encoder_decoder", False)
-    )

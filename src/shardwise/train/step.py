@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
+from shardwise.layers.label_use import check_label_use
 from shardwise.layers.registry import local_part, registry_of
 from shardwise.layers.same_batch import check_same_batch, compared_already
 from shardwise.mesh import Mesh
@@ -50,6 +51,7 @@ class TrainStep:
     Raises:
         BatchError: `num_microbatches` is no positive integer.
         LayoutError: the model is not split by Shardwise.
+        UnsupportedError: the model sees the tokens that it is to predict (an encoder with a causal model's loss).
         UnsupportedError: parameters came into it later, where nothing says what they are.
     """
 
@@ -61,6 +63,7 @@ class TrainStep:
                 fix="use an integer of at least 1",
             )
         self._registry = registry_of(model)
+        check_label_use(model)
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
         self.model = model
