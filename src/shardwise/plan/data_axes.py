@@ -60,18 +60,18 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     """What is gathered together, in order of registration, without the rest that belongs to the model itself."""
     if facts.model_type in UNDIVIDED:
         return ()
-    candidates = [block for block in _blocks(facts) if _held(block, facts)]
+    held = _held(facts)
+    candidates = [block for block in _blocks(facts) if held[block]]
     for end in (facts.embedding, facts.head):
         if end and not any(_is_within(end, each) for each in candidates):
             candidates.append(end)
     units: list[list[str]] = []
     for candidate in candidates:
-        held = _held(candidate, facts)
-        sharing = [unit for unit in units if any(held & _held(module, facts) for module in unit)]
+        sharing = [unit for unit in units if any(held[candidate] & held[module] for module in unit)]
         merged = [module for unit in sharing for module in unit] + [candidate]
         units = [unit for unit in units if unit not in sharing] + [merged]
     outside = _held_outside([module for unit in units for module in unit], facts)
-    return tuple(tuple(unit) for unit in units if not any(_held(module, facts) & outside for module in unit))
+    return tuple(tuple(unit) for unit in units if not any(held[module] & outside for module in unit))
 
 
 def _blocks(facts: ModelFacts) -> Iterator[str]:
@@ -85,9 +85,15 @@ def _blocks(facts: ModelFacts) -> Iterator[str]:
             yield name
 
 
-def _held(module: str, facts: ModelFacts) -> frozenset[str]:
-    """Canonical FQNs of the parameters in a module."""
-    return frozenset(facts.tied.get(fqn, fqn) for fqn, owner, *_ in facts.parameters() if _is_within(owner, module))
+def _held(facts: ModelFacts) -> dict[str, set[str]]:
+    """Canonical FQNs of the parameters in each module."""
+    held: dict[str, set[str]] = {module: set() for module in facts.modules}
+    for fqn, owner, *_ in facts.parameters():
+        module = owner
+        while module:
+            held[module].add(facts.tied.get(fqn, fqn))
+            module = parent_of(module)
+    return held
 
 
 def _held_outside(modules: Sequence[str], facts: ModelFacts) -> frozenset[str]:

@@ -57,14 +57,14 @@ def load_weights(
     dtypes = _DtypePlan(model, dtype)
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
-    largest: dict[str, Tensor] = {}
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
         value = _read(fqn, lazy, registry, dtypes.of(fqn, lazy.dtype))
-        if value.is_floating_point() and value.numel():  # the maximum is NaN if an element is, and quick to compute
-            largest[fqn] = (value if value.dtype.itemsize > 1 else value.float()).max()
+        if value.is_floating_point():
+            sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
         put_tensor(model, registry, fqn, value)
-    _check_numbers(largest, index)
+    _check_numbers(sums, index)
     _check_ties(resolution, registry)
 
 
@@ -93,12 +93,12 @@ def _resolve(
     return stripped
 
 
-def _check_numbers(largest: Mapping[str, Tensor], index: CheckpointIndex) -> None:
-    """One element of each parameter that is NaN if any is."""
-    broken = [fqn for fqn, value in largest.items() if math.isnan(float(value))]
+def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointIndex) -> None:
+    """A sum is NaN if an element is, which is quick to see; or if there are infinities of both signs."""
+    broken = [fqn for fqn, (value, total) in sums.items() if math.isnan(float(total)) and bool(value.isnan().any())]
     if broken:
         raise LoadError(
-            f"{len(broken)} of {len(largest)} tensors hold NaN",
+            f"{len(broken)} of {len(sums)} tensors hold NaN",
             at=index.location,
             why=", ".join(broken[:5]),
             fix="take a checkpoint from before training diverged",

@@ -58,16 +58,23 @@ def initialize_missing(
         return
     with Construction() as construction:
         unsplit = build()
+        wanted = {owner: _own(unsplit.get_submodule(owner), names) for owner, names in missing.items()}
+        needed = {id(tensor) for tensors in wanted.values() for tensor in tensors}
+        for tensor in (*unsplit.parameters(), *unsplit.buffers()):
+            tensor._is_hf_initialized = id(tensor) not in needed  # transformers leaves those alone
         unsplit.initialize_weights()
-    for owner, names in missing.items():
-        module = unsplit.get_submodule(owner)
-        tensors = [module._parameters[name] if name in module._parameters else module._buffers[name] for name in names]
-        for name, value in zip(names, _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
+    for owner, tensors in wanted.items():
+        for name, value in zip(missing[owner], _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
             fqn = f"{owner}.{name}" if owner else name
             _check_initialized(fqn, value)
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
             put_tensor(model, registry, fqn, own.to(registry.home(fqn)))
+
+
+def _own(module: nn.Module, names: list[str]) -> list[Tensor]:
+    tensors = {**module._parameters, **module._buffers}
+    return [tensor for name in names if (tensor := tensors[name]) is not None]
 
 
 def _missing(owner: str, module: nn.Module, registry: Registry) -> list[str]:
