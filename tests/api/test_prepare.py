@@ -10,8 +10,9 @@ import transformers
 
 import shardwise
 from shardwise.api import planning, prepare
-from shardwise.errors import PlanError, RankError
-from shardwise.plan.decision_json import plan_from_json, plan_to_json
+from shardwise.errors import LayoutError, PlanError, RankError
+from shardwise.layout.json_form import from_json, to_json
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.testing.spawn import spawn
@@ -67,11 +68,10 @@ def test_what_was_decided_prints_as_json_and_parses_back(family, layout):
     for sequence_parallel in (False, True):
         spec = ParallelSpec(sequence_parallel=sequence_parallel)
         plan = prepare.decide(tiny_model(family), shardwise.MeshShape.parse(layout), spec)
-        assert plan_from_json(json.loads(json.dumps(plan_to_json(plan)))) == plan
-    with pytest.raises(PlanError, match="not a decided plan"):
-        plan_from_json({**plan_to_json(plan), "norms": None})
-    with pytest.raises(PlanError, match="not a decided plan"):
-        plan_from_json({**plan_to_json(plan), "nroms": {}})
+        assert from_json(SplitPlan, json.loads(json.dumps(to_json(plan)))) == plan
+    for wrong in ({"norms": None}, {"nroms": {}}):
+        with pytest.raises(LayoutError, match="no SplitPlan in JSON"):
+            from_json(SplitPlan, {**to_json(plan), **wrong})
 
 
 @pytest.mark.spawn

@@ -23,7 +23,7 @@ from shardwise.layers.registry import Registry
 from shardwise.layers.wrapping import refuse_wrapping
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.decision_json import plan_to_json
+from shardwise.layout.json_form import to_json
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
@@ -117,7 +117,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
 def _parts_of(plan: SplitPlan) -> dict[str, str]:
     """What was decided, each part by its name, as text."""
     found: dict[str, str] = {}
-    for name, value in plan_to_json(plan).items():
+    for name, value in to_json(plan).items():
         parts = value.items() if isinstance(value, dict) else [("", value)]
         found |= {f"the plan's {name} {part}".rstrip(): json.dumps(each) for part, each in parts}
     return found

@@ -1,104 +1,73 @@
-"""Placements and layouts as JSON objects, for manifests and plans; each form reads back to an equal value."""
+"""Frozen values as JSON, and back to equal ones: layouts for manifests, decided plans for ranks to compare.
+
+A dataclass is an object of its fields; a placement says in `kind` which one it is.
+"""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from shardwise.errors import LayoutError, did_you_mean
-from shardwise.layout.boxes import Interval
+from shardwise.errors import LayoutError
 from shardwise.layout.placement import Chunk, Placement, Replicate, Split
-from shardwise.layout.tensor import Layout, Step
+from shardwise.topology.shape import MeshShape
 
-__all__ = ["layout_from_json", "layout_to_json", "placement_from_json", "placement_to_json"]
+__all__ = ["from_json", "to_json"]
 
-
-def layout_to_json(layout: Layout) -> dict[str, object]:
-    """`layout` as a JSON object; `layout_from_json` reads it back."""
-    steps = [
-        {"axis": step.axis, "size": step.size, "placement": placement_to_json(step.placement)} for step in layout.steps
-    ]
-    return {"shape": list(layout.shape), "steps": steps}
+_KINDS: dict[str, type] = {"replicate": Replicate, "chunk": Chunk, "split": Split}
 
 
-def layout_from_json(data: Mapping[str, object]) -> Layout:
-    """The layout that `layout_to_json` wrote as `data`.
-
-    Raises:
-        LayoutError: `data` is not such an object, or the layout it describes is inconsistent.
-    """
-    match data:
-        case {"shape": list(shape), "steps": list(steps), **rest} if not rest and all(type(n) is int for n in shape):
-            return Layout(tuple(shape), tuple(_step(step) for step in steps))
-    raise LayoutError(f"not a layout: {dict(data)}", why="it has exactly the keys 'shape' and 'steps', both lists")
-
-
-def _step(data: object) -> Step:
-    match data:
-        case {"axis": str(axis), "size": int(size), "placement": dict(placement), **rest} if not rest:
-            return Step(axis, size, placement_from_json(placement))
-    raise LayoutError(f"not a step of a layout: {data}", why="it has exactly the keys 'axis', 'size' and 'placement'")
+def to_json(value: Any) -> Any:
+    """`value` (a layout, a placement, a decided plan) as what `json.dumps` takes; `from_json` reads it back."""
+    if isinstance(value, MeshShape):
+        return str(value)
+    if is_dataclass(value):
+        kind = {"kind": name for name, each in _KINDS.items() if isinstance(value, each)}
+        return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_json(each) for name, each in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [to_json(each) for each in value] if isinstance(value, tuple) else value
 
 
-def placement_to_json(placement: Placement) -> dict[str, object]:
-    """`placement` as a JSON object; `placement_from_json` reads it back."""
-    match placement:
-        case Replicate():
-            return {"kind": "replicate"}
-        case Chunk():
-            return {"kind": "chunk", "dim": placement.dim}
-        case Split():
-            pieces = [[list(interval) for interval in intervals] for intervals in placement.pieces]
-            return {"kind": "split", "dim": placement.dim, "pieces": pieces}
-
-
-_JSON_FIELDS: dict[str, frozenset[str]] = {
-    "replicate": frozenset({"kind"}),
-    "chunk": frozenset({"kind", "dim"}),
-    "split": frozenset({"kind", "dim", "pieces"}),
-}
-
-
-def placement_from_json(data: Mapping[str, object]) -> Placement:
-    """The placement that `placement_to_json` wrote as `data`.
+def from_json(form: Any, data: Any) -> Any:
+    """The value of the type `form` that `to_json` wrote as `data`.
 
     Raises:
-        LayoutError: `data` is not such an object.
+        LayoutError: `data` is no such value, or an inconsistent one.
     """
-    kind = str(data.get("kind"))
-    if kind not in _JSON_FIELDS:
-        raise LayoutError(
-            f"unknown kind of placement {kind!r}{did_you_mean(kind, _JSON_FIELDS)}",
-            why=f"the kinds are {', '.join(_JSON_FIELDS)}",
-        )
-    if data.keys() != _JSON_FIELDS[kind]:
-        raise LayoutError(
-            f"a placement of kind {kind!r} has the keys {sorted(data)}",
-            why=f"it has exactly the keys {sorted(_JSON_FIELDS[kind])}",
-        )
-    match kind:
-        case "replicate":
-            return Replicate()
-        case "chunk":
-            return Chunk(_integer(data, "dim"))
-        case _:
-            return Split(_integer(data, "dim"), _json_pieces(data["pieces"]))
+    try:
+        return _decode(form, data)
+    except LayoutError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        name = getattr(form, "__name__", "Placement")
+        raise LayoutError(f"no {name} in JSON", why=f"{type(error).__name__}: {error}") from error
 
 
-def _integer(data: Mapping[str, object], key: str) -> int:
-    value = data[key]
-    if type(value) is not int:
-        raise LayoutError(f"{key} of a placement is {value!r}", why="it is an integer")
-    return value
-
-
-def _json_pieces(value: object) -> tuple[tuple[Interval, ...], ...]:
-    def items(of: object) -> list[object]:
-        if not isinstance(of, list | tuple):
-            raise LayoutError(f"pieces of a placement contain {of!r}", why="they are lists of [start, stop] per coord")
-        return list(of)
-
-    def interval(of: object) -> Interval:
-        match items(of):
-            case [int(start), int(stop)]:
-                return start, stop
-        raise LayoutError(f"pieces of a placement contain {of!r}", why="an interval is [start, stop]")
-
-    return tuple(tuple(interval(pair) for pair in items(intervals)) for intervals in items(value))
+def _decode(form: Any, data: Any) -> Any:
+    origin, arguments = get_origin(form), get_args(form)
+    if form is MeshShape:
+        return MeshShape.parse(data)
+    if is_dataclass(form):
+        hints: dict[str, Any] = get_type_hints(form)
+        if data.keys() != {each.name for each in fields(form)}:
+            raise KeyError(f"{form} has the attributes {', '.join(each.name for each in fields(form))}")
+        made: Any = form
+        return made(**{name: _decode(hints[name], each) for name, each in data.items()})
+    if form == Placement:
+        return _decode(_KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
+    if NoneType in arguments:
+        inner = next(each for each in arguments if each is not NoneType)
+        return None if data is None else _decode(inner, data)
+    if origin is Mapping:
+        return {name: _decode(arguments[1], each) for name, each in data.items()}
+    if origin is frozenset:
+        return frozenset(data)
+    if origin is tuple:
+        hinted = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else arguments
+        return tuple(_decode(each, value) for each, value in zip(hinted, data, strict=True))
+    if type(data) is not form:
+        raise TypeError(f"{data!r} is no {form.__name__}")
+    return data

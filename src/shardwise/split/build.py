@@ -13,10 +13,9 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
-from shardwise.weights.locate import locate_source
+from shardwise.weights.locate import HUB_OPTIONS, locate_source
 
 __all__ = [
-    "HUB_OPTIONS",
     "as_dtype",
     "build_meta_model",
     "model_class_of",
@@ -24,19 +23,6 @@ __all__ = [
     "read_config",
     "read_generation_config",
 ]
-
-HUB_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-    "variant",
-)
-"""Keyword arguments that say where files come from; all others are the model's."""
-
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that a user names; None for "auto", or for none.

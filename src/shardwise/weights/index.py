@@ -7,11 +7,9 @@ strides.
 
 import math
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,8 +37,7 @@ class TensorEntry:
 class CheckpointIndex(Mapping[str, TensorEntry]):
     """The tensors of a safetensors checkpoint by key; a context manager that closes its files.
 
-    May be read from several threads. `bytes_read` counts what was asked of the checkpoint: the sum of the slices
-    copied, in the dtype they are stored in.
+    `bytes_read` counts what was asked of the checkpoint: the sum of the slices copied, in the dtype they are stored in.
     """
 
     def __init__(self, files: Mapping[Path, Any], location: str) -> None:
@@ -48,7 +45,6 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         self.bytes_read = 0
         self._files = dict(files)
         self._entries: dict[str, TensorEntry] = {}
-        self._lock = threading.Lock()
         for path, file in files.items():
             for key in file.keys():  # noqa: SIM118 - it is no mapping
                 tensor = file.get_tensor(key)
@@ -56,7 +52,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
-        """Open a local directory or a hub id; `options` as in `locate_files` (variant, subfolder, revision, ...).
+        """Open a local directory or a hub id; `options` are `HUB_OPTIONS`.
 
         Raises:
             LoadError: nothing there, no safetensors, a shard is missing, empty, truncated or damaged, or the index
@@ -79,30 +75,9 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     def __enter__(self) -> "CheckpointIndex":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the files. Tensors already read own their memory and stay valid; reading on is an error."""
-        self._files.clear()  # a map is unmapped with the last reference to it, so a read in flight finishes
-
-    def read(
-        self, key: str, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """The elements `box` (default: all) of `key` as a new tensor that owns its storage.
-
-        Raises:
-            LoadError: the checkpoint has no such key, or the box is not inside the tensor.
-        """
-        source = self.map_tensor(key)
-        if box is not None:
-            source = source[_check_box(key, box, source.shape)]
-        result = torch.empty(source.shape, dtype=dtype or source.dtype, device=device)
-        result.copy_(source)
-        self.count(source.nbytes)
-        return result
+    def __exit__(self, *error: object) -> None:
+        # Tensors already read own their memory; a map is unmapped with the last reference to it.
+        self._files.clear()
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
@@ -139,8 +114,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     def count(self, nbytes: int) -> None:
         """Add to `bytes_read` what was copied out of a mapped tensor."""
-        with self._lock:
-            self.bytes_read += nbytes
+        self.bytes_read += nbytes
 
 
 def _open(path: Path) -> Any:
@@ -156,14 +130,6 @@ def _open(path: Path) -> Any:
         ) from error
     except OSError as error:
         raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
-
-
-def _check_box(key: str, box: Box, shape: tuple[int, ...]) -> tuple[slice, ...]:
-    inside = len(box) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(box, shape, strict=True))
-    if not inside:
-        extents = list(shape_of(box))
-        raise LoadError(f"the box {box} of extents {extents} is not inside {key!r} of shape {list(shape)}")
-    return tuple(slice(*interval) for interval in box)
 
 
 def _check_weight_map(files: CheckpointFiles, entries: Mapping[str, TensorEntry]) -> None:

@@ -13,15 +13,21 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import LoadError, did_you_mean
 
-__all__ = ["CheckpointFiles", "locate_files", "locate_source"]
+__all__ = ["HUB_OPTIONS", "CheckpointFiles", "locate_files", "locate_source"]
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-_CONVERT = (
-    "Shardwise executes no pickle. Convert once where you trust the file: "
-    "AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors"
+HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+    "variant",
 )
+"""Keyword arguments that say where files come from."""
 
 
 @dataclass(frozen=True)
@@ -34,30 +40,37 @@ class CheckpointFiles:
 
 
 def locate_files(
-    path_or_hub_id: str | os.PathLike[str], *, variant: str | None = None, subfolder: str = "", **hub_options: Any
+    path_or_hub_id: str | os.PathLike[str], *, variant: str | None = None, **options: Any
 ) -> CheckpointFiles:
     """Find `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Args:
         path_or_hub_id: A directory, or a hub id.
         variant: As in `model.fp16.safetensors`.
-        subfolder: Directory below `path_or_hub_id`.
-        hub_options: cache_dir, force_download, local_files_only, proxies, revision, token; for a hub id.
+        options: The rest of `HUB_OPTIONS`.
 
     Raises:
         LoadError: there is no such directory or hub id, or it holds no safetensors weights, or a shard is missing.
-        ConfigError: an unknown option.
     """
-    for option in hub_options:
-        if option not in _HUB_OPTIONS:
-            raise ConfigError(
-                f"unknown option {option!r}{did_you_mean(option, _HUB_OPTIONS)}", at="opening a checkpoint"
-            )
-    single, index = _with_variant(SAFE_WEIGHTS_NAME, variant), _with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
-    directory = locate_source(path_or_hub_id, **hub_options)
-    if directory is not None:
-        return _locate_local(directory / subfolder, single, index)
-    return _locate_hub(os.fspath(path_or_hub_id), single, index, {"subfolder": subfolder, **hub_options})
+    single, index = _add_variant(SAFE_WEIGHTS_NAME, variant), _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+    directory = locate_source(path_or_hub_id, **options)
+    found = _fetch(path_or_hub_id, single, options)
+    if found is not None:
+        return CheckpointFiles((found,))
+    index_path = _fetch(path_or_hub_id, index, options)
+    if index_path is None:
+        raise _no_weights(path_or_hub_id, directory and directory / (options.get("subfolder") or ""), single, index)
+    weight_map = _read_weight_map(index_path)
+    shards = {name: _fetch(path_or_hub_id, name, options) for name in sorted(set(weight_map.values()))}
+    missing = [name for name, path in shards.items() if path is None]
+    if missing:
+        raise LoadError(
+            f"{len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:5])}",
+            at=str(index_path),
+            why="the index lists them",
+            fix="copy or download the missing files",
+        )
+    return CheckpointFiles(tuple(path for path in shards.values() if path is not None), index_path, weight_map)
 
 
 def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) -> Path | None:
@@ -110,77 +123,37 @@ def _check_hub(hub_id: str, options: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _with_variant(name: str, variant: str | None) -> str:
+def _add_variant(name: str, variant: str | None) -> str:
     # As transformers does: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`.
     stem, _, suffix = name.rpartition(".")
     return name if variant is None else f"{stem}.{variant}.{suffix}"
 
 
-def _locate_local(directory: Path, single: str, index: str) -> CheckpointFiles:
-    if (directory / single).is_file():
-        return CheckpointFiles((directory / single,))
-    if (directory / index).is_file():
-        weight_map = _read_weight_map(directory / index)
-        names = sorted(set(weight_map.values()))
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise LoadError(
-                f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:5])}",
-                at=str(directory),
-                why=f"{index} lists them",
-                fix="copy or download the missing files",
-            )
-        return CheckpointFiles(tuple(directory / name for name in names), directory / index, weight_map)
-    raise _no_weights(directory, single, index)
-
-
-def _no_weights(directory: Path, single: str, index: str) -> LoadError:
-    names = sorted(entry.name for entry in directory.iterdir())
-    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
-    if pickles:
+def _no_weights(source: str | os.PathLike[str], directory: Path | None, single: str, index: str) -> LoadError:
+    names = sorted(entry.name for entry in directory.iterdir()) if directory and directory.is_dir() else []
+    if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return LoadError(
             "the checkpoint holds no safetensors, only pickled weights",
             at=str(directory),
             why=f"found {', '.join(pickles[:3])}",
-            fix=_CONVERT,
+            fix="Shardwise executes no pickle. Convert once where you trust the file: "
+            "AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors",
         )
-    others = [name for name in names if ".safetensors" in name]
+    others = [name for name in names if ".safetensors" in name] or names
     return LoadError(
-        f"the directory holds no {single} and no {index}",
-        at=str(directory),
-        why=f"found {', '.join((others or names)[:8]) or 'nothing'}",
-        fix="pass variant= or subfolder= where the weights are" if others else "pass the directory with the weights",
+        f"{os.fspath(source)!r} holds no {single} and no {index}",
+        at=str(directory or source),
+        why=f"found {', '.join(others[:8]) or 'nothing (in the repository or, offline, in the cache)'}",
+        fix="pass the name and revision, variant= and subfolder= that the weights have",
     )
 
 
-def _locate_hub(hub_id: str, single: str, index: str, options: dict[str, Any]) -> CheckpointFiles:
-    found = _fetch(hub_id, single, options)
-    if found is not None:
-        return CheckpointFiles((found,))
-    index_path = _fetch(hub_id, index, options)
-    if index_path is None:
-        raise LoadError(
-            f"the hub model {hub_id!r} has no {single} and no {index}",
-            at=f"revision {options.get('revision') or 'main'}",
-            why="neither file is in the repository (or, offline, in the cache)",
-            fix=f"check the name, revision and variant. {_CONVERT}",
-        )
-    weight_map = _read_weight_map(index_path)
-    paths = []
-    for name in sorted(set(weight_map.values())):
-        path = _fetch(hub_id, name, options)
-        if path is None:
-            raise LoadError(f"the hub model {hub_id!r} lacks the shard {name}", at=str(index_path), why="it lists it")
-        paths.append(path)
-    return CheckpointFiles(tuple(paths), index_path, weight_map)
-
-
-def _fetch(hub_id: str, name: str, options: dict[str, Any]) -> Path | None:
+def _fetch(source: str | os.PathLike[str], name: str, options: dict[str, Any]) -> Path | None:
     try:
-        found = cached_file(hub_id, name, _raise_exceptions_for_missing_entries=False, **options)
+        found = cached_file(os.fspath(source), name, _raise_exceptions_for_missing_entries=False, **options)
     except OSError as error:  # what transformers turns every hub and connection error into
         raise LoadError(
-            f"cannot open the checkpoint {hub_id!r}",
+            f"cannot open the checkpoint {os.fspath(source)!r}",
             why=f"there is no such directory here, and as a hub id it fails: {error}",
             fix="pass an existing directory, or a hub id that is reachable or cached",
         ) from error

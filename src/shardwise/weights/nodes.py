@@ -1,9 +1,7 @@
 """What a lazy tensor is made of: a graph of layout operations over stored tensors, from which boxes can be pulled.
 
-Every node answers two questions. `map()`: can the whole tensor be had as a strided view of one stored tensor? Then any
-box of it is one strided copy, with nothing in between. `fill(box, out, results)`: copy the elements `box` into `out`,
-asking the sources for what the box needs and for nothing else. `out` may have any strides, dtype and device; it is
-filled as by `out.copy_(value)`.
+`fill(box, out, results)` copies the elements `box` of a node into `out`, asking its sources for what the box needs and
+for nothing else. `out` may have any strides, dtype and device; it is filled as by `out.copy_(value)`.
 """
 
 from abc import ABC, abstractmethod
@@ -52,36 +50,15 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 class Node(ABC):
-    """One tensor in the graph. `shape` and `dtype` are its own."""
+    """One tensor in the graph, with the nodes it is made of. `shape` and `dtype` are its own."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    sources: "tuple[Node, ...]" = ()
 
-    @property
     @abstractmethod
-    def sources(self) -> "tuple[Node, ...]":
-        """The nodes it is made of."""
-
-    def map(self) -> "tuple[torch.Tensor, Store] | None":
-        """This tensor as a view of one stored tensor, and the store to report to; None where it is not one."""
-        return None
-
     def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         """Copy the elements `box` into `out`."""
-        if out.numel() == 0:
-            return
-        mapped = self.map()
-        if mapped is None:
-            self._fill_parts(box, out, results)
-            return
-        stored, store = mapped
-        part = stored[_slices(box)]
-        out.copy_(part)
-        store.count(part.nbytes)
-
-    @abstractmethod
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
-        """`fill` for a node that is no view of one stored tensor; the box is not empty."""
 
     def walk(self) -> "Iterator[Node]":
         """This node and all below it, each once."""
@@ -104,15 +81,10 @@ class Source(Node):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return ()
-
-    def map(self) -> tuple[torch.Tensor, Store]:
-        return self.store.map_tensor(self.key), self.store
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
-        raise AssertionError("a stored tensor can always be mapped")
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+        part = self.store.map_tensor(self.key)[_slices(box)]
+        out.copy_(part)
+        self.store.count(part.nbytes)
 
 
 @dataclass(eq=False)
@@ -121,11 +93,7 @@ class _Unary(Node):
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        self.dtype = self.source.dtype
-
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return (self.source,)
+        self.dtype, self.sources = self.source.dtype, (self.source,)
 
 
 @dataclass(eq=False)
@@ -134,11 +102,7 @@ class Permuted(_Unary):
 
     dims: tuple[int, ...]
 
-    def map(self) -> tuple[torch.Tensor, Store] | None:
-        mapped = self.source.map()
-        return mapped and (mapped[0].permute(self.dims), mapped[1])
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         inverse = sorted(range(len(self.dims)), key=self.dims.__getitem__)
         self.source.fill(tuple(box[dim] for dim in inverse), out.permute(inverse), results)
 
@@ -150,11 +114,7 @@ class Narrowed(_Unary):
     dim: int
     start: int
 
-    def map(self) -> tuple[torch.Tensor, Store] | None:
-        mapped = self.source.map()
-        return mapped and (mapped[0].narrow(self.dim, self.start, self.shape[self.dim]), mapped[1])
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         start, stop = box[self.dim]
         shifted = (start + self.start, stop + self.start)
         self.source.fill((*box[: self.dim], shifted, *box[self.dim + 1 :]), out, results)
@@ -164,18 +124,7 @@ class Narrowed(_Unary):
 class Reshaped(_Unary):
     """The source's elements, in row-major order, in another shape."""
 
-    def map(self) -> tuple[torch.Tensor, Store] | None:
-        mapped = self.source.map()
-        if mapped is None:
-            return None
-        try:
-            return mapped[0].view(self.shape), mapped[1]
-        except (
-            RuntimeError
-        ):  # torch's answer to "can these strides be seen in that shape"; there is no other way to ask
-            return None
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         for source_box, part in reshape_boxes(box, self.shape, self.source.shape):
             target = out[_slices(move(part, box, full_box(out.shape)))]
             seen = target.reshape(shape_of(source_box))
@@ -194,13 +143,9 @@ class Joined(Node):
     dim: int
 
     def __post_init__(self) -> None:
-        self.dtype = self.parts[0].dtype
+        self.dtype, self.sources = self.parts[0].dtype, self.parts
 
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return self.parts
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         start = 0
         for part in self.parts:
             stop = start + part.shape[self.dim]
@@ -222,13 +167,9 @@ class Cast(Node):
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        self.shape = self.source.shape
+        self.shape, self.sources = self.source.shape, (self.source,)
 
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return (self.source,)
-
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         if out.dtype == self.dtype:
             self.source.fill(box, out, results)  # the copy out of the source converts
         else:  # two conversions, and the first may round
@@ -260,11 +201,10 @@ class Computed(Node):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def sources(self) -> tuple[Node, ...]:
-        return self.call.arguments
+    def __post_init__(self) -> None:
+        self.sources = self.call.arguments
 
-    def _fill_parts(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
         out.copy_(self.call.result(results)[self.position][_slices(box)])
 
 
