@@ -23,7 +23,7 @@ from shardwise.derive.influence import find_row_products
 from shardwise.derive.join import joined
 from shardwise.derive.lift import lifted
 from shardwise.derive.rules import Block, find_blocks
-from shardwise.derive.trace import Layer, layers_of, watch
+from shardwise.derive.trace import Layer, watch
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
@@ -87,13 +87,12 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     settle(twin, batch)
     trial = Trial(copied(twin), batch, parts=tp_size)
     facts = read_facts(twin)
-    layers = tuple(layers_of(twin))
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
     best: _Passed | None = None
     verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
         try:
-            share = _share(plan, facts, layers, tp_size)
+            share = _share(plan, facts, tp_size)
         except PlanError as error:
             verdicts.append(Verdict(passed=False, reason=error.summary))
             continue
@@ -110,9 +109,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
             break
     if best is None:
         raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    findings = Findings(
-        facts=facts, tp_size=tp_size, layers=layers, reached=trial.gradients.keys(), reasons=candidates.reasons
-    )
+    findings = Findings(facts=facts, tp_size=tp_size, reached=trial.gradients.keys(), reasons=candidates.reasons)
     plan = explained(best.plan, findings)
     return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
 
@@ -269,13 +266,11 @@ def _resolved(plan: Plan, facts: ModelFacts, tp_size: int) -> dict[str, Any]:
     return {fqn: planned.placement for fqn, planned in resolve(plan, facts, tp_size=tp_size).parameters.items()}
 
 
-def _share(plan: Plan, facts: ModelFacts, layers: Sequence[str], tp_size: int) -> float:
+def _share(plan: Plan, facts: ModelFacts, tp_size: int) -> float:
     """Elements of the layers' split parameters over all of the layers' elements."""
     shapes = {fqn: shape for fqn, _, _, shape in facts.parameters()}
     inside = {
-        fqn: placement
-        for fqn, placement in _resolved(plan, facts, tp_size).items()
-        if any(fqn.startswith(f"{layer}.") for layer in layers)
+        fqn: placement for fqn, placement in _resolved(plan, facts, tp_size).items() if facts.layer_of(fqn) is not None
     }
     total = sum(math.prod(shapes[fqn]) for fqn in inside)
     return sum(math.prod(shapes[fqn]) for fqn, place in inside.items() if isinstance(place, Split)) / max(1, total)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import ParameterPlan
+from shardwise.plan.match import star_numbers
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.structure import ModelFacts, parent_of
@@ -21,7 +21,6 @@ _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
 _MAX_SHOWN = 8
 _LINEAR = ("linear", "transposed")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +28,14 @@ class Findings:
     """What was learnt of a twin, beside the plan.
 
     Attributes:
-        layers: FQNs of its layers.
         reached: FQNs of the parameters that have a gradient.
         reasons: FQNs of parameters for which no split passed, to why.
     """
 
     facts: ModelFacts
     tp_size: int
-    layers: Sequence[str]
     reached: Collection[str]
     reasons: Mapping[str, str]
-
-    def layer_of(self, fqn: str) -> str | None:
-        """The layer that a parameter is in."""
-        return next((layer for layer in self.layers if fqn.startswith(f"{layer}.")), None)
 
     def reason(self, fqn: str) -> str | None:
         """Why a parameter stays whole, where more is known than its place says."""
@@ -56,7 +49,7 @@ def explained(plan: Plan, findings: Findings) -> Plan:
     resolved = resolve(plan, findings.facts, tp_size=findings.tp_size).parameters
     rules = []
     for fqn, planned in resolved.items():
-        if planned.rule.source != "facts" or len(planned.shape) < 2 or findings.layer_of(fqn) is None:
+        if planned.rule.source != "facts" or len(planned.shape) < 2 or findings.facts.layer_of(fqn) is None:
             continue
         reason = findings.reason(fqn)
         if reason is not None:
@@ -67,7 +60,9 @@ def explained(plan: Plan, findings: Findings) -> Plan:
 def problem_of(name: str, plan: Plan, findings: Findings) -> PlanError | None:
     """The error for the model called `name` if `plan` leaves its layers whole, as far as their parameters are used."""
     resolved = resolve(plan, findings.facts, tp_size=findings.tp_size).parameters
-    used = [each for fqn, each in resolved.items() if findings.layer_of(fqn) is not None and fqn in findings.reached]
+    used = [
+        each for fqn, each in resolved.items() if findings.facts.layer_of(fqn) is not None and fqn in findings.reached
+    ]
     total = sum(math.prod(each.shape) for each in used)
     split = sum(math.prod(each.shape) for each in used if isinstance(each.placement, Split))
     if split > _LEAST * total:
@@ -89,7 +84,7 @@ def _why(matrices: Sequence[ParameterPlan]) -> str:
     by_reason: dict[str, dict[str, None]] = {}
     for each in matrices:
         reason = "no product in its layer needs just a part of it" if each.rule.reason == OUTSIDE else each.rule.reason
-        by_reason.setdefault(reason, {})[_pattern(each.fqn)] = None
+        by_reason.setdefault(reason, {})[star_numbers(each.fqn)] = None
     lines = []
     for reason, names in by_reason.items():
         more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
@@ -109,9 +104,5 @@ def _example(matrices: Sequence[ParameterPlan], findings: Findings) -> str:
         rules = {parent_of(last): "rowwise", parent_of(names[0]): "colwise"}
     else:
         rules = {last: "split(1)", names[0]: "split(0)", block: "region_output"}
-    shown = (f'"{_pattern(name)}": "{style}"' for name, style in reversed(rules.items()))
+    shown = (f'"{star_numbers(name)}": "{style}"' for name, style in reversed(rules.items()))
     return "{" + ", ".join(shown) + "}"
-
-
-def _pattern(fqn: str) -> str:
-    return _NUMBER.sub("*", fqn)

@@ -22,9 +22,9 @@ from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
-from shardwise.plan.sequence import stacks_of
+from shardwise.plan.sequence import stacks_with_regions
 from shardwise.plan.spec import Plan, Rule
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.plan.structure import LayerStack, ModelFacts, parent_of
 
 __all__ = ["sequence_plans"]
 
@@ -48,11 +48,11 @@ def sequence_plans(
         parts: for how many ranks.
     """
     split = resolve(plan, facts, tp_size=parts)
-    stacks = stacks_of(facts, split.regions)
+    stacks = stacks_with_regions(facts, split.regions)
     if len(stacks) < 2:
         yield plan  # where there is none, trying it says so
     order = _watch_order(model, stacks, batch)
-    ran = sorted((stack for stack in stacks if stack in order.left), key=lambda stack: order.left[stack])
+    ran = sorted(order.left, key=lambda stack: order.left[stack])
     seen = set()
     for chosen in _choices(ran, facts):
         inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
@@ -188,7 +188,7 @@ def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 @dataclass
 class _Order:
-    """When what ran: `left` of every stack that was left, `used` of every parameter, at last."""
+    """When what ran: `left` of every stack, by the layer that ran last; `used` of every parameter, at last."""
 
     left: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
@@ -209,18 +209,16 @@ class _Clock(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watch_order(model: nn.Module, stacks: Sequence[str], batch: Mapping[str, Any]) -> _Order:
+def _watch_order(model: nn.Module, stacks: Sequence[LayerStack], batch: Mapping[str, Any]) -> _Order:
     model = copy.deepcopy(model)  # some models replace their modules when they run
     clock = _Clock(model)
     hooks = []
     for stack in stacks:
-        layers = model.get_submodule(stack)
-        assert isinstance(layers, nn.ModuleList)
 
-        def left(module: nn.Module, args: Any, output: Any, stack: str = stack) -> None:
+        def left(module: nn.Module, args: Any, output: Any, stack: str = stack.fqn) -> None:
             clock.order.left[stack] = clock.now
 
-        hooks.append(layers[-1].register_forward_hook(left))
+        hooks += [model.get_submodule(layer).register_forward_hook(left) for layer in stack.items]
     try:
         with clock, torch.no_grad():
             model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 
 from torch import nn
 
-from shardwise.derive.trace import layers_of
+from shardwise.plan.match import star_numbers
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import is_split_style
+from shardwise.plan.structure import outermost_layers
+from shardwise.split.facts import read_facts
 
 __all__ = ["generalize"]
 
 _Suffixed = tuple[str, Rule]
 """A rule of a layer, and what follows the layer's name in its pattern."""
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
@@ -28,7 +28,7 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
-    twin_layers, layers = layers_of(twin), layers_of(model)
+    twin_layers, layers = (outermost_layers(read_facts(each).stacks) for each in (twin, model))
     inside: dict[str, list[_Suffixed]] = {layer: [] for layer in twin_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
@@ -107,13 +107,13 @@ def _with_inputs(
 
 def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) -> list[str]:
     """Suffixes in other layers that differ from the rule's in numbers only, where they do not have it itself."""
-    kind = _NUMBER.sub("*", suffix)
+    kind = star_numbers(suffix)
     return [
         other
         for rules in others
         if all(suffix != other for other, _ in rules)
         for other, each in rules
-        if each.style == rule.style and _NUMBER.sub("*", other) == kind
+        if each.style == rule.style and star_numbers(other) == kind
     ]
 
 
@@ -124,7 +124,7 @@ def _joined(pattern: str, other: str) -> str:
 
 def _kind(model: nn.Module, layer: str) -> tuple[str, frozenset[str]]:
     """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
-    return layer.rpartition(".")[0], frozenset(_NUMBER.sub("*", name) for name in _names(model, layer))
+    return layer.rpartition(".")[0], frozenset(star_numbers(name) for name in _names(model, layer))
 
 
 def _names(model: nn.Module, layer: str) -> frozenset[str]:
@@ -134,7 +134,7 @@ def _names(model: nn.Module, layer: str) -> frozenset[str]:
     return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
 
 
-def _folded(rules: list[Rule], layers: list[str]) -> list[Rule]:
+def _folded(rules: list[Rule], layers: Sequence[str]) -> list[Rule]:
     """Writes rules that every layer of a stack has alike once, in the order of their first layer."""
     stacks: dict[str, list[str]] = {}
     for layer in layers:

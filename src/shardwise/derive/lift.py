@@ -21,8 +21,7 @@ def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
     raised = []
     for region in resolve(plan, facts, tp_size=parts).regions:
         block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
-        is_layer = facts.modules[block].kind == "list" or facts.modules[parent_of(block)].kind == "list"
-        if block and not is_layer and block not in raised:
+        if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in raised:
             raised.append(block)
     if not raised:
         return plan
@@ -41,4 +40,4 @@ def _list_around(module: str, facts: ModelFacts) -> str:
     """The outermost list that `module` is in, inside of a layer; the empty name where there is none."""
     names = module.split(".")
     around = [".".join(names[:end]) for end in range(1, len(names))]
-    return next(iter([name for name in around if facts.modules[name].kind == "list"][1:]), "")
+    return next((name for name in around if facts.modules[name].kind == "list" and facts.layer_of(name)), "")

@@ -17,12 +17,12 @@ from shardwise.derive.attributes import guess_attributes
 from shardwise.derive.influence import Holding, RowProduct
 from shardwise.derive.reach import Reach, find_added, find_entries, find_passed, find_sliced_inputs, hidden_name
 from shardwise.derive.styles import Styler
-from shardwise.derive.trace import Layer, layers_of
+from shardwise.derive.trace import Layer
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
 from shardwise.plan.spec import Plan, Rule
 from shardwise.plan.split_style import SplitStyle
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of
 
 __all__ = ["Block", "find_blocks"]
 
@@ -66,7 +66,7 @@ def find_blocks(
         own = [product for product in products if product.layer == layer.fqn]
         for group in _groups(own):
             blocks.append(_Builder(model, facts, layer, group, own, parts).block())
-    rest = (_rest(model, facts, layer, blocks, parts) for layer in layers_of(model))
+    rest = (_rest(model, facts, layer, blocks, parts) for layer in outermost_layers(facts.stacks))
     return [*blocks, *(block for block in rest if block is not None)]
 
 

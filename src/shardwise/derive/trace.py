@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from shardwise.derive.sizes import MADE, Sizing, counted, sizings_of
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import compute_norm, recognise_norm
-from shardwise.plan.structure import parent_of
-from shardwise.split.facts import argument_names
+from shardwise.plan.structure import outermost_layers, parent_of
+from shardwise.split.facts import argument_names, read_facts
 
-__all__ = ["Layer", "ModuleCall", "Use", "layers_of", "watch"]
+__all__ = ["Layer", "ModuleCall", "Use", "watch"]
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
@@ -98,21 +98,6 @@ class Layer:
     hollow: Layer | None = None
 
 
-def layers_of(model: nn.Module) -> list[str]:
-    """FQNs of the layers: items of the outermost module lists whose items hold matrices."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{layer}.") for layer in found) or not isinstance(module, nn.ModuleList):
-            continue
-        if not any(isinstance(item, nn.ModuleList | nn.Embedding | nn.Linear) for item in module):
-            found += [f"{name}.{index}" for index, item in enumerate(module) if _has_matrix(item)]
-    return found
-
-
-def _has_matrix(module: nn.Module) -> bool:
-    return any(parameter.ndim > 1 for parameter in module.parameters())
-
-
 def watch(
     model: nn.Module,
     batch: Mapping[str, Any],
@@ -145,7 +130,7 @@ class _Watcher(TorchFunctionMode):
         self.cut = cut
         self.thorough = thorough
         self.hollow = hollow
-        self.layers = {name: Layer(name) for name in layers_of(model)}
+        self.layers = {name: Layer(name) for name in outermost_layers(read_facts(model).stacks)}
         self.running: Layer | None = None
         self.stack: list[str] = []
         self.model = model

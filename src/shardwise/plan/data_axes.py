@@ -2,7 +2,7 @@
 
 # [Note: units]
 FSDP2 gathers the parameters of a unit together when its module is called, and frees them after it. Units are the
-blocks (what the model keeps in lists of modules), the input embedding and the output head; what is left, final norms
+outermost layers, the input embedding and the output head; what is left, final norms
 and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
 share a parameter are one unit: it is gathered before the first of them runs and freed after the last.
 
@@ -13,14 +13,14 @@ other).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout.placement import Chunk, Replicate, Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.families.undivided import UNDIVIDED
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.plan.structure import ModelFacts, outermost_layers, upwards
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -61,7 +61,7 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     if facts.model_type in UNDIVIDED:
         return ()
     held = _held(facts)
-    candidates = [block for block in _blocks(facts) if held[block]]
+    candidates = [layer for layer in outermost_layers(facts.stacks) if held[layer]]
     for end in (facts.embedding, facts.head):
         if end and not any(_is_within(end, each) for each in candidates):
             candidates.append(end)
@@ -74,25 +74,12 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(unit) for unit in units if not any(held[module] & outside for module in unit))
 
 
-def _blocks(facts: ModelFacts) -> Iterator[str]:
-    """The modules in the outermost lists of modules."""
-    lists = {name for name, module in facts.modules.items() if module.kind == "list"}
-    for name, module in facts.modules.items():
-        around = parent_of(name)
-        is_outermost = not any(_is_within(around, each) for each in lists if each != around)
-        # A list of lists has no forward to gather before.
-        if around in lists and is_outermost and module.kind not in ("list", "dict"):
-            yield name
-
-
 def _held(facts: ModelFacts) -> dict[str, set[str]]:
     """Canonical FQNs of the parameters in each module."""
     held: dict[str, set[str]] = {module: set() for module in facts.modules}
     for fqn, owner, *_ in facts.parameters():
-        module = owner
-        while module:
+        for module in upwards(owner):
             held[module].add(facts.tied.get(fqn, fqn))
-            module = parent_of(module)
     return held
 
 

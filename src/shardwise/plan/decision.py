@@ -10,7 +10,7 @@ from shardwise.layout.tensor import Layout
 from shardwise.plan.regions import Region
 from shardwise.plan.sequence import SequencePlan
 from shardwise.plan.spec import Rule
-from shardwise.plan.structure import Heads, Shape
+from shardwise.plan.structure import Heads, LayerStack, Shape
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["NormFormula", "ParameterPlan", "SplitPlan"]
@@ -81,6 +81,7 @@ class SplitPlan:
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
         tied: alias FQN of every tied parameter to its canonical FQN.
         embedding: the input embedding.
+        stacks: the model's stacks of layers.
         units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
         norms: FQN of every norm over split features, to what it computes.
         direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum
@@ -103,6 +104,7 @@ class SplitPlan:
     unmatched: tuple[Rule, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     embedding: str | None = None
+    stacks: tuple[LayerStack, ...] = ()
     units: tuple[tuple[str, ...], ...] = ()
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
     direct: bool = False

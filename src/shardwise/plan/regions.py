@@ -70,7 +70,7 @@ def find_regions(facts: ModelFacts, rules: Mapping[str, Rule]) -> tuple[Region, 
 def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
     own = name if name in facts.modules else parent_of(name)
     ancestor = parent_of(own) if name in facts.modules else own
-    while ancestor and not _is_layer(ancestor, facts):
+    while ancestor and ancestor not in facts.layers:
         if any(_is_below(row, ancestor) for row in rows):
             return Region(fqn=ancestor, edge="row")
         ancestor = parent_of(ancestor)
@@ -80,16 +80,10 @@ def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
 def _lift_experts(experts: str, facts: ModelFacts, regions: dict[str, Region]) -> None:
     """Makes the mixture-of-experts block the region, router and shared experts included, where it is a module."""
     block = parent_of(experts)
-    if not block or _is_layer(block, facts) or facts.modules[block].kind == "list":
+    if not block or block in facts.layers or facts.modules[block].kind == "list":
         regions[experts] = Region(fqn=experts, edge="output")
     else:
         regions[block] = Region(fqn=block, edge="output")
-
-
-def _is_layer(fqn: str, facts: ModelFacts) -> bool:
-    """Whether the module is an item of a `ModuleList`."""
-    parent = facts.modules.get(parent_of(fqn))
-    return parent is not None and parent.kind == "list"
 
 
 def _is_below(fqn: str, ancestor: str) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.plan.regions import Region
 from shardwise.plan.spec import Rule
-from shardwise.plan.structure import ModelFacts
+from shardwise.plan.structure import LayerStack, ModelFacts
 
-__all__ = ["ASIDE", "STACK_STYLES", "NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_of"]
+__all__ = ["ASIDE", "STACK_STYLES", "NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_with_regions"]
 
 STACK_STYLES = frozenset({"sequence", "sequence_partial"})
 ASIDE = "aside"
@@ -93,18 +93,17 @@ def find_sequence(
     )
 
 
-def stacks_of(facts: ModelFacts, regions: Sequence[Region]) -> list[str]:
-    """The outermost lists of layers that hold regions."""
-    stacks: list[str] = []
-    for name in facts.modules:
-        split_inside = any(region.fqn.startswith(f"{name}.") for region in regions)
-        if _is_list(name, facts) and split_inside and not any(_is_within(name, stack) for stack in stacks):
-            stacks.append(name)
-    return stacks
+def stacks_with_regions(facts: ModelFacts, regions: Sequence[Region]) -> list[LayerStack]:
+    """The outermost stacks of layers that hold regions."""
+    return [
+        stack
+        for stack in facts.stacks
+        if not stack.within and any(_is_within(region.fqn, stack.fqn) for region in regions)
+    ]
 
 
 def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) -> SequencePlan:
-    stacks = stacks_of(facts, regions)
+    stacks = [stack.fqn for stack in stacks_with_regions(facts, regions)]
     if len(stacks) != 1:
         raise NoStackError(
             "sequence parallelism needs one stack of layers, or rules that name the stacks",

@@ -1,14 +1,15 @@
-"""What planning needs to know about a model, as plain values: the parameters and modules, their shapes and their heads.
+"""What planning needs to know about a model, as plain values: its modules and parameters, their shapes, heads, layers.
 
 Read off a real or meta model by `shardwise.split.facts`; nothing here knows torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-__all__ = ["Heads", "ModelFacts", "ModuleFacts", "parent_of"]
+__all__ = ["Heads", "LayerStack", "ModelFacts", "ModuleFacts", "outermost_layers", "parent_of"]
 
 Shape = tuple[int, ...]
 
@@ -34,7 +35,8 @@ class ModuleFacts:
 
     Attributes:
         kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList`
-            whose items run in a row), "dict" (a `ModuleDict`), or "other".
+            whose items run in a row), "dict" (a `ModuleDict`), "conv", or "other".
+        class_name: of its class.
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.
@@ -42,10 +44,31 @@ class ModuleFacts:
     """
 
     kind: str
+    class_name: str = ""
     parameters: Mapping[str, Shape] = field(default_factory=dict)
     heads: Heads | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """Layers: the items of a `ModuleList` that hold matrices, where none of its items is a single operation or a list.
+
+    Lists of linears, embeddings, convolutions or norms hold no layers. A list inside of a layer is a stack too: blocks
+    of a stage, experts, or the attentions and the MLP that a layer consists of.
+
+    Attributes:
+        fqn: the `ModuleList`.
+        items: FQNs of the layers, as registered.
+        classes: the names of their classes, each once.
+        within: FQN of the layer of another stack that this one is inside of; empty where it is outermost.
+    """
+
+    fqn: str
+    items: tuple[str, ...]
+    classes: tuple[str, ...]
+    within: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +88,37 @@ class ModelFacts:
     tied: Mapping[str, str] = field(default_factory=dict)
     head: str | None = None
     embedding: str | None = None
+
+    @cached_property
+    def stacks(self) -> tuple[LayerStack, ...]:
+        """The stacks of layers, as registered; those inside of a layer after the one that it belongs to."""
+        items: dict[str, list[str]] = {name: [] for name, module in self.modules.items() if module.kind == "list"}
+        with_matrix: set[str] = set()
+        for name, module in self.modules.items():
+            if name and parent_of(name) in items:
+                items[parent_of(name)].append(name)
+            if any(len(shape) > 1 for shape in module.parameters.values()):
+                with_matrix.update(_upwards(name))
+        found: dict[str, LayerStack] = {}
+        for fqn, members in items.items():
+            layers = tuple(name for name in members if name in with_matrix)
+            if layers and all(self.modules[name].kind == "other" for name in members):
+                within = next((name for name in _upwards(fqn) if parent_of(name) in found), "")
+                classes = dict.fromkeys(self.modules[name].class_name for name in layers)
+                found[fqn] = LayerStack(fqn=fqn, items=layers, classes=tuple(classes), within=within)
+        return tuple(found.values())
+
+    @cached_property
+    def layers(self) -> dict[str, str]:
+        """FQN of every layer of every stack, to that of the outermost layer that it is or is inside of."""
+        found: dict[str, str] = {}
+        for stack in self.stacks:
+            found |= {layer: found.get(stack.within, layer) for layer in stack.items}
+        return found
+
+    def layer_of(self, fqn: str) -> str | None:
+        """The outermost layer that a module or parameter is or is inside of; None where it is in no layer."""
+        return next((self.layers[name] for name in _upwards(fqn) if name in self.layers), None)
 
     def parameters(self) -> Iterator[tuple[str, str, str, Shape]]:
         """Every parameter as (FQN, module FQN, own name, canonical shape), tied aliases included."""
@@ -102,6 +156,18 @@ class ModelFacts:
         """The FQNs of the modules below `ancestor`, itself excluded."""
         prefix = f"{ancestor}." if ancestor else ""
         return (name for name in self.modules if name.startswith(prefix) and name != ancestor and name)
+
+
+def outermost_layers(stacks: Iterable[LayerStack]) -> tuple[str, ...]:
+    """FQNs of the layers that are inside of no other: what is gathered, recomputed and compiled together."""
+    return tuple(layer for stack in stacks if not stack.within for layer in stack.items)
+
+
+def _upwards(fqn: str) -> Iterator[str]:
+    """`fqn` and the names of all modules around it but the model itself."""
+    while fqn:
+        yield fqn
+        fqn = parent_of(fqn)
 
 
 def parent_of(fqn: str) -> str:

@@ -26,7 +26,7 @@ def why_whole(facts: ModelFacts, region: Region | None, module: str, shape: Shap
         return f"{what}; its gradient is summed"
     if facts.modules[module].kind == "embedding":
         return "a table that is not the vocabulary's, looked up whole"
-    if _is_in_layer(facts, module):
+    if facts.layer_of(module) is not None:
         return OUTSIDE
     return "outside of the layers"
 
@@ -36,7 +36,7 @@ def _chooses_experts(facts: ModelFacts, module: str, shape: Shape) -> bool:
     if len(shape) != 2:
         return False
     num_scores, num_features = sorted(shape)
-    while num_scores < num_features and module and not _is_item(facts, module):
+    while num_scores < num_features and module and module not in facts.layers:
         module = parent_of(module)
         inside = list(facts.inside(module))
         held = (held for name in inside for held in facts.modules[name].parameters.values())
@@ -46,16 +46,3 @@ def _chooses_experts(facts: ModelFacts, module: str, shape: Shape) -> bool:
         if stacked | listed:
             return num_scores in stacked | listed
     return False
-
-
-def _is_in_layer(facts: ModelFacts, module: str) -> bool:
-    while module:
-        if _is_item(facts, module):
-            return True
-        module = parent_of(module)
-    return False
-
-
-def _is_item(facts: ModelFacts, module: str) -> bool:
-    parent = facts.modules.get(parent_of(module))
-    return bool(module) and parent is not None and parent.kind == "list"

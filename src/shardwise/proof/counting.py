@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from torch.autograd.function import BackwardCFunction
 from shardwise.comm.count import CommunicationCount
 from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.structure import LayerStack
 
 __all__ = ["LayerCollectives", "counted_layers"]
-
-_ITEM = re.compile(r"(.*?\.\d+)(?=\.|$)")
 
 
 @dataclass
@@ -54,9 +53,10 @@ def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
         return
     count = CommunicationCount(group=group)
     counter = _Counter(count, tally)
-    inner = registry_of(model).plan.sequence_parallel  # the ends of a stack are hooks of its layers
+    plan = registry_of(model).plan
+    inner = plan.sequence_parallel  # the ends of a stack are hooks of its layers
     with ExitStack() as stack, count:
-        for name in sorted(_layers(model)):
+        for name in sorted(_layers(plan)):
             layer = model.get_submodule(name)
             enter = nn.Module.register_forward_pre_hook(layer, counter.enter, with_kwargs=True, prepend=not inner)
             leave = nn.Module.register_forward_hook(layer, counter.leave, prepend=inner)
@@ -111,46 +111,24 @@ def _nodes(value: Any) -> Iterator[Any]:
         yield from _nodes(list(value.values()))
 
 
-def _layers(model: nn.Module) -> set[str]:
-    """Names of the layers that hold regions: items of the outermost lists, or of lists of layers inside (stages)."""
-    regions = [f"{region.fqn}." for region in registry_of(model).plan.regions]
-    found: set[str] = set()
-    waiting = {item[1] for name in regions if (item := _ITEM.match(name)) is not None}
-    while waiting:
-        name = waiting.pop()
-        inside = _stacks_in(model, name, regions)
-        waiting |= {f"{stack}.{index}" for stack in inside for index in range(len(_items(model, stack)))}
-        if not inside:
-            found |= _stack_around(model, name)
-    return found
+def _layers(plan: SplitPlan) -> set[str]:
+    """FQNs of the layers of stacks that hold regions; where a layer is a stage, those in it instead."""
+    stacks = [stack for stack in plan.stacks if _is_counted(stack, plan)]
+    return {layer for stack in stacks for layer in stack.items} - {stack.within for stack in stacks}
 
 
-def _stack_around(model: nn.Module, name: str) -> set[str]:
-    """A layer, and its neighbours of the same list, which may cost nothing."""
-    stack = name.rpartition(".")[0]
-    items = model.get_submodule(stack)
-    return {f"{stack}.{index}" for index in range(len(items))} if isinstance(items, nn.ModuleList) else {name}
+def _is_counted(stack: LayerStack, plan: SplitPlan) -> bool:
+    """Whether the layers of a stack are layers, and not the parts of one.
 
-
-def _stacks_in(model: nn.Module, layer: str, regions: list[str]) -> list[str]:
-    """The lists of layers in what is itself an item of a list.
-
-    Items that are alike, each with several regions or with nothing split beside them; a list of an attention and an
-    MLP, or of experts beside an attention, is none.
+    Inside of a layer they are alike, each with several regions or with nothing split beside them; a list of an
+    attention and an MLP, or of experts beside an attention, is none.
     """
-    own = [region for region in regions if region.startswith(f"{layer}.")]
-    found: list[str] = []
-    for child, module in model.get_submodule(layer).named_modules(prefix=layer):
-        if not isinstance(module, nn.ModuleList) or any(child.startswith(f"{other}.") for other in found):
-            continue
-        inside = [region for region in own if region.startswith(f"{child}.") and region != f"{child}."]
-        several = len(inside) >= 2 * len(module)
-        if inside and len({type(item) for item in module}) == 1 and (several or len(inside) == len(own)):
-            found.append(child)
-    return found
+    inside = _num_regions(stack.fqn, plan)
+    if not stack.within or not inside:
+        return bool(inside)
+    several = inside >= 2 * len(stack.items)
+    return len(stack.classes) == 1 and (several or inside == _num_regions(stack.within, plan))
 
 
-def _items(model: nn.Module, stack: str) -> nn.ModuleList:
-    items = model.get_submodule(stack)
-    assert isinstance(items, nn.ModuleList)
-    return items
+def _num_regions(module: str, plan: SplitPlan) -> int:
+    return sum(region.fqn.startswith(f"{module}.") for region in plan.regions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import ParameterEntry, registry_of
 from shardwise.layers.replicas import find_unequal_replicas
 from shardwise.mesh import Mesh
+from shardwise.plan.match import star_numbers
+from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.objective import objective_of
 
@@ -27,8 +28,6 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 the softmax does not see it) up to full steps in a direction that the noise decides; `eps` is set above that noise."""
 
 _COMPARED_STEPS = 3
-
-_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 _OUTPUTS = ("last_hidden_state", "pooler_output")
 
@@ -219,13 +218,10 @@ def _share(entries: Iterable[ParameterEntry]) -> float:
 
 
 def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The parameters inside numbered layers; a list of plain linears or tables is none of layers."""
-    found = {}
-    for name, entry in registry_of(model).entries.items():
-        numbered = _LAYER.match(name)
-        if numbered and not isinstance(model.get_submodule(numbered[1]), nn.Linear | nn.Embedding):
-            found[name] = entry
-    return found
+    """The parameters inside of layers."""
+    registry = registry_of(model)
+    layers = tuple(f"{layer}." for layer in outermost_layers(registry.plan.stacks))
+    return {name: entry for name, entry in registry.entries.items() if name.startswith(layers)}
 
 
 def _whole_matrices(model: nn.Module) -> tuple[str, ...]:
@@ -233,7 +229,7 @@ def _whole_matrices(model: nn.Module) -> tuple[str, ...]:
     found = {}
     for name, entry in _in_layers(model).items():
         if entry.split is None and len(entry.layout.shape) > 1:
-            found[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = plan[name].rule.meaning
+            found[star_numbers(name)] = plan[name].rule.meaning
     return tuple(f"{name}: {reason}" for name, reason in found.items())
 
 

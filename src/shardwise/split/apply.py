@@ -67,8 +67,8 @@ def apply_plan(
     if devices and torch.device("meta") not in devices:
         model.to(mesh.device)
     apply_precision(model, registry, spec.precision)
-    apply_recomputation(model, context, spec.recompute)
-    apply_compilation(model, spec.compilation)
+    apply_recomputation(model, registry, spec.recompute)
+    apply_compilation(model, registry, spec.compilation)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)
     guard_hooks(model, registry)

@@ -1,7 +1,7 @@
-"""`torch.compile` of every block, in place: names stay, and so does everything that hangs on a block from outside.
+"""`torch.compile` of every layer, in place: names stay, and so does everything that hangs on a layer from outside.
 
-A block compiles as one function with the edges of its split regions inside; collectives and FSDP2's hooks run between
-compiled parts. Blocks of one class share what was compiled for the first of them.
+A layer compiles as one function with the edges of its split regions inside; collectives and FSDP2's hooks run between
+compiled parts. Layers of one class share what was compiled for the first of them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.layers.registry import registry_of
+from shardwise.layers.registry import Registry
 from shardwise.plan.options import Compile
-from shardwise.split.blocks import find_blocks
+from shardwise.plan.structure import outermost_layers
 
 __all__ = ["CompileCount", "apply_compilation", "count_compilation"]
 
@@ -48,20 +48,20 @@ class CompileCount:
         )
 
 
-def apply_compilation(model: nn.Module, choice: Compile | None) -> None:
-    """Compiles the blocks of `model` when they are first run. Communicates nothing.
+def apply_compilation(model: nn.Module, registry: Registry, choice: Compile | None) -> None:
+    """Compiles the layers of `model` when they are first run. Communicates nothing.
 
     Where something drops under tp, graphs end at every change of the stream of random numbers: torch would compile them
     anew for every seed.
     """
     if choice is None:
         return
-    context: Any = registry_of(model).context
+    context: Any = registry.context
     if context.has_dropout and context.size > 1:
         context.begin_draws = torch.compiler.disable(context.begin_draws)
         context.end_draws = torch.compiler.disable(context.end_draws)
-    for block in find_blocks(model):
-        block.compile(backend=choice.backend, dynamic=choice.dynamic)
+    for layer in outermost_layers(registry.plan.stacks):
+        model.get_submodule(layer).compile(backend=choice.backend, dynamic=choice.dynamic)
 
 
 def count_compilation() -> CompileCount:

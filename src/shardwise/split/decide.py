@@ -35,4 +35,4 @@ def decide_split(
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }
-    return replace(plan, norms=norms, direct=is_direct(model, plan, facts.embedding))
+    return replace(plan, stacks=facts.stacks, norms=norms, direct=is_direct(model, plan, facts.embedding))

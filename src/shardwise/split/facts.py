@@ -31,6 +31,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
             kind=_kind(module),
+            class_name=type(module).__name__,
             parameters=parameters,
             heads=_heads(module),
             attributes=counts_of(module),
@@ -59,6 +60,8 @@ def _kind(module: nn.Module) -> str:
         return "list"
     if isinstance(module, nn.ModuleDict):
         return "dict"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return "transposed"  # transformers' Conv1D stores [in, out]

@@ -11,7 +11,7 @@ twice; training forwards build none (see `caches.py`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from shardwise.comm.operations import as_values
 from shardwise.errors import ConfigError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.linear import become
+from shardwise.layers.registry import Registry
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
-from shardwise.split.blocks import find_blocks
+from shardwise.plan.structure import LayerStack, outermost_layers
 from shardwise.split.facts import read_facts
 
 __all__ = ["apply_recomputation"]
@@ -66,7 +67,7 @@ class Recomputed:
         return self._checkpoint(forward, *args, **kwargs)
 
 
-def apply_recomputation(model: nn.Module, context: SplitContext, recompute: Recompute) -> None:
+def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:
     """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay.
 
     Raises:
@@ -77,23 +78,21 @@ def apply_recomputation(model: nn.Module, context: SplitContext, recompute: Reco
     if recompute.mode == "none":
         return
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
-    for module in _chosen(model, recompute):
-        become(module, Recomputed, _checkpoint=run, _split=context)
+    for module in _chosen(model, registry.plan.stacks, recompute):
+        become(module, Recomputed, _checkpoint=run, _split=registry.context)
 
 
-def _chosen(model: nn.Module, recompute: Recompute) -> list[nn.Module]:
+def _chosen(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> list[nn.Module]:
     if recompute.modules:
         return _matching(model, recompute.modules)
-    blocks = list(find_blocks(model))[:: recompute.every]
-    if recompute.mode != "attention":
-        if not blocks:
-            raise ConfigError(f"{type(model).__name__} has no blocks to recompute", fix="name modules by pattern")
-        return blocks
-    inside = {id(module) for block in blocks for module in block.modules()}
-    found = [module for module in _attentions(model) if id(module) in inside]
+    found = outermost_layers(stacks)[:: recompute.every]
+    if recompute.mode == "attention":
+        layers = tuple(f"{layer}." for layer in found)
+        found = tuple(name for name in _attentions(model) if name.startswith(layers))
     if not found:
-        raise ConfigError(f"{type(model).__name__} has no attention that is recognised", fix="name modules by pattern")
-    return found
+        what = "attention that is recognised" if recompute.mode == "attention" else "layers to recompute"
+        raise ConfigError(f"{type(model).__name__} has no {what}", fix="name modules by pattern")
+    return [model.get_submodule(name) for name in found]
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
@@ -109,13 +108,10 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     return [model.get_submodule(name) for name in chosen]
 
 
-def _attentions(model: nn.Module) -> Iterator[nn.Module]:
+def _attentions(model: nn.Module) -> list[str]:
     """The outermost modules that know their heads."""
-    facts = read_facts(model).modules
-    names = [name for name, each in facts.items() if each.heads is not None and name]
-    for name in names:
-        if not any(name.startswith(f"{other}.") for other in names):
-            yield model.get_submodule(name)
+    names = [name for name, each in read_facts(model).modules.items() if each.heads is not None and name]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
 def _run_selectively(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
