@@ -11,13 +11,20 @@ from shardwise.plan.spec import Plan
 pytestmark = pytest.mark.single
 
 
+class Layer(nn.Module):
+    def __init__(self, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
 class Sharing(nn.Module):
     """Layers that share a list of adapters, of which each uses its own."""
 
     def __init__(self, depth):
         super().__init__()
         adapters = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-        self.layers = nn.ModuleList(nn.ModuleDict({"adapters": adapters}) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(adapters=adapters) for _ in range(depth))
 
 
 FOUND = Plan.of({"layers.0.adapters.0": "colwise", "layers.1.adapters.1": "colwise"})
@@ -46,7 +53,7 @@ class Choosing(nn.Module):
             nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(num_experts))
             for _ in range(depth)
         )
-        self.layers = nn.ModuleList(nn.ModuleDict({"experts": each}) for each in experts)
+        self.layers = nn.ModuleList(Layer(experts=each) for each in experts)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -64,7 +71,7 @@ class Gated(nn.Module):
     def __init__(self, depth):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"gate": nn.Linear(2, 4), "act": nn.SiLU(), "mixer": nn.Linear(2, 2)}) for _ in range(depth)
+            Layer(gate=nn.Linear(2, 4), act=nn.SiLU(), mixer=nn.Linear(2, 2)) for _ in range(depth)
         )
 
 

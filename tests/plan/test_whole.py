@@ -7,13 +7,14 @@ import pytest
 from shardwise.plan.regions import Region
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan, Rule
-from shardwise.plan.structure import Heads, ModelFacts, ModuleFacts
+from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts
 from shardwise.plan.whole import OUTSIDE, why_whole
 
 pytestmark = pytest.mark.pure
 
 FACTS = ModelFacts(
     model_type="any",
+    stacks=(LayerStack(fqn="layers", items=("layers.0",), classes=("Layer",)),),
     modules={
         "": ModuleFacts(kind="other"),
         "places": ModuleFacts(kind="embedding", parameters={"weight": (64, 16)}),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from shardwise.plan.structure import outermost_layers
 from shardwise.split import facts
 
 pytestmark = pytest.mark.single
@@ -21,6 +24,41 @@ def test_facts_do_not_depend_on_the_order_of_a_set(monkeypatch):
         told.append(repr(facts.read_facts(model)))
     assert "config.num_hidden_layers" in told[0]
     assert told[0] == told[1]
+
+
+OPERATIONS = {
+    "linear": lambda: nn.Linear(8, 8),
+    "transposed": lambda: Conv1D(8, 8),
+    "embedding": lambda: nn.Embedding(9, 8),
+    "conv": lambda: nn.Conv1d(8, 8, 3),
+    "norm": lambda: nn.LayerNorm(8),
+    "dict": lambda: nn.ModuleDict({"up": nn.Linear(8, 8)}),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
+def test_a_list_of_single_operations_holds_no_layers(operation):
+    assert facts.read_facts(Layer(nn.ModuleList([operation(), operation()]))).stacks == ()
+
+
+def test_layers_that_share_all_their_weights_are_layers():
+    shared = nn.Linear(8, 8)
+    (stack,) = facts.read_facts(Layer(nn.ModuleList([Layer(shared), Layer(shared), Layer(nn.LayerNorm(8))]))).stacks
+    assert stack.items == ("part.0", "part.1"), "what holds no matrix is none"
+
+
+def test_what_is_in_a_list_inside_of_a_layer_is_in_that_layer():
+    stages = nn.ModuleList([Layer(nn.ModuleList([Layer(nn.Linear(8, 8))])), Layer(nn.Linear(8, 8))])
+    found = facts.read_facts(Layer(stages))
+    assert outermost_layers(found.stacks) == ("part.0", "part.1")
+    assert found.layer_of("part.0.part.0.part.weight") == found.layer_of("part.0") == "part.0"
+    assert found.layer_of("part") is None
 
 
 def stacks_of(class_name, **values):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["Heads", "LayerStack", "ModelFacts", "ModuleFacts", "outermost_layers", "parent_of"]
+__all__ = ["Heads", "LayerStack", "ModelFacts", "ModuleFacts", "outermost_layers", "parent_of", "upwards"]
 
 Shape = tuple[int, ...]
 
@@ -35,8 +35,7 @@ class ModuleFacts:
 
     Attributes:
         kind: "linear" (weight `[out, in]`), "transposed" (weight `[in, out]`), "embedding", "list" (a `ModuleList`
-            whose items run in a row), "dict" (a `ModuleDict`), "conv", or "other".
-        class_name: of its class.
+            whose items run in a row), "dict" (a `ModuleDict`), or "other".
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.
@@ -44,7 +43,6 @@ class ModuleFacts:
     """
 
     kind: str
-    class_name: str = ""
     parameters: Mapping[str, Shape] = field(default_factory=dict)
     heads: Heads | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
@@ -78,6 +76,7 @@ class ModelFacts:
     Attributes:
         model_type: transformers' `config.model_type`.
         modules: FQN to facts in the model's own order; `""` is the model.
+        stacks: of layers, as registered; one inside of a layer comes after the one that it belongs to.
         tied: alias parameter FQN to the FQN under which the parameter comes first.
         head: FQN of the output embedding (`lm_head`), None where the model has none.
         embedding: FQN of the input embedding, None where the model has none.
@@ -85,28 +84,10 @@ class ModelFacts:
 
     model_type: str
     modules: Mapping[str, ModuleFacts]
+    stacks: tuple[LayerStack, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     head: str | None = None
     embedding: str | None = None
-
-    @cached_property
-    def stacks(self) -> tuple[LayerStack, ...]:
-        """The stacks of layers, as registered; those inside of a layer after the one that it belongs to."""
-        items: dict[str, list[str]] = {name: [] for name, module in self.modules.items() if module.kind == "list"}
-        with_matrix: set[str] = set()
-        for name, module in self.modules.items():
-            if name and parent_of(name) in items:
-                items[parent_of(name)].append(name)
-            if any(len(shape) > 1 for shape in module.parameters.values()):
-                with_matrix.update(_upwards(name))
-        found: dict[str, LayerStack] = {}
-        for fqn, members in items.items():
-            layers = tuple(name for name in members if name in with_matrix)
-            if layers and all(self.modules[name].kind == "other" for name in members):
-                within = next((name for name in _upwards(fqn) if parent_of(name) in found), "")
-                classes = dict.fromkeys(self.modules[name].class_name for name in layers)
-                found[fqn] = LayerStack(fqn=fqn, items=layers, classes=tuple(classes), within=within)
-        return tuple(found.values())
 
     @cached_property
     def layers(self) -> dict[str, str]:
@@ -118,7 +99,7 @@ class ModelFacts:
 
     def layer_of(self, fqn: str) -> str | None:
         """The outermost layer that a module or parameter is or is inside of; None where it is in no layer."""
-        return next((self.layers[name] for name in _upwards(fqn) if name in self.layers), None)
+        return next((self.layers[name] for name in upwards(fqn) if name in self.layers), None)
 
     def parameters(self) -> Iterator[tuple[str, str, str, Shape]]:
         """Every parameter as (FQN, module FQN, own name, canonical shape), tied aliases included."""
@@ -163,7 +144,7 @@ def outermost_layers(stacks: Iterable[LayerStack]) -> tuple[str, ...]:
     return tuple(layer for stack in stacks if not stack.within for layer in stack.items)
 
 
-def _upwards(fqn: str) -> Iterator[str]:
+def upwards(fqn: str) -> Iterator[str]:
     """`fqn` and the names of all modules around it but the model itself."""
     while fqn:
         yield fqn

@@ -18,7 +18,7 @@ from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.registry import Registry, attach_registry
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
-from shardwise.split.unused import reach_all_parameters
+from shardwise.plan.structure import outermost_layers
 
 __all__ = ["apply_data_parallelism"]
 
@@ -39,35 +39,25 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
         return
     _check(policy, mesh)
     kept_whole = {parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"}
-    if kept_whole:
-        _move(kept_whole, mesh.device)
+    for parameter in kept_whole:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(mesh.device)
     units: list[Unit] = [tuple(map(model.get_submodule, unit)) for unit in registry.plan.units]
     own_class = type(model)
-    if not _REDUCES_UNUSED:
-        for module in (module for unit in units for module in unit if _chooses_modules(module)):
-            reach_all_parameters(module)
-    _own_outputs(model, units)
+    for module in (module for unit in units for module in unit):
+        if not _REDUCES_UNUSED and _chooses_modules(module):
+            _reach_all_parameters(module)
+        module.register_forward_hook(_own_output)
+    model.register_forward_hook(_own_output)
     for unit in units:
         _shard(unit, registry, kept_whole, frees=policy.zero_stage == 3)
     _shard((model,), registry, kept_whole, frees=False)
-    _keep_name(model, own_class)
+    # transformers looks models up by the name of their class, and exports write it down
+    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
+    model.__class__ = type(own_class.__name__, (type(model),), names)
     registry.data_root = model
     _tune(model, units, registry)
     attach_registry(model, registry)
-
-
-def _get(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        module = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module if isinstance(module, nn.Module) and not isinstance(module, nn.ModuleList | nn.ModuleDict) else None
-
-
-def _move(parameters: set[nn.Parameter], device: torch.device) -> None:
-    for parameter in parameters:
-        if not parameter.is_meta:
-            parameter.data = parameter.data.to(device)
 
 
 def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, frees: bool) -> None:
@@ -89,26 +79,18 @@ def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, fre
     replicate(modules, **options)
 
 
-def _own_outputs(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Makes no unit hand out a view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
+def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Makes a unit hand out no view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
     again in backward. FSDP2 warns of that at every view.
     """
-    head = _get(model, "get_output_embeddings")
-    linear = head if isinstance(head, nn.Linear) else None
 
-    def own(module: nn.Module, args: Any, output: Any) -> Any:
-        def own_tensor(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():
-                return value
-            # What a linear's output is a view of nobody else has, so that logits need not be copied.
-            return torch.ops.aten._unsafe_view(value, value.shape) if module is linear else value.clone()
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():
+            return value
+        # What a linear's output is a view of nobody else has, so that logits need not be copied.
+        return torch.ops.aten._unsafe_view(value, value.shape) if isinstance(module, nn.Linear) else value.clone()
 
-        return (
-            output if torch.compiler.is_compiling() else tree_map(own_tensor, output)
-        )  # a graph's outputs are its own
-
-    for module in (model, *(each for unit in units for each in unit)):
-        module.register_forward_hook(own)
+    return output if torch.compiler.is_compiling() else tree_map(own, output)  # a graph's outputs are its own
 
 
 def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
@@ -121,29 +103,27 @@ def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
     )
 
 
-def _keep_name(model: nn.Module, own_class: type) -> None:
-    """Lets the model's class go by its name again: transformers looks things up by it, and exports write it down."""
-    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
-    model.__class__ = type(own_class.__name__, (type(model),), names)
-
-
 def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     """Applies what FSDP2 is told behind `fully_shard`."""
-    policy = registry.policy
-    embedding, head = _get(model, "get_input_embeddings"), _get(model, "get_output_embeddings")
-    blocks = [_as_fsdp(unit[0]) for unit in units if embedding not in unit and head not in unit]
+    policy, plan = registry.policy, registry.plan
+    layers = set(outermost_layers(plan.stacks))
+    roots: list[Any] = [unit[0] for unit in units]  # of each unit the module that FSDP2 speaks to
+    in_stack = [root for root, names in zip(roots, plan.units, strict=True) if layers.intersection(names)]
     if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
-        ends = [unit[0] for unit in units if head in unit] + (blocks[-1:] if policy.keep_last_block else [])
-        for module in ends:  # their backward follows their forward at once
-            _as_fsdp(module).set_reshard_after_forward(False, recurse=False)
-        if embedding is not None and (embedding,) in units and _is_plain_embedding(embedding):
-            _as_fsdp(embedding).set_unshard_in_backward(False)
-    for number, module in enumerate(blocks if policy.prefetch > 1 else []):
-        module.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + policy.prefetch])
-        module.set_modules_to_backward_prefetch(blocks[max(0, number - policy.prefetch) : number][::-1])
-    for unit in units:
+        embedding = next(
+            (root for root, names in zip(roots, plan.units, strict=True) if names == (plan.embedding,)), None
+        )
+        head = [root for root in roots if root not in in_stack and root is not embedding]
+        for root in (*head, *(in_stack[-1:] if policy.keep_last_block else [])):  # backward follows forward at once
+            root.set_reshard_after_forward(False, recurse=False)
+        if embedding is not None and _is_plain_embedding(embedding):
+            embedding.set_unshard_in_backward(False)
+    for number, root in enumerate(in_stack if policy.prefetch > 1 else []):
+        root.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
+        root.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
+    for unit, root in zip(units, roots, strict=True):
         if _REDUCES_UNUSED and any(_chooses_modules(module) for module in unit):
-            _as_fsdp(unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
+            root.set_reduce_scatter_unused_params(True, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if policy.gradient_divide_factor is not None:
@@ -166,16 +146,38 @@ def _chooses_modules(block: nn.Module) -> bool:
     return False
 
 
+def _reach_all_parameters(unit: nn.Module) -> None:
+    """Makes every trained parameter of `unit` part of its output's graph: one that it did not use gets a gradient of
+    zeros. FSDP2 before torch 2.13 reduces the gradients that are there, which differ between ranks.
+    """
+
+    def reach(module: nn.Module, args: Any, output: Any) -> Any:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not parameters:
+            return output
+        if isinstance(output, Tensor):
+            return _Reach.apply(output, *parameters)
+        return type(output)((_Reach.apply(output[0], *parameters), *output[1:]))
+
+    unit.register_forward_hook(reach)
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return x.clone()  # no view: what is written into a view later escapes the hooks on this output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
 def _is_plain_embedding(module: nn.Module) -> bool:
     """Whether it only looks rows up, so that its gradient does not depend on its weight."""
     forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
     ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
     return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
-
-
-def _as_fsdp(module: nn.Module) -> Any:
-    assert isinstance(module, FSDPModule)
-    return module
 
 
 def _check(policy: FsdpPolicy, mesh: Mesh) -> None:

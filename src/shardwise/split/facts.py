@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.plan.structure import Heads, ModelFacts, ModuleFacts
+from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, upwards
 
 __all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "argument_names", "counts_of", "names_read", "read_facts"]
 
@@ -31,7 +31,6 @@ def read_facts(model: nn.Module) -> ModelFacts:
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
             kind=_kind(module),
-            class_name=type(module).__name__,
             parameters=parameters,
             heads=_heads(module),
             attributes=counts_of(module),
@@ -45,10 +44,35 @@ def read_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(
         model_type=getattr(getattr(model, "config", None), "model_type", "") or "",
         modules=modules,
+        stacks=_stacks(model),
         tied=tied,
         head=_name_of(model, "get_output_embeddings"),
         embedding=_name_of(model, "get_input_embeddings"),
     )
+
+
+def _stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+    found: list[LayerStack] = []
+    layers: set[str] = set()
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(_is_operation(item) for item in module):
+            continue
+        items = {
+            f"{fqn}.{name}": type(item).__name__
+            for name, item in module.named_children()
+            if any(parameter.ndim > 1 for parameter in item.parameters())
+        }
+        if items:
+            within = next((name for name in upwards(fqn) if name in layers), "")
+            classes = tuple(dict.fromkeys(items.values()))
+            found.append(LayerStack(fqn=fqn, items=tuple(items), classes=classes, within=within))
+            layers.update(items)
+    return tuple(found)
+
+
+def _is_operation(module: nn.Module) -> bool:
+    """Whether a module is no layer: a single product or look-up, or without a forward of its own."""
+    return _kind(module) != "other" or isinstance(module, nn.modules.conv._ConvNd)
 
 
 def _kind(module: nn.Module) -> str:
@@ -60,8 +84,6 @@ def _kind(module: nn.Module) -> str:
         return "list"
     if isinstance(module, nn.ModuleDict):
         return "dict"
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return "conv"
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return "transposed"  # transformers' Conv1D stores [in, out]
