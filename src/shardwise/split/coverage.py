@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -76,12 +75,20 @@ def check_coverage(
     modules = dict(model.named_modules())
     prefixes = ("", f"{model.base_model_prefix}.")
     beyond = [name for name in resolution.unexpected if any(_is_beyond(modules, p + name) for p in prefixes)]
-    strange = _other_kinds(resolution, parameters)
+    strange = {
+        fqn: f"{fqn}: {lazy.dtype} in the checkpoint, {parameters[fqn]} in the model"
+        for fqn, lazy in resolution.tensors.items()
+        if fqn in parameters and lazy.dtype.is_floating_point != parameters[fqn].is_floating_point
+    }
+    other_shapes = [
+        f"{fqn}: {list(stored)} in the checkpoint, {list(wanted)} in the model"
+        for fqn, (stored, wanted) in resolution.mismatched.items()
+    ]
     faults = [
         *_told("not in the checkpoint", [name for name in missing if not _fits(name, allowed.missing)]),
         *_told("of layers that the model does not have", [n for n in beyond if not _fits(n, allowed.unused)]),
         *_told("of another kind", strange.values()),
-        *([] if allowed.mismatched else _told("of another shape", _other_shapes(resolution))),
+        *([] if allowed.mismatched else _told("of another shape", other_shapes)),
         *_told("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:
@@ -98,20 +105,14 @@ def check_coverage(
 
 
 def _told(what: str, names: Iterable[str]) -> Iterator[str]:
-    """One line about `names`; nothing about none."""
-    groups = _grouped(names)
-    if groups:
-        shown = [f"{name} ({count})" if count > 1 else name for name, count in groups.items()]
-        rest = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
-        yield f"{sum(groups.values())} {what}: {', '.join(shown[:MOST_NAMES])}{rest}"
-
-
-def _grouped(names: Iterable[str]) -> dict[str, int]:
-    """How many names each line stands for: those that differ by a number alone are one, with `*` for it."""
+    """One line about `names`, those that differ by a number alone as one; nothing about none."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
         groups.setdefault(star_numbers(name), []).append(name)
-    return {starred if len(alike) > 1 else alike[0]: len(alike) for starred, alike in groups.items()}
+    shown = [f"{starred} ({len(alike)})" if len(alike) > 1 else alike[0] for starred, alike in groups.items()]
+    if shown:
+        rest = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
+        yield f"{sum(map(len, groups.values()))} {what}: {', '.join(shown[:MOST_NAMES])}{rest}"
 
 
 def _roots(names: Sequence[str], parameters: Collection[str]) -> list[str]:
@@ -124,21 +125,6 @@ def _roots(names: Sequence[str], parameters: Collection[str]) -> list[str]:
         depths = (depth for depth in range(1, len(parts)) if ".".join(parts[:depth]) not in taken)
         roots[".".join(parts[: next(depths, len(parts))])] = None
     return list(roots)
-
-
-def _other_shapes(resolution: Resolution) -> list[str]:
-    return [
-        f"{fqn}: {list(stored)} in the checkpoint, {list(wanted)} in the model"
-        for fqn, (stored, wanted) in resolution.mismatched.items()
-    ]
-
-
-def _other_kinds(resolution: Resolution, parameters: Mapping[str, torch.dtype]) -> dict[str, str]:
-    return {
-        fqn: f"{fqn}: {lazy.dtype} in the checkpoint, {parameters[fqn]} in the model"
-        for fqn, lazy in resolution.tensors.items()
-        if fqn in parameters and lazy.dtype.is_floating_point != parameters[fqn].is_floating_point
-    }
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:

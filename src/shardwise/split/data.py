@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
+from shardwise.layers.arguments import map_first
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.registry import Registry, attach_registry
 from shardwise.mesh import Mesh
@@ -155,9 +156,7 @@ def _reach_all_parameters(unit: nn.Module) -> None:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not parameters:
             return output
-        if isinstance(output, Tensor):
-            return _Reach.apply(output, *parameters)
-        return type(output)((_Reach.apply(output[0], *parameters), *output[1:]))
+        return map_first(output, lambda x: _Reach.apply(x, *parameters))
 
     unit.register_forward_hook(reach)
 

@@ -18,6 +18,9 @@ from shardwise.estimate.memory import HeldBytes
 
 __all__ = ["MemoryCount"]
 
+_Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
+"""Storages of tensors by their ids, none of them kept alive."""
+
 
 class MemoryCount(TorchDispatchMode):
     """While active, watches what the operations of a forward make, and tells how much of it still lives.
@@ -29,12 +32,10 @@ class MemoryCount(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model = model
-        self._at_rest = _Storages()
-        self._made = _Storages()
-        self._of_parameters = _Storages()
+        self._at_rest, self._made, self._of_parameters = _Storages(), _Storages(), _Storages()
         self._hooks: list[RemovableHandle] = []
         for parameter in model.parameters():
-            self._at_rest.add(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+            _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
 
     def __enter__(self) -> MemoryCount:
         # Behind FSDP2's own hooks a module's parameters are the gathered ones.
@@ -56,39 +57,26 @@ class MemoryCount(TorchDispatchMode):
         for each in _tensors(result):
             if id(each.untyped_storage()) in given:
                 continue
-            self._made.add(each)
-            if func is torch.ops.aten._to_copy.default and args[0] in self._at_rest:
-                self._of_parameters.add(each)
+            _add(each, self._made)
+            if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self._at_rest:
+                _add(each, self._of_parameters)
         return result
 
     def held(self) -> HeldBytes:
         """What lives of all that was made inside. Let go of the model's output before, but keep the loss."""
-        nbytes = {key: storage.nbytes() for key, storage in self._made.living()}
-        gathered = sum(nbytes.get(key, 0) for key, _ in self._of_parameters.living())
+        nbytes = {key: storage.nbytes() for key, storage in self._made.items()}
+        gathered = sum(nbytes.get(key, 0) for key in self._of_parameters)
         return HeldBytes(activations=sum(nbytes.values()) - gathered, gathered=gathered)
 
     def _meet(self, module: nn.Module, args: Any) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor):
-                self._of_parameters.add(parameter)
+                _add(parameter, self._of_parameters)
 
 
-class _Storages:
-    """Storages of tensors, none of them kept alive."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self._refs[id(storage)] = weakref.ref(storage)
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        ref = self._refs.get(id(tensor.untyped_storage()))
-        return ref is not None and ref() is not None
-
-    def living(self) -> list[tuple[int, torch.UntypedStorage]]:
-        return [(key, storage) for key, ref in self._refs.items() if (storage := ref()) is not None]
+def _add(tensor: Tensor, storages: _Storages) -> None:
+    storage = tensor.untyped_storage()
+    storages[id(storage)] = storage
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -53,34 +53,25 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     """Changes the forward of the modules the plan names. Parameters are cut already. Communicates nothing."""
     plan, context = registry.plan, registry.context
     modules = dict(model.named_modules())
-    outer = {region.fqn for region in plan.regions if region.edge == "output"}
-    for name, module in modules.items():
+    for module in modules.values():
         _fit_sizes(module)
-        if name in plan.modules:
-            reduces = not any(name.startswith(f"{fqn}.") for fqn in outer)
-            split, stack = _split_of(registry, name), plan.stack_of(name)
-            leave = _leave(plan, name)
-            if plan.modules[name] == "norm_split" and split is not None:
-                held = sum(split.local_size_of(coord) for coord in range(split.parts))
-                become(module, SplitNorm, _split=context, _num_features=held, _formula=plan.norms[name])
-            _apply_style(module, plan.modules[name], split, context, stack=stack, leave=leave if reduces else None)
+    outer = tuple(f"{region.fqn}." for region in plan.regions if region.edge == "output")
+    for name in plan.modules:
+        _apply_style(modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name))
     for region in plan.regions:
-        module = modules[region.fqn]
-        asides = _names_of(plan.asides, region.fqn)
-        parts = _names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn)
         install_region(
-            module,
+            modules[region.fqn],
             region.edge,
             context,
             name=region.fqn,
             stack=plan.stack_of(region.fqn),
             leave=_leave(plan, region.fqn),
-            asides=asides,
-            parts=parts,
+            asides=_names_of(plan.asides, region.fqn),
+            parts=_names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn),
         )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
-            install_gathered(module, _sizes(split), context)
+            install_gathered(modules[region.fqn], _sizes(split), context)
     apply_local_heads(modules, plan.heads)
     apply_divided(modules, plan.attributes)
     apply_expert_widths(modules, plan.parameters)
@@ -141,33 +132,33 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         install_shares(modules[owner], tuple(names), context)
 
 
-def _apply_style(
-    module: nn.Module, style: str, split: Split | None, context: SplitContext, *, stack: str | None, leave: Leave | None
-) -> None:
+def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Leave | None) -> None:
     """Args: leave: how a region is left at the module; None where one around it is left at its own output."""
-    if style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
-        if split is None:
-            return  # a bare parameter's rule: its module computes with it as it is
-        sizes = _sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None
-        reenters = style == "rowwise_reenter"
+    plan, context = registry.plan, registry.context
+    style, split = plan.modules[name], _split_of(registry, name)
+    if style == "all_reduce":
+        install_reduced(module, context)
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
+    elif split is None:
+        return  # a bare parameter's rule: its module computes with it as it is
+    elif style == "norm_split":
+        become(module, SplitNorm, _split=context, _num_features=sum(_sizes(split)), _formula=plan.norms[name])
+    elif style == "embedding_rowwise":
+        _split_vocabulary(module, split, context)
+    elif style == "embedding_colwise":
+        become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
+    elif style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
         become(
             module,
             RowSplit,
             _split=context,
-            _stack=stack,
+            _stack=plan.stack_of(name),
             _reduces=leave is not None,
             _leave=leave,
-            _reenters=reenters,
-            _input_sizes=sizes,
+            _reenters=style == "rowwise_reenter",
+            _input_sizes=_sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None,
         )
-    elif style == "embedding_rowwise" and split is not None:
-        _split_vocabulary(module, split, context)
-    elif style == "embedding_colwise" and split is not None:
-        become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
-    elif style == "all_reduce":
-        install_reduced(module, context)
-    elif style == "moe_identity_expert":
-        module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
 
 
 def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
