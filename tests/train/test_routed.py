@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import PreTrainedConfig
 
 import shardwise
 from shardwise.errors import PlanError
 from shardwise.proof.parity import measure
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
+from tests.layered import LayeredForCausalLM
 
 pytestmark = pytest.mark.spawn
 
@@ -85,32 +85,9 @@ class Layer(nn.Module):
         return hidden_states + self.router(hidden_states)
 
 
-class ForkForCausalLM(PreTrainedModel):
+class ForkForCausalLM(LayeredForCausalLM):
     config_class = ForkConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(2))
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def _init_weights(self, module):
-        pass
-
-    def get_input_embeddings(self):
-        return self.embed
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, input_ids, labels=None, **kwargs):
-        hidden_states = self.embed(input_ids)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states)
-        logits = self.head(hidden_states)
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return CausalLMOutput(loss=loss, logits=logits)
+    layer_class = Layer
 
 
 SPLIT = {
