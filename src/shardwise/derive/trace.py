@@ -106,7 +106,7 @@ def watch(
     thorough: bool = False,
     hollow: bool = False,
 ) -> list[Layer]:
-    """Runs the model once and returns what its layers did.
+    """Runs the model once and returns what its layers did, in the order in which they first ran.
 
     Args:
         cut: parameters whose products are detached: what comes behind them no longer depends on what went in.
@@ -121,7 +121,7 @@ def watch(
         stack.enter_context(watcher)
         model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
     watcher.forget_unused()
-    return [layer for layer in watcher.layers.values() if layer.outputs]
+    return [layer for layer in map(watcher.layers.__getitem__, watcher.ran) if layer.outputs]
 
 
 class _Watcher(TorchFunctionMode):
@@ -131,6 +131,7 @@ class _Watcher(TorchFunctionMode):
         self.thorough = thorough
         self.hollow = hollow
         self.layers = {name: Layer(name) for name in outermost_layers(read_facts(model).stacks)}
+        self.ran: dict[str, None] = {}
         self.running: Layer | None = None
         self.stack: list[str] = []
         self.model = model
@@ -275,6 +276,7 @@ class _Watcher(TorchFunctionMode):
 
             if is_layer:
                 self.running = self.layers[name]
+                self.ran.setdefault(name)
             self.stack.append(name)
             names = argument_names(module)
             given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -58,7 +58,7 @@ class LayerStack:
 
     Attributes:
         fqn: the `ModuleList`.
-        items: FQNs of the layers, as registered.
+        items: FQNs of the layers, as registered; in which order they run, `derive/trace.py` tells.
         classes: the names of their classes, each once.
         within: FQN of the layer of another stack that this one is inside of; empty where it is outermost.
     """
