@@ -16,8 +16,7 @@ from shardwise.api import planning
 from shardwise.api.planning import plan_for
 from shardwise.errors import PlanError
 from shardwise.layout.placement import Replicate
-from shardwise.plan.fit import idle_rules
-from shardwise.plan.match import Matcher
+from shardwise.plan.fit import govern, idle_rules
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
@@ -234,4 +233,4 @@ def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, 
     facts = read_facts(model)
     declared = declared_plan(model, facts)
     assert not idle_rules(declared, facts)
-    assert Matcher(facts.names()).unmatched(declared)
+    assert govern(declared, facts).unmatched

@@ -16,8 +16,9 @@ from shardwise.api.trial import Trial, copied
 from shardwise.derive.generalize import generalize
 from shardwise.derive.lift import lifted
 from shardwise.errors import PlanError
+from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.sequence import Stack, find_sequence
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.spec import Plan
 from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
 from shardwise.split.facts import read_facts
 
@@ -126,7 +127,7 @@ def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, 
     assert found["rounds.*.smear"] == "whole_sequence"
     assert found["rounds.*.hint"] == "sequence"
     assert found["rounds.*.looking.passing"] == "aside"
-    behind = {name for name, style in found.items() if style == "sequence_partial"} - {"rounds"}
+    behind = {name for name, style in found.items() if style == "partial_gradient"}
     assert behind == {"transform.weight", "transform.bias", "final.weight", "final.bias"}
     verdict = trial_of(model, parts, length).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
@@ -175,7 +176,7 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
 def test_without_rules_the_one_stack_and_the_order_of_registration_are_taken():
     facts = read_facts(odd_model(stacks=2))
     with pytest.raises(PlanError, match="one stack") as error:
-        find_sequence(facts, {}, (), head=None)
+        find_sequence(facts, {}, {}, (), head=None)
     assert "0 stacks" in str(error.value)
 
 
@@ -185,10 +186,11 @@ def test_rules_name_stacks_whole_modules_and_parts():
         "first": "sequence",
         "rounds": "sequence_partial",
         "rounds.0.smear": "whole_sequence",
-        "rounds.0.hint": "sequence",
-        "final.weight": "sequence_partial",
+        "final.weight": "partial_gradient",
     }
-    found = find_sequence(facts, {name: Rule(name, style) for name, style in rules.items()}, (), head="voice")
+    governing = {name: SequenceRule(name, style) for name, style in rules.items()}
+    inputs = {"rounds.0.hint": InputRule("rounds.0.hint", "sequence")}
+    found = find_sequence(facts, governing, inputs, (), head="voice")
     assert found.stacks == (Stack(fqn="first", partial_behind=False), Stack(fqn="rounds", partial_behind=True))
     assert found.inputs == ("rounds.0.hint",)
     assert found.partial_behind
@@ -200,12 +202,14 @@ def test_rules_name_stacks_whole_modules_and_parts():
     assert "rounds.0.smear.rate" not in partial, "it computes alike on every rank"
     assert {"final.weight", "rounds.1.smear.rate"} <= partial
     assert "final.bias" not in partial
+    with pytest.raises(PlanError, match="final is no list of layers"):
+        find_sequence(facts, {"final": SequenceRule("final", "sequence_partial")}, {}, (), head="voice")
 
 
 def test_inputs_that_only_some_layers_are_given_have_rules_in_all():
     twin, model = odd_model(), copy.deepcopy(odd_model())
-    calm = tuple(Rule(f"rounds.{layer}.calm", "replicate") for layer in range(2))
-    plan = Plan((*calm, Rule("rounds.1.hint", "sequence", "structure")))
+    calm = tuple(ParameterRule(f"rounds.{layer}.calm", "replicate") for layer in range(2))
+    plan = Plan((*calm, InputRule("rounds.1.hint", "sequence", "structure")))
     assert styles(generalize(plan, twin, model)) == {"rounds.*.calm": "replicate", "rounds.*.hint": "sequence"}
 
 

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from shardwise.derive.generalize import generalize
+from shardwise.plan.rule import InputRule, ParameterRule
 from shardwise.plan.spec import Plan
 
 pytestmark = pytest.mark.single
@@ -41,7 +42,7 @@ def test_other_layers_may_use_any_item_of_a_list_of_which_each_layer_uses_its_ow
 
 def test_rules_that_all_layers_have_alike_keep_their_numbers():
     found = Plan.of({"layers.0.adapters.0": "colwise", "layers.1.adapters.0": "colwise"})
-    assert str(generalize(found, Sharing(2), Sharing(3))) == "layers.*.adapters.0: colwise"
+    assert str(generalize(found, Sharing(2), Sharing(3))) == "[parameters]\nlayers.*.adapters.0: colwise"
 
 
 class Choosing(nn.Module):
@@ -76,6 +77,7 @@ class Gated(nn.Module):
 
 
 def test_inputs_of_parameterless_modules_are_cut_only_where_the_layer_itself_said_so():
-    found = Plan.of({"layers.0.act.input": "split(2)", "layers.1.gate": "split(0)", "layers.1.mixer.extra": "split(2)"})
+    inputs = (InputRule("layers.0.act.input", "split(2)"), InputRule("layers.1.mixer.extra", "split(2)"))
+    found = Plan((*inputs, ParameterRule("layers.1.gate", "split(0)")))
     rules = {rule.pattern for rule in generalize(found, Gated(2), Gated(2)).rules}
     assert rules == {"layers.0.act.input", "layers.1.gate", "layers.*.mixer.extra"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.joined import joined_style, target_of
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import ParameterRule, RegionRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, ModuleFacts
 
 pytestmark = pytest.mark.pure
@@ -32,16 +32,17 @@ RULES = {
 
 
 def test_the_style_reads_and_prints():
-    rule = Rule("layers.*.attn.out", "rowwise_into(mlp.down)")
-    assert Rule.parse(str(rule)) == rule
-    assert joined_style("region_output_into(mlp)") == ("region_output", "mlp")
-    assert joined_style("rowwise") is None
-    with pytest.raises(PlanError, match="unknown style"):
-        Rule("x", "rowwise_into()")
+    rule = ParameterRule("layers.*.attn.out", "rowwise_into(mlp.down)")
+    assert ParameterRule.parse(str(rule)) == rule
+    assert (rule.kind, rule.into) == ("rowwise", "mlp.down")
+    assert RegionRule("x", "region_output_into(mlp)").into == "mlp"
+    assert ParameterRule("x", "rowwise").into is None
+    for kind, style in ((ParameterRule, "rowwise_into()"), (RegionRule, "rowwise_into(mlp)")):
+        with pytest.raises(PlanError, match="unknown style"):
+            kind("x", style)
 
 
 def test_the_target_is_named_from_the_module_that_holds_both():
-    assert target_of("layers.0.attn.out", "mlp.down", FACTS.modules) == "layers.0.mlp.down"
     plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, tp_size=2)
     assert plan.joins == {"layers.0.attn.out": "layers.0.mlp.down"}
     assert plan.modules["layers.0.attn.out"] == "rowwise"

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PlanError
-from shardwise.plan.spec import STYLES, Plan, Rule
+from shardwise.plan.rule import SECTIONS, STYLES, AttributeRule, InputRule, ParameterRule, Rule
+from shardwise.plan.spec import Plan
 
 pytestmark = pytest.mark.pure
 
@@ -15,14 +16,24 @@ components = st.sampled_from(["*", "**", "0", "model", "q_proj"]) | st.text(
     st.characters(exclude_characters=".:#*", exclude_categories=["Z", "C"]), min_size=1, max_size=5
 )
 patterns = st.lists(components, min_size=1, max_size=4).map(".".join)
-rules = st.builds(
-    Rule,
-    pattern=patterns,
-    style=st.sampled_from(sorted(STYLES)),
-    source=st.sampled_from(["user", "hf", "derived", "family/llama"]),
-    reason=st.text(max_size=20),
+examples = {
+    "split(DIM)": "split(1)",
+    "rowwise_into(NAME)": "rowwise_into(mlp.down)",
+    "region_output_into(NAME)": "region_output_into(mlp)",
+    "divided(N)": "divided(3/2)",
+}
+rules = st.sampled_from(SECTIONS).flatmap(
+    lambda kind: st.builds(
+        kind,
+        pattern=patterns,
+        style=st.sampled_from([examples.get(style, style) for style in sorted(kind.styles)]),
+        source=st.sampled_from(["user", "hf", "derived", "family/llama"]),
+        reason=st.text(max_size=20),
+    )
 )
-plans = st.lists(rules, unique_by=lambda rule: rule.pattern, max_size=6).map(lambda items: Plan(tuple(items)))
+plans = st.lists(rules, unique_by=lambda rule: (type(rule), rule.pattern), max_size=6).map(
+    lambda items: Plan(tuple(items))
+)
 
 
 @settings(deadline=None)
@@ -39,11 +50,13 @@ def test_json_reads_back(plan):
 
 @settings(deadline=None)
 @given(plans, plans)
-def test_merging_lets_the_other_win_per_pattern(plan, other):
+def test_merging_lets_the_other_win_per_section_and_pattern(plan, other):
     merged = plan | other
-    styles = {rule.pattern: rule for rule in (*plan.rules, *other.rules)}
-    assert {rule.pattern: rule for rule in merged.rules} == styles
-    assert merged.rules[len(merged.rules) - len(other.rules) :] == other.rules
+    styles = {(type(rule), rule.pattern): rule for rule in (*plan.rules, *other.rules)}
+    assert {(type(rule), rule.pattern): rule for rule in merged.rules} == styles
+    for kind in SECTIONS:
+        own = other.section(kind)
+        assert merged.section(kind)[len(merged.section(kind)) - len(own) :] == own
     assert plan | Plan() == plan == Plan() | plan
 
 
@@ -57,20 +70,65 @@ def test_text_keeps_where_a_rule_comes_from():
     """
     plan = Plan.parse(text)
     assert plan.rules == (
-        Rule("model.layers.*.self_attn.q_proj", "colwise"),
-        Rule("lm_head", "colwise_gather_output", "derived", "the head: rows # of the vocabulary"),
-        Rule("model.norm", "replicate", "hf"),
+        ParameterRule("model.layers.*.self_attn.q_proj", "colwise"),
+        ParameterRule("lm_head", "colwise_gather_output", "derived", "the head: rows # of the vocabulary"),
+        ParameterRule("model.norm", "replicate", "hf"),
     )
-    assert str(plan).splitlines()[1:] == [
+    assert str(plan).splitlines() == [
+        "[parameters]",
+        "model.layers.*.self_attn.q_proj: colwise",
         "lm_head: colwise_gather_output  # derived: the head: rows # of the vocabulary",
         "model.norm: replicate  # hf",
     ]
-    assert Plan.of({"a": "colwise"}, source="hf").rules == (Rule("a", "colwise", "hf"),)
+
+
+def test_sections_have_names_in_text():
+    text = "a: region\nb: split(0)\n[inputs]\nc: split(1)\nd: sequence\n[attributes]\ne: divided"
+    plan = Plan.parse(text)
+    assert plan.section(InputRule) == (InputRule("c", "split(1)"), InputRule("d", "sequence"))
+    assert plan.section(AttributeRule) == (AttributeRule("e", "divided"),)
+    printed = "[parameters]\nb: split(0)\n\n[regions]\na: region\n\n[attributes]\ne: divided\n\n"
+    assert str(plan) == printed + "[inputs]\nc: split(1)\nd: sequence"
+    with pytest.raises(PlanError) as caught:
+        Plan.parse("[input]\na: aside\n[regions]\nb: colwise")
+    assert "line 1: a plan has no section 'input' (did you mean 'inputs'?)" in caught.value.why
+    assert "line 4: unknown style 'colwise'" in caught.value.why
+
+
+def test_a_dictionary_tells_sections_by_styles():
+    styles = {
+        "a": "colwise",
+        "b": "all_reduce",
+        "c": "divided(2)",
+        "d": "aside",
+        "e": "whole_sequence",
+        "f": "split(1)",
+    }
+    sections = [rule.section for rule in Plan.of(styles, source="hf").rules]
+    assert sections == ["parameters", "parameters", "regions", "attributes", "sequence", "inputs"]
+    assert Plan.of({"a": "colwise"}, source="hf").rules == (ParameterRule("a", "colwise", "hf"),)
+
+
+def test_every_style_of_transformers_is_read():
+    """Those of tensor parallelism; `sequence_parallel` is refused with a word of its own."""
+    names = {
+        **{name: name for name in ("embedding_rowwise", "embedding_colwise", "colwise_gather_output", "colwise")},
+        **{name: name for name in ("rowwise", "rowwise_split_input", "packed_colwise", "packed_rowwise")},
+        **{name: name for name in ("replicated_with_grad_allreduce", "all_reduce", "moe_tp_experts", "replicate")},
+        "moe_identity_expert": "moe_identity_expert",
+        "colwise_rep": "colwise_gather_output",
+        "rowwise_rep": "rowwise_split_input",
+    }
+    for name, style in names.items():
+        assert [rule.style for rule in Plan.of({"a": name}).rules] == [style]
+    assert Plan.of({"a": "local_params", "b": "mla_kv_a_proj"}) == Plan(), "they say nothing that is not seen"
 
 
 def test_every_style_has_one_line_of_meaning():
-    assert all(meaning and "\n" not in meaning for meaning in STYLES.values())
-    assert {"qkv_colwise", "norm_split", "region", "colwise", "local_params"} <= STYLES.keys()
+    assert all(meaning and "\n" not in meaning for styles in STYLES.values() for meaning in styles.values())
+    assert list(STYLES) == ["parameters", "regions", "attributes", "sequence", "inputs"]
+    assert ParameterRule("a", "replicate").meaning == "every rank keeps all of it; a module is no region then"
+    assert ParameterRule("a", "replicate", reason="so").meaning == "so"
 
 
 @pytest.mark.parametrize(
@@ -87,14 +145,14 @@ def test_every_style_has_one_line_of_meaning():
 )
 def test_what_is_no_rule(pattern, style, says):
     with pytest.raises(PlanError) as caught:
-        Rule(pattern, style)
+        Rule.of(pattern, style)
     assert says in str(caught.value)
     assert caught.value.at == f'rule "{pattern}: {style}"'
 
 
 def test_sources_are_one_word():
     with pytest.raises(PlanError, match="not one word"):
-        Rule("a", "colwise", "two words")
+        ParameterRule("a", "colwise", "two words")
 
 
 def test_all_lines_that_are_no_rules_are_told_at_once():
@@ -113,12 +171,13 @@ def test_one_rule_per_pattern():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        ({}, "not a plan"),
-        ({"rules": [], "version": 1}, "not a plan"),
-        ({"rules": [{"pattern": "a", "stile": "colwise"}]}, "unknown key 'stile' in a rule (did you mean 'style'?)"),
-        ({"rules": [{"pattern": "a"}]}, "without pattern or style"),
-        ({"rules": [{"pattern": "a", "style": 1}]}, "values are text"),
-        ({"rules": ["a: colwise"]}, "not a rule"),
+        ({"rules": [{}]}, "a plan has no section 'rules'"),
+        ({"parameters": [{"pattern": "a", "stile": "colwise"}]}, "unexpected keyword argument 'stile'"),
+        ({"parameters": [{"pattern": "a"}]}, "missing 1 required positional argument: 'style'"),
+        ({"parameters": [{"pattern": "a", "style": 1}]}, "not a plan"),
+        ({"regions": [{"pattern": "a", "style": "colwise"}]}, "unknown style 'colwise'"),
+        ({"parameters": ["a: colwise"]}, "not a plan"),
+        ([], "not a plan"),
     ],
 )
 def test_what_is_no_json_plan(data, says):

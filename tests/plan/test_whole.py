@@ -1,14 +1,13 @@
-"""Why a parameter stays whole: every place it may stand in has its own reason."""
+"""Why a parameter that no rule names stays whole."""
 
 from __future__ import annotations
 
 import pytest
 
-from shardwise.plan.regions import Region
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import RegionRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts
-from shardwise.plan.whole import OUTSIDE, why_whole
 
 pytestmark = pytest.mark.pure
 
@@ -35,34 +34,12 @@ FACTS = ModelFacts(
         "final": ModuleFacts(kind="linear", parameters={"weight": (16, 16)}),
     },
 )
-ATTENTION = Region(fqn="layers.0.attention", edge="row")
-
-
-@pytest.mark.parametrize(
-    ("module", "region", "reason"),
-    [
-        ("layers.0.moe.router.gate", None, "scores experts"),
-        ("layers.0.moe.router.gate", Region(fqn="layers.0.moe", edge="output"), "scores experts"),
-        ("layers.0.attention.latent", ATTENTION, "shared by the heads of all ranks"),
-        ("layers.0.attention.norm", ATTENTION, "its gradient is summed"),
-        ("layers.0.norm", None, "on whole features"),
-        ("layers.0.conv.pointwise", None, OUTSIDE),
-        ("places", None, "not the vocabulary's"),
-        ("final", None, "outside of the layers"),
-    ],
-)
-def test_the_reason_is_told_by_the_place(module, region, reason):
-    (shape,) = FACTS.modules[module].parameters.values()
-    assert reason in why_whole(FACTS, region, module, shape)
 
 
 def test_a_resolved_plan_gives_every_whole_parameter_a_reason():
-    plan = Plan((Rule("layers.0.moe", "region_output"),))
+    plan = Plan((RegionRule("layers.0.moe", "region_output"),))
     for planned in resolve(plan, FACTS, tp_size=2).parameters.values():
         assert planned.rule.reason, planned.fqn
         assert planned.rule.source == "facts"
-
-
-def test_a_style_speaks_for_a_rule_without_a_reason():
-    assert Rule("a", "mla_kv_a_proj").meaning.startswith("latent key/value projection")
-    assert Rule("a", "replicate", reason="so").meaning == "so"
+        inside = planned.fqn.startswith("layers.0.moe")
+        assert ("every rank's part of the region reads all of it" in planned.rule.reason) is inside

@@ -25,10 +25,11 @@ from transformers import PreTrainedModel
 import shardwise
 from shardwise.api.deriving import Derivation, derive_plan
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.plan.families.proved import PROVED
+from shardwise.plan.families import PROVED
 from shardwise.plan.fit import idle_rules
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import Rule
+from shardwise.plan.spec import Plan
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, read_request, vocabulary_plan
 

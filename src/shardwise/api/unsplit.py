@@ -10,10 +10,11 @@ from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.match import star_numbers
+from shardwise.plan.parameters import OUTSIDE
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import ParameterRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.plan.whole import OUTSIDE
 
 __all__ = ["Findings", "explained", "problem_of"]
 
@@ -53,7 +54,7 @@ def explained(plan: Plan, findings: Findings) -> Plan:
             continue
         reason = findings.reason(fqn)
         if reason is not None:
-            rules.append(Rule(fqn, "replicate", source="structure", reason=reason))
+            rules.append(ParameterRule(fqn, "replicate", source="structure", reason=reason))
     return plan | Plan(tuple(rules))
 
 

@@ -22,8 +22,9 @@ from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
+from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.sequence import stacks_with_regions
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import LayerStack, ModelFacts, parent_of
 
 __all__ = ["sequence_plans"]
@@ -65,13 +66,16 @@ def sequence_plans(
             last = "sequence_partial" if tail is not None else "sequence"
             rules = [
                 *(
-                    _rule(stack, "sequence" if stack != chosen[-1] else last, "its layers are split")
+                    _sequence(stack, "sequence" if stack != chosen[-1] else last, "its layers are split")
                     for stack in chosen
                 ),
-                *(_rule(name, "sequence_partial", "it runs between the layers and the head") for name in tail or ()),
-                *(_rule(name, "sequence", "it is used position by position") for name in inputs),
-                *(_rule(name, "sequence", "it is a part, as the hidden states are") for name in gathered),
-                *(_rule(name, "whole_sequence", "it mixes positions and is not split") for name in whole),
+                *(
+                    _sequence(name, "partial_gradient", "it runs between the layers and the head")
+                    for name in tail or ()
+                ),
+                *(_input(name, "it is used position by position") for name in inputs),
+                *(_input(name, "it is a part, as the hidden states are") for name in gathered),
+                *(_sequence(name, "whole_sequence", "it mixes positions and is not split") for name in whole),
             ]
             candidate = plan | Plan(tuple(rules))
             if candidate not in seen:
@@ -79,8 +83,12 @@ def sequence_plans(
                 yield candidate
 
 
-def _rule(pattern: str, style: str, reason: str) -> Rule:
-    return Rule(pattern, style, source="structure", reason=reason)
+def _sequence(pattern: str, style: str, reason: str) -> SequenceRule:
+    return SequenceRule(pattern, style, source="structure", reason=reason)
+
+
+def _input(pattern: str, reason: str) -> InputRule:
+    return InputRule(pattern, "sequence", source="structure", reason=reason)
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:

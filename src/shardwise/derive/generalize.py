@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
 
 from torch import nn
 
 from shardwise.plan.match import star_numbers
-from shardwise.plan.spec import Plan, Rule
-from shardwise.plan.split_style import is_split_style
+from shardwise.plan.rule import SECTIONS, InputRule, Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import outermost_layers
 from shardwise.split.facts import read_facts
 
@@ -28,30 +28,43 @@ def generalize(plan: Plan, twin: nn.Module, model: nn.Module) -> Plan:
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
-    twin_layers, layers = (outermost_layers(read_facts(each).stacks) for each in (twin, model))
-    inside: dict[str, list[_Suffixed]] = {layer: [] for layer in twin_layers}
+    twins, layers = (
+        {layer: _names(each, layer) for layer in outermost_layers(read_facts(each).stacks)} for each in (twin, model)
+    )
+    inside: dict[str, list[Rule]] = {layer: [] for layer in twins}
     outside: list[Rule] = []
     for rule in plan.rules:
-        owner = next((layer for layer in twin_layers if f"{rule.pattern}.".startswith(f"{layer}.")), None)
-        if owner is None:
-            outside.append(rule)
-        else:
-            inside[owner].append((rule.pattern[len(owner) :], rule))
-    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for layer in twin_layers:
-        examples.setdefault(_kind(twin, layer), []).append(layer)
+        owner = next((layer for layer in twins if f"{rule.pattern}.".startswith(f"{layer}.")), None)
+        (outside if owner is None else inside[owner]).append(rule)
     found: list[Rule] = []
-    for layer in layers:
-        alike = examples.get(_kind(model, layer), [])
-        is_known = layer in alike and _names(twin, layer) == _names(model, layer)
+    for kind in SECTIONS:
+        own = {
+            layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
+            for layer, rules in inside.items()
+        }
+        found += _for_layers(own, twins, layers)
+    return Plan(tuple(outside)) | Plan(tuple(found))
+
+
+def _for_layers(
+    inside: dict[str, list[_Suffixed]], twins: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
+) -> Iterator[Rule]:
+    """The rules of one section for `layers`, from those inside of the twin's; both with the names of what they hold."""
+    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for layer, names in twins.items():
+        examples.setdefault(_kind(layer, names), []).append(layer)
+    found: list[tuple[str, _Suffixed]] = []
+    for layer, names in layers.items():
+        alike = examples.get(_kind(layer, names), [])
+        is_known = layer in alike and twins[layer] == names
         if is_known:
-            rules = inside[layer]
+            own = inside[layer]
         else:
-            rules = _merged([_for_any_length(inside[each], _names(twin, each)) for each in alike])
-        held = frozenset[str]().union(*(_names(twin, each) for each in alike))
-        rules = _with_inputs(rules, [inside[each] for each in alike], held, is_known=is_known)
-        found += (replace(rule, pattern=layer + suffix) for suffix, rule in rules)
-    return Plan(tuple(outside)) | Plan(tuple(_folded(found, layers)))
+            own = _merged([_for_any_length(inside[each], twins[each]) for each in alike])
+        held = frozenset[str]().union(*(twins[each] for each in alike))
+        own = _with_inputs(own, [inside[each] for each in alike], held, is_known=is_known)
+        found += ((layer, each) for each in own)
+    yield from _folded(found, list(layers))
 
 
 def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
@@ -91,16 +104,14 @@ def _with_inputs(
     """`rules`, with the rules on inputs that other layers of the kind have.
 
     Args:
-        own: names of what the layers hold; rules on anything else that split it are rules on inputs.
+        own: names of what the layers hold.
         is_known: whether the rules are the layer's very own. Then it lacks only inputs that it is not always given,
             which are those of modules with parameters; what a function like an activation is given, it always is.
     """
     found = dict(rules)
     for suffix, rule in itertools.chain.from_iterable(others):
-        splits_input = is_split_style(rule.style) and suffix not in own
-        if is_known and suffix.rpartition(".")[0] not in {"", *own}:
-            splits_input = False
-        if rule.style in ("aside", "local_size", "sequence") or splits_input:
+        is_always_given = suffix.rpartition(".")[0] not in {"", *own}
+        if isinstance(rule, InputRule) and not (is_known and is_always_given and rule.dim is not None):
             found.setdefault(suffix, rule)
     return list(found.items())
 
@@ -122,9 +133,9 @@ def _joined(pattern: str, other: str) -> str:
     return ".".join(mine if mine == theirs else "*" for mine, theirs in parts)
 
 
-def _kind(model: nn.Module, layer: str) -> tuple[str, frozenset[str]]:
+def _kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
     """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
-    return layer.rpartition(".")[0], frozenset(star_numbers(name) for name in _names(model, layer))
+    return layer.rpartition(".")[0], frozenset(map(star_numbers, names))
 
 
 def _names(model: nn.Module, layer: str) -> frozenset[str]:
@@ -134,20 +145,17 @@ def _names(model: nn.Module, layer: str) -> frozenset[str]:
     return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
 
 
-def _folded(rules: list[Rule], layers: Sequence[str]) -> list[Rule]:
+def _folded(found: list[tuple[str, _Suffixed]], layers: list[str]) -> Iterator[Rule]:
     """Writes rules that every layer of a stack has alike once, in the order of their first layer."""
     stacks: dict[str, list[str]] = {}
     for layer in layers:
         stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
-    by_shape: dict[tuple[str, str, str], list[Rule]] = {}
-    for rule in rules:
-        layer = next(each for each in layers if f"{rule.pattern}.".startswith(f"{each}."))
-        key = (layer.rpartition(".")[0], rule.pattern[len(layer) :], rule.style)
-        by_shape.setdefault(key, []).append(rule)
-    folded = []
-    for (stack, rest, style), same in by_shape.items():
+    alike: dict[tuple[str, str, str], dict[str, Rule]] = {}
+    for layer, (suffix, rule) in found:
+        stack = layer.rpartition(".")[0]
+        alike.setdefault((stack, suffix, rule.style), {})[layer] = rule
+    for (stack, suffix, _), same in alike.items():
         if len(same) == len(stacks[stack]) > 1:
-            folded.append(Rule(f"{stack}.*{rest}", style, same[0].source, same[0].reason))
+            yield replace(next(iter(same.values())), pattern=f"{stack}.*{suffix}")
         else:
-            folded += same
-    return folded
+            yield from (replace(rule, pattern=layer + suffix) for layer, rule in same.items())

@@ -11,7 +11,8 @@ from shardwise.derive.reach import gradients_of
 from shardwise.derive.trace import Layer, ModuleCall
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import ParameterRule, RegionRule, Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
 __all__ = ["joined"]
@@ -25,14 +26,14 @@ def joined(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, parts: int
         parts: for how many ranks.
     """
     split = resolve(plan, facts, tp_size=parts)
-    rules = []
+    rules: list[Rule] = []
     for layer in layers:
         leaving = [call for call in layer.calls if _is_left(call.fqn, split, layer.fqn)]
         for first, second in _added(leaving, layer):
-            style = "rowwise" if first.fqn in split.modules else "region_output"
+            kind, style = (ParameterRule, "rowwise") if first.fqn in split.modules else (RegionRule, "region_output")
             name = second.fqn.removeprefix(f"{layer.fqn}.")
             reason = f"the layer adds it to what {name} computes: one sum for both"
-            rules.append(Rule(first.fqn, f"{style}_into({name})", source="structure", reason=reason))
+            rules.append(kind(first.fqn, f"{style}_into({name})", source="structure", reason=reason))
     return plan | Plan(tuple(rules)) if rules else plan
 
 

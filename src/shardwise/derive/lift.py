@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from shardwise.plan.resolve import resolve
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import RegionRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, parent_of
 
 __all__ = ["lifted"]
@@ -31,9 +32,9 @@ def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
         if rule.style not in _EDGES or not any(f"{rule.pattern}.".startswith(f"{block}.") for block in raised)
     ]
     reason = "its parts add up to one sum"
-    return Plan(tuple(Rule(block, "region_output", source="structure", reason=reason) for block in raised)) | Plan(
-        tuple(kept)
-    )
+    return Plan(
+        tuple(RegionRule(block, "region_output", source="structure", reason=reason) for block in raised)
+    ) | Plan(tuple(kept))
 
 
 def _list_around(module: str, facts: ModelFacts) -> str:

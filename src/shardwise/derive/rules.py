@@ -20,7 +20,8 @@ from shardwise.derive.styles import Styler
 from shardwise.derive.trace import Layer
 from shardwise.errors import UnsupportedError
 from shardwise.layers.norm import recognise_norm
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of
 
@@ -76,7 +77,12 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     Where a layer runs inside a function of its own its graph shows nothing, and these are all.
     """
     own = [block for block in blocks if block.layer == layer]
-    entries = [rule.pattern for block in own for rule in block.candidates[0].rules if rule.style.startswith("region")]
+    entries = [
+        rule.pattern
+        for block in own
+        for rule in block.candidates[0].section(RegionRule)
+        if rule.style in ("region", "region_output")
+    ]
     split = frozenset().union(*(block.parameters for block in own))
     sizes = {name: math.prod(facts.modules[name].parameters.get("weight", (0,))) for name in facts.inside(layer)}
     names = [
@@ -89,7 +95,7 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     ]
     if not names:
         return None
-    rules = (_rule(name, "colwise_gather_output", "its layer shows no structure around it") for name in names)
+    rules = (_weights(name, "colwise_gather_output", "its layer shows no structure around it") for name in names)
     return Block(
         layer=layer,
         candidates=(Plan(tuple(rules)),),
@@ -115,8 +121,21 @@ def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
     return groups
 
 
-def _rule(pattern: str, style: str, reason: str) -> Rule:
-    return Rule(pattern, style, source="structure", reason=reason)
+def _weights(pattern: str, style: str, reason: str) -> Rule:
+    return ParameterRule(pattern, style, source="structure", reason=reason)
+
+
+def _region(pattern: str, style: str, reason: str) -> Rule:
+    return RegionRule(pattern, style, source="structure", reason=reason)
+
+
+def _input(pattern: str, style: str, reason: str) -> Rule:
+    return InputRule(pattern, style, source="structure", reason=reason)
+
+
+def _divided(guess: Mapping[str, str]) -> Iterator[Rule]:
+    reason = "counts what is split"
+    return (AttributeRule(name, style, source="structure", reason=reason) for name, style in guess.items())
 
 
 class _Builder:
@@ -153,7 +172,7 @@ class _Builder:
         for position, entries in enumerate(find_entries(self.facts, self.reach)):
             rules, slices = self._rules(entries), tuple(self._slices(entries))
             for guess in attributes if position == 0 else attributes[:_MAX_GUESSES_BELOW]:
-                divided = tuple(_rule(name, style, "counts what is split") for name, style in guess.items())
+                divided = tuple(_divided(guess))
                 # Blocks of one kind are tried in step, so each has both.
                 yield Plan((*rules, *divided, *slices))
                 yield Plan((*rules, *divided))
@@ -168,18 +187,17 @@ class _Builder:
         reason = "what is split is reshaped by its size"
         hidden = {call.fqn: hidden_name(call) for call in self.layer.calls if entries.get(call.fqn) == "region"}
         names = [f"{fqn}.{name}" for fqn, name in hidden.items() if f"{fqn}.{name}" in self.facts.inputs()]
-        told = [_rule(name, "local_size", reason) for name in names]
+        told = [_input(name, "local_size", reason) for name in names]
         rules, slices = self._rules(entries), tuple(self._slices(entries))
         for guess in attributes if told else ():
-            divided = (_rule(name, style, "counts what is split") for name, style in guess.items())
-            yield Plan((*rules, *divided, *slices, *told))
+            yield Plan((*rules, *_divided(guess), *slices, *told))
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
         rules: dict[str, Rule] = {}
         for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
-            rules[entry] = _rule(entry, edge, "everything it is given is used by split parts alone")
+            rules[entry] = _region(entry, edge, "everything it is given is used by split parts alone")
             for name in sorted(self.reach.passing(entry) or ()) if edge == "region" else ():
-                rules[f"{entry}.{name}"] = _rule(f"{entry}.{name}", "aside", "it is used behind the sum")
+                rules[f"{entry}.{name}"] = _input(f"{entry}.{name}", "aside", "it is used behind the sum")
         for product in self.group:
             rules |= self._row_rules(product, entries)
         weights = [name for name in self.holdings if self._is_weight(name)]
@@ -189,9 +207,9 @@ class _Builder:
                 rules |= self._column_rule(name, holding, entries)
         for entry, edge in entries.items():
             for name in find_added(self.reach, entry) if edge == "region_output" else ():
-                rules[name] = _rule(name, "added_once", "it is added to partial sums")
+                rules[name] = _weights(name, "added_once", "it is added to partial sums")
             for name in find_passed(self.model, self.reach, entry) if edge == "region_output" else ():
-                rules[name] = _rule(name, "moe_identity_expert", "what it passes on is added to partial sums")
+                rules[name] = _region(name, "moe_identity_expert", "what it passes on is added to partial sums")
         return list(rules.values())
 
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
@@ -199,7 +217,7 @@ class _Builder:
         for name, dim in find_sliced_inputs(self.facts, self.reach, entries).items():
             if self._is_aside(name, entries):
                 continue
-            yield _rule(name, f"split({dim})", "each rank uses its own part of it")
+            yield _input(name, f"split({dim})", "each rank uses its own part of it")
 
     def _is_aside(self, name: str, entries: Mapping[str, str]) -> bool:
         owner, _, argument = name.rpartition(".")
@@ -211,7 +229,7 @@ class _Builder:
         names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
             if _can_gather(self.model, self.facts, owner, self.parts):
-                yield _rule(owner, "colwise_gather_output", "what works on its outputs cannot be split")
+                yield _weights(owner, "colwise_gather_output", "what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:
         return name.endswith(".weight") and self.facts.modules[parent_of(name)].kind in ("linear", "transposed")
@@ -221,30 +239,30 @@ class _Builder:
         if self._is_weight(product.parameter):
             style = "rowwise_reenter" if product.reenters else "rowwise"
             owner = parent_of(product.parameter)
-            return {owner: _rule(owner, style, reason)}
+            return {owner: _weights(owner, style, reason)}
         sections = self.shapes[product.parameter][product.input_dim] // product.features
-        rules = {product.parameter: _rule(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
+        rules = {product.parameter: _weights(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
         bias = f"{product.module}.bias"
         if (
             product.module == parent_of(product.parameter)
             and entries.get(product.module) == "all_reduce"
             and bias in self.shapes
         ):
-            rules[bias] = _rule(bias, "added_once", "it is added to partial sums")
+            rules[bias] = _weights(bias, "added_once", "it is added to partial sums")
         return rules
 
     def _column_rule(self, name: str, holding: Holding, entries: Mapping[str, str]) -> dict[str, Rule]:
         owner = parent_of(name)
         if self._is_norm(owner):
-            return {owner: _rule(owner, "norm_split", "it normalises split features")}
+            return {owner: _weights(owner, "norm_split", "it normalises split features")}
         style, reason = self.styler.style(name, holding), "each rank's features depend on their own part of it"
         if not self._is_weight(name):
-            return {name: _rule(name, style, reason)}
+            return {name: _weights(name, style, reason)}
         if owner not in entries:
-            return {owner: _rule(owner, style, reason)}
+            return {owner: _weights(owner, style, reason)}
         # The module's own rule says that it is entered; then its parameters have theirs.
         names = [f"{owner}.{own}" for own in self.facts.modules[owner].parameters]
-        return {each: _rule(each, style, reason) for each in names}
+        return {each: _weights(each, style, reason) for each in names}
 
     def _is_norm(self, owner: str) -> bool:
         try:

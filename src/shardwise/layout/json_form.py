@@ -1,6 +1,6 @@
 """Frozen values as JSON, and back to equal ones: layouts for manifests, decided plans for ranks to compare.
 
-A dataclass is an object of its fields; a placement says in `kind` which one it is.
+A dataclass is an object of its fields, or says itself by `to_json` and `from_json` what it is; a placement says in `kind` which one it is.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,8 @@ def to_json(value: Any) -> Any:
     """`value` (a layout, a placement, a decided plan) as what `json.dumps` takes; `from_json` reads it back."""
     if isinstance(value, MeshShape):
         return str(value)
+    if hasattr(value, "to_json"):
+        return value.to_json()
     if is_dataclass(value):
         kind = {"kind": name for name, each in _KINDS.items() if isinstance(value, each)}
         return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
@@ -50,6 +52,8 @@ def _decode(form: Any, data: Any) -> Any:
     origin, arguments = get_origin(form), get_args(form)
     if form is MeshShape:
         return MeshShape.parse(data)
+    if hasattr(form, "from_json"):
+        return form.from_json(data)
     if is_dataclass(form):
         hints: dict[str, Any] = get_type_hints(form)
         if data.keys() != {each.name for each in fields(form)}:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from shardwise.layout.placement import Chunk, Replicate, Split
 from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.families.undivided import UNDIVIDED
+from shardwise.plan.families import UNDIVIDED
 from shardwise.plan.structure import ModelFacts, outermost_layers, upwards
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
@@ -34,6 +34,7 @@ def with_data_axes(plan: SplitPlan, facts: ModelFacts, shape: MeshShape) -> Spli
 
 
 def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
+    planned = replace(planned, stages=tuple(range(shape.pp_size)))
     if shape.data_size == 1:
         return planned
     in_full = not planned.shape or (shape.fsdp_size > 1 and not _face_each_other(planned.placement))

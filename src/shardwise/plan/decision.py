@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from shardwise.layout.placement import Placement, Replicate
 from shardwise.layout.tensor import Layout
 from shardwise.plan.regions import Region
+from shardwise.plan.rule import ParameterRule
 from shardwise.plan.sequence import SequencePlan
-from shardwise.plan.spec import Rule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, Shape
 from shardwise.topology.shape import MeshShape
 
@@ -26,13 +27,15 @@ class ParameterPlan:
             gradients must be summed over tp (see [Note: partial inside]).
         data: "" where there are no data axes, "managed" where FSDP2 keeps the parameter as a `DTensor` over them,
             "reduced" where every data rank holds all of it and we sum its gradient.
+        stages: the stages of the pipeline that hold it, by their coordinate on pp; a tied parameter may have several.
     """
 
     fqn: str
     layout: Layout
-    rule: Rule
+    rule: ParameterRule
     gradient: str = "whole"
     data: str = ""
+    stages: tuple[int, ...] = (0,)
 
     @property
     def shape(self) -> Shape:
@@ -101,7 +104,7 @@ class SplitPlan:
     told: frozenset[str] = frozenset()
     joins: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
-    unmatched: tuple[Rule, ...] = ()
+    unmatched: Plan = field(default_factory=Plan)
     tied: Mapping[str, str] = field(default_factory=dict)
     embedding: str | None = None
     stacks: tuple[LayerStack, ...] = ()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.spec import Rule
+from shardwise.plan.match import star_numbers
+from shardwise.plan.rule import Rule
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Explanation", "Row", "explain"]
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +99,12 @@ def explain(plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str =
     """Explains `plan`, with what was counted and measured of it."""
     grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for planned in plan.parameters.values():
-        key = (_NUMBER.sub("*", planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
+        key = (star_numbers(planned.fqn), planned.shape, planned.placement, planned.gradient, planned.rule.style)
         grouped.setdefault(key, []).append(planned)
     return Explanation(
         layout=str(plan.shape),
         rows=tuple(_row(same, plan.shape) for same in grouped.values()),
-        unmatched=plan.unmatched,
+        unmatched=plan.unmatched.rules,
         collectives=collectives,
         memory=memory,
     )
@@ -117,7 +115,7 @@ def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
     size = math.prod(first.shape)
     local = first.layout.local_shape(shape.coords(0))
     return Row(
-        name=_NUMBER.sub("*", first.fqn) if len(same) > 1 else first.fqn,
+        name=star_numbers(first.fqn) if len(same) > 1 else first.fqn,
         count=len(same),
         shape=first.shape,
         placement=str(first.placement),

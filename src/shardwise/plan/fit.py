@@ -1,22 +1,106 @@
-"""Whether a plan is for this model at all: rules that should split something here, and split nothing."""
+"""Which rules of a plan govern which names of a model, and whether the plan is for this model at all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from shardwise.errors import PlanError
 from shardwise.plan.match import Matcher
-from shardwise.plan.regions import COLUMN_STYLES, GATHERED_STYLES, ROW_STYLES
-from shardwise.plan.spec import Plan, Rule
-from shardwise.plan.split_style import is_split_style
+from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule, SequenceRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["check_weight", "idle_rules"]
+__all__ = ["Governing", "check_weight", "govern", "idle_rules"]
 
-_SPLITTING = frozenset(
-    {*COLUMN_STYLES, *GATHERED_STYLES, *ROW_STYLES, "rowwise_rep", "rowwise_split_input"}
-    | {"embedding_rowwise", "embedding_colwise", "norm_split"}
-)
+_Kind = TypeVar("_Kind", bound=Rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Governing:
+    """The rule that governs each name, by section, in the model's order; names that no rule matches are left out.
+
+    Attributes:
+        parameters: of modules and parameters.
+        regions: of modules; a module that is kept in full is no region.
+        sequence: of modules and parameters.
+        unmatched: the rules that match nothing.
+    """
+
+    parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
+    regions: Mapping[str, RegionRule] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeRule] = field(default_factory=dict)
+    inputs: Mapping[str, InputRule] = field(default_factory=dict)
+    sequence: Mapping[str, SequenceRule] = field(default_factory=dict)
+    unmatched: tuple[Rule, ...] = ()
+
+
+def govern(plan: Plan, facts: ModelFacts) -> Governing:
+    """Matches every rule with the names that its section is about.
+
+    Raises:
+        PlanError: rules whose source is `user` match nothing. All are reported, with the nearest existing names.
+    """
+    fit = _Fit(plan, facts)
+    unmatched = tuple(rule for rule, names in fit.names.items() if not names)
+    users = [rule for rule in unmatched if rule.source == "user"]
+    if users:
+        raise fit.nothing_matched(users)
+    parameters = fit.governing(ParameterRule)
+    kept = {name for name, rule in parameters.items() if rule.style == "replicate"}
+    return Governing(
+        parameters=parameters,
+        regions={name: rule for name, rule in fit.governing(RegionRule).items() if name not in kept},
+        attributes=fit.governing(AttributeRule),
+        inputs=fit.governing(InputRule),
+        sequence=fit.governing(SequenceRule),
+        unmatched=unmatched,
+    )
+
+
+class _Fit:
+    """A plan beside a model: `names` has for every rule what it matches."""
+
+    def __init__(self, plan: Plan, facts: ModelFacts) -> None:
+        modules = [name for name in facts.modules if name]
+        weights = [*modules, *(fqn for fqn, *_ in facts.parameters())]
+        of_kind = {
+            ParameterRule: weights,
+            RegionRule: modules,
+            AttributeRule: list(facts.attributes()),
+            SequenceRule: weights,
+            InputRule: list(facts.inputs()),
+        }
+        self.plan, self.ordered = plan, of_kind
+        self.known: dict[type[Rule], frozenset[str]] = {kind: frozenset(names) for kind, names in of_kind.items()}
+        self.matcher = Matcher([*weights, *of_kind[AttributeRule], *of_kind[InputRule]])
+        self.names = {rule: self.matcher.governed(rule.pattern) & self.known[type(rule)] for rule in plan.rules}
+
+    def governing(self, kind: type[_Kind]) -> dict[str, _Kind]:
+        """The rule of a kind that governs each name: the last one that matches."""
+        found: dict[str, _Kind] = {}
+        for rule in self.plan.section(kind):
+            found.update(dict.fromkeys(self.names[rule], rule))
+        return {name: found[name] for name in self.ordered[kind] if name in found} if found else {}
+
+    def nothing_matched(self, rules: list[Rule]) -> PlanError:
+        """The error for rules of the user's that match nothing."""
+        names = len(frozenset().union(*self.known.values()))
+        return PlanError(
+            "a rule matches nothing" if len(rules) == 1 else f"{len(rules)} rules match nothing",
+            at="\n".join(f'rule "{rule}"' for rule in rules),
+            why=f"none of the {names} names that the sections are about fits, so the rule would be ignored",
+            fix="\n".join(f"{rule.pattern}: {self._remedy(rule)}" for rule in rules),
+        )
+
+    def _remedy(self, rule: Rule) -> str:
+        found = self.matcher.governed(rule.pattern)
+        sections = [kind.section for kind, names in self.known.items() if found & names]
+        if sections:
+            return f"no rule of the {rule.section}; write it in a Plan's text under [{'] or ['.join(sections)}]"
+        close = self.matcher.nearest(rule.pattern)
+        return f"did you mean {' or '.join(map(repr, close))}?" if close else "no name is near; remove the rule"
 
 
 def idle_rules(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
@@ -25,44 +109,34 @@ def idle_rules(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
     One plan serves all models of a family, dense layers and experts, so a rule may be idle where others that are
     given for the same place are not.
     """
-    matcher = Matcher(facts.names())
-    governed = {rule: matcher.governed(rule.pattern) for rule in plan.rules}
-    places = {place for rule, names in governed.items() if names for place in _places(rule)}
+    fit = _Fit(plan, facts)
+    places = {place for rule, names in fit.names.items() if names for place in _places(rule)}
     parameters = {fqn for fqn, *_ in facts.parameters()}
     found = []
-    for rule, names in governed.items():
+    for rule, names in fit.names.items():
         if not names:
-            nearest = next((place for place in _places(rule) if matcher.governed(place)), None)
+            nearest = next((place for place in _places(rule) if fit.matcher.governed(place)), None)
             headless = facts.head is None and "." not in rule.pattern
             is_idle = nearest not in places and not headless
         else:
-            is_idle = _splits(rule) and names <= facts.modules.keys() and not names & parameters
+            is_idle = isinstance(rule, ParameterRule) and rule.splits and not names & parameters
         if is_idle:
             found.append(rule)
     return tuple(found)
 
 
-def check_weight(name: str, rule: Rule, facts: ModelFacts) -> PlanError | None:
+def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError | None:
     """The error where a rule that splits governs a module without a parameter of its own."""
     module = facts.modules.get(name)
-    if module is None or module.parameters or not _splits(rule):
+    if module is None or module.parameters or not rule.splits:
         return None
-    inside = [fqn for fqn in facts.inside(name) if facts.modules[fqn].parameters]
+    inside = [fqn for fqn in facts.inside(name) if facts.modules[fqn].parameters][:4]
     return PlanError(
         f"{name} has no parameter of its own that could be split",
         at=f'rule "{rule.pattern}: {rule.style}" ({rule.source})',
-        why=_held(inside),
+        why=f"it holds {', '.join(inside)}" if inside else "nothing in it has any",
         fix="split the model before modules are put around its own, or give rules for what is inside",
     )
-
-
-def _held(inside: Collection[str]) -> str:
-    names = list(inside)[:4]
-    return f"it holds {', '.join(names)}" if names else "nothing in it has any"
-
-
-def _splits(rule: Rule) -> bool:
-    return rule.style in _SPLITTING or is_split_style(rule.style)
 
 
 def _places(rule: Rule) -> list[str]:

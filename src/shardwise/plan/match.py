@@ -1,11 +1,8 @@
-"""Patterns over FQNs: which rule of a plan governs which module or parameter."""
+"""Patterns over FQNs."""
 
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-
-from shardwise.errors import PlanError
-from shardwise.plan.spec import Plan, Rule
 
 __all__ = ["Matcher", "match", "star_numbers"]
 
@@ -70,7 +67,7 @@ class _Node:
 
 
 class Matcher:
-    """The names of a model, ready to be matched by plans.
+    """The names of a model, ready to be matched.
 
     Names lie in a tree by component, so a pattern visits only the branches it can still match: a plan over 10^5 names
     takes well under a second.
@@ -93,44 +90,14 @@ class Matcher:
         parts = tuple(pattern.split("."))
         return set(_walk(self._root, parts, _start(parts)))
 
-    def resolve(self, plan: Plan) -> dict[str, Rule]:
-        """The rule that governs each name, the last one that matches; names no rule matches are left out.
-
-        Raises:
-            PlanError: rules whose source is `user` match nothing. All are reported, with the nearest existing names.
-        """
-        governing: dict[str, Rule] = {}
-        idle: list[Rule] = []
-        for rule in plan.rules:
-            names = self.governed(rule.pattern)
-            governing.update(dict.fromkeys(names, rule))
-            if not names and rule.source == "user":
-                idle.append(rule)
-        if idle:
-            self._raise_idle(idle)
-        return {name: governing[name] for name in self._names if name in governing}
-
-    def unmatched(self, plan: Plan) -> tuple[Rule, ...]:
-        """The rules of `plan` that match no name, whatever their source."""
-        return tuple(rule for rule in plan.rules if not self.governed(rule.pattern))
-
-    def _raise_idle(self, idle: list[Rule]) -> None:
-        fixes = [f"{rule.pattern}: {self._nearest(rule.pattern)}" for rule in idle]
-        raise PlanError(
-            "a rule matches nothing" if len(idle) == 1 else f"{len(idle)} rules match nothing",
-            at="\n".join(f'rule "{rule}"' for rule in idle),
-            why=f"none of the {len(self._names)} module and parameter names fits, so the rule would be ignored",
-            fix="\n".join(fixes),
-        )
-
-    def _nearest(self, pattern: str) -> str:
+    def nearest(self, pattern: str) -> list[str]:
+        """Patterns like `pattern` that match something."""
         # Layers differ only in their numbers, so there are few distinct names to compare with.
         names = dict.fromkeys(star_numbers(name) for name in self._names)
         if pattern.startswith("**."):
             depth = pattern.count(".")
             names = dict.fromkeys("**." + ".".join(name.split(".")[-depth:]) for name in names)
-        close = difflib.get_close_matches(pattern, names, n=3)
-        return f"did you mean {' or '.join(map(repr, close))}?" if close else "no name is near; remove the rule"
+        return difflib.get_close_matches(pattern, names, n=3)
 
 
 def _walk(node: _Node, parts: tuple[str, ...], states: _States) -> Iterator[str]:

@@ -10,17 +10,17 @@ one all-reduce and not three, and why no style needs special treatment for a rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from shardwise.plan.spec import Rule
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.errors import PlanError
+from shardwise.plan.rule import ParameterRule, RegionRule
+from shardwise.plan.structure import ModelFacts, parent_of, upwards
 
-__all__ = ["COLUMN_STYLES", "GATHERED_STYLES", "ROW_STYLES", "Region", "find_regions"]
+__all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_joins", "find_regions", "region_around"]
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "qkv_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_reenter", "packed_rowwise"})
-GATHERED_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,41 +37,90 @@ class Region:
     edge: str
 
 
-def find_regions(facts: ModelFacts, rules: Mapping[str, Rule]) -> tuple[Region, ...]:
-    """The regions that the column- and row-split rules imply, outermost only, in model order.
+def find_regions(
+    facts: ModelFacts, parameters: Mapping[str, ParameterRule], given: Mapping[str, RegionRule]
+) -> dict[str, Region]:
+    """The regions that are given, and those that column- and row-split parameters imply: FQN to region, outermost only,
+    in model order.
 
     A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP); where a
     layer comes first, the linear is a region of its own.
 
     Args:
-        rules: FQN of a module or parameter to the rule that governs it; the head's is not among them.
+        parameters: FQN of a module or parameter to the rule that governs it; the head's is not among them.
     """
-    regions: dict[str, Region] = {}
-    given = [name for name, rule in rules.items() if rule.style in ("region", "region_output")]
-    rows = {name for name, rule in rules.items() if rule.style in ROW_STYLES}
-    for name, rule in rules.items():
-        if name not in facts.modules and rules.get(parent_of(name)) is rule:
+    edges = {"region": "row", "region_output": "output"}
+    regions = {name: Region(fqn=name, edge=edges[rule.kind]) for name, rule in given.items() if rule.kind in edges}
+    said = frozenset(regions)
+    rows = {name for name, rule in parameters.items() if rule.kind in ROW_STYLES}
+    for name, rule in parameters.items():
+        if name not in facts.modules and parameters.get(parent_of(name)) is rule:
             continue  # the weight or bias of a module that the same rule governs
-        if rule.style in ("region", "region_output"):
-            regions[name] = Region(fqn=name, edge="row" if rule.style == "region" else "output")
-        elif rule.style in COLUMN_STYLES and not any(name == fqn or _is_below(name, fqn) for fqn in given):
+        if rule.style in COLUMN_STYLES and not _is_in_any(name, said):
             region = _enclosing(name, facts, rows)
             regions.setdefault(region.fqn, region)
-        elif rule.style in GATHERED_STYLES:
+        elif rule.style == "colwise_gather_output":
             regions.setdefault(name, Region(fqn=name, edge="gather"))
-    for name, rule in rules.items():
-        if rule.style == "moe_tp_experts" and not any(name == fqn or _is_below(name, fqn) for fqn in given):
+    for name, region_rule in given.items():
+        if region_rule.style == "moe_tp_experts" and not _is_in_any(name, said):
             _lift_experts(name, facts, regions)
-    outermost = [region for region in regions.values() if not any(_is_below(region.fqn, other) for other in regions)]
+    outermost = [fqn for fqn in regions if region_around(parent_of(fqn), regions) is None]
     order = {name: position for position, name in enumerate(facts.modules)}
-    return tuple(sorted(outermost, key=lambda region: order[region.fqn]))
+    return {fqn: regions[fqn] for fqn in sorted(outermost, key=order.__getitem__)}
+
+
+def region_around(module: str, regions: Mapping[str, Region]) -> Region | None:
+    """The region that `module` is, or is in."""
+    return next((regions[name] for name in upwards(module) if name in regions), None)
+
+
+def find_joins(
+    facts: ModelFacts,
+    parameters: Mapping[str, ParameterRule],
+    given: Mapping[str, RegionRule],
+    regions: Mapping[str, Region],
+) -> tuple[dict[str, str], list[PlanError]]:
+    """FQNs of modules that leave their partial sum to another module, to that one's; and what is wrong with the rules.
+
+    A region must be left by a sum at both.
+    """
+
+    def is_left_at(module: str) -> bool:
+        region = region_around(module, regions)
+        if region is not None and region.edge == "output":
+            return module == region.fqn
+        return module in parameters and parameters[module].kind == "rowwise"
+
+    found: dict[str, str] = {}
+    problems = []
+    for module, rule in (*parameters.items(), *given.items()):
+        if rule.into is None or module not in facts.modules:
+            continue
+        target = next((name for name in _seen_from(module, rule.into) if name in facts.modules), None)
+        why = None
+        if target is None:
+            why = "no module around it holds one of that name"
+        elif not (is_left_at(module) and is_left_at(target)):
+            why = "no region is left there by a sum"
+        else:
+            found[module] = target
+        if why is not None:
+            at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
+            problems.append(PlanError(f"{module} cannot be summed with {rule.into}", at=at, why=why))
+    return found, problems
+
+
+def _seen_from(module: str, name: str) -> Iterator[str]:
+    """What `name` may mean beside `module`: in the modules around it, from the inside out."""
+    while module := parent_of(module):
+        yield f"{module}.{name}"
 
 
 def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
     own = name if name in facts.modules else parent_of(name)
     ancestor = parent_of(own) if name in facts.modules else own
     while ancestor and ancestor not in facts.layers:
-        if any(_is_below(row, ancestor) for row in rows):
+        if any(row.startswith(f"{ancestor}.") for row in rows):
             return Region(fqn=ancestor, edge="row")
         ancestor = parent_of(ancestor)
     return Region(fqn=own, edge="open")
@@ -86,5 +135,5 @@ def _lift_experts(experts: str, facts: ModelFacts, regions: dict[str, Region]) -
         regions[block] = Region(fqn=block, edge="output")
 
 
-def _is_below(fqn: str, ancestor: str) -> bool:
-    return fqn.startswith(f"{ancestor}.")
+def _is_in_any(name: str, modules: frozenset[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.regions import Region
-from shardwise.plan.spec import Rule
+from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.structure import LayerStack, ModelFacts
 
-__all__ = ["ASIDE", "STACK_STYLES", "NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_with_regions"]
-
-STACK_STYLES = frozenset({"sequence", "sequence_partial"})
-ASIDE = "aside"
+__all__ = ["NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_with_regions"]
 
 
 class NoStackError(PlanError):
@@ -74,22 +71,35 @@ class SequencePlan:
 
 
 def find_sequence(
-    facts: ModelFacts, rules: Mapping[str, Rule], regions: Sequence[Region], *, head: str | None
+    facts: ModelFacts,
+    rules: Mapping[str, SequenceRule],
+    inputs: Mapping[str, InputRule],
+    regions: Sequence[Region],
+    *,
+    head: str | None,
 ) -> SequencePlan:
     """What the rules say of the sequence, or what the order of registration implies where they say nothing.
 
     Raises:
-        PlanError: nothing is said, and there is not just one list of layers with split blocks.
+        PlanError: a rule for lists of layers governs something else; or nothing is said, and there is not just one list
+            of layers with split blocks.
     """
-    lists = [name for name, rule in rules.items() if _is_list(name, facts) and rule.style in STACK_STYLES]
-    if not lists:
+    stacks = {name: rule for name, rule in rules.items() if rule.style in ("sequence", "sequence_partial")}
+    if not stacks:
         return _implied(facts, regions, head=head)
-    inputs = facts.inputs()
+    for name, rule in stacks.items():
+        if not _is_list(name, facts):
+            raise PlanError(
+                f"{name} is no list of layers",
+                at=f'rule "{rule}"',
+                fix="give such rules for lists, partial_gradient for what runs between the last of them and the head, "
+                "and those for inputs in the section [inputs]",
+            )
     return SequencePlan(
-        stacks=tuple(Stack(fqn=name, partial_behind=rules[name].style == "sequence_partial") for name in lists),
+        stacks=tuple(Stack(fqn=name, partial_behind=rule.style == "sequence_partial") for name, rule in stacks.items()),
         whole=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
-        inputs=tuple(name for name, rule in rules.items() if name in inputs and rule.style == "sequence"),
-        behind=frozenset(n for n, rule in rules.items() if n not in lists and rule.style == "sequence_partial"),
+        inputs=tuple(name for name, input_rule in inputs.items() if input_rule.style == "sequence"),
+        behind=frozenset(n for n, rule in rules.items() if rule.style == "partial_gradient"),
     )
 
 

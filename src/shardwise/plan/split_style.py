@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from fractions import Fraction
 
 from shardwise.errors import PlanError
 from shardwise.layout.boxes import Interval
 
-__all__ = ["SplitStyle", "divisor_of", "is_split_style"]
+__all__ = ["SplitStyle"]
 
-_DIVIDED = re.compile(r"divided(?:\(([1-9]\d*(?:/[1-9]\d*)?)\))?")
 _TEXT = re.compile(r"split\((\d+)(?:, sections=(\d+))?(?:; ([0-9,|-]+))?\)")
 
 
@@ -63,14 +61,3 @@ class SplitStyle:
                 for rank in found[3].split("|")
             )
         return cls(int(found[1]), int(found[2] or 1), pieces)
-
-
-def is_split_style(text: str) -> bool:
-    """Whether a style is meant to be a `split(...)`."""
-    return text.startswith("split(")
-
-
-def divisor_of(text: str, tp_size: int) -> Fraction | None:
-    """By what `divided` (the number of ranks) or `divided(3/2)` divides an attribute; None for any other style."""
-    found = _DIVIDED.fullmatch(text)
-    return Fraction(found[1] or tp_size) if found else None

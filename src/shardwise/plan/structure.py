@@ -107,11 +107,6 @@ class ModelFacts:
             for name, shape in facts.parameters.items():
                 yield (f"{module}.{name}" if module else name), module, name, shape
 
-    def names(self) -> tuple[str, ...]:
-        """Every FQN a rule may name: modules, parameters, integer attributes and inputs."""
-        modules = (name for name in self.modules if name)
-        return (*modules, *(fqn for fqn, *_ in self.parameters()), *self.attributes(), *self.inputs())
-
     def attributes(self) -> dict[str, int]:
         """FQN of every integer attribute that a module's forward reads, to its value."""
         return {

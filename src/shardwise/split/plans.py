@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardwise.errors import PlanError, did_you_mean
-from shardwise.plan.families import fused, latent, parallel
-from shardwise.plan.spec import Plan, Rule
+from shardwise.plan.families import CORRECTIONS
+from shardwise.plan.rule import ParameterRule
+from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
 __all__ = ["AUTOMATIC", "declared_plan", "read_request", "vocabulary_plan"]
 
 AUTOMATIC = ("auto", "declared", "derived")
-
-_FAMILIES: dict[str, Plan] = {**fused.CORRECTIONS, **latent.CORRECTIONS, **parallel.CORRECTIONS}
 
 
 def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
@@ -40,7 +39,7 @@ def read_request(plan: str | Plan | Mapping[str, str]) -> tuple[str, Plan]:
 def declared_plan(model: nn.Module, facts: ModelFacts) -> Plan:
     """What transformers declares for the model, with the family's corrections; empty where it declares nothing."""
     declared = Plan.of(getattr(model, "_tp_plan", None) or {}, source="transformers")
-    return declared | _FAMILIES.get(facts.model_type, Plan(()))
+    return declared | CORRECTIONS.get(facts.model_type, Plan(()))
 
 
 def vocabulary_plan(facts: ModelFacts) -> Plan:
@@ -48,7 +47,7 @@ def vocabulary_plan(facts: ModelFacts) -> Plan:
     reason = "embeddings split by vocabulary, of any size"
     rules = []
     if facts.embedding and facts.modules[facts.embedding].kind == "embedding":
-        rules.append(Rule(facts.embedding, "embedding_rowwise", source="structure", reason=reason))
+        rules.append(ParameterRule(facts.embedding, "embedding_rowwise", source="structure", reason=reason))
     if facts.head and facts.modules[facts.head].kind == "linear":
-        rules.append(Rule(facts.head, "colwise_gather_output", source="structure", reason=reason))
+        rules.append(ParameterRule(facts.head, "colwise_gather_output", source="structure", reason=reason))
     return Plan(tuple(rules))

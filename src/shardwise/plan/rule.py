@@ -1,0 +1,246 @@
+"""Rules: what a plan says of parameters, regions, attributes, inputs and the sequence, a small type for each.
+
+# [Note: features, not axes]
+Rules say how the features of a region divide into parts, and never over which axis of the mesh. That is decided where
+they are resolved (`shardwise.plan.parameters`), which gives the parts to the ranks of tp. Context parallelism will read
+the same rules with tokens split and weights kept in full, so no style names an axis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+from shardwise.errors import PlanError, did_you_mean
+from shardwise.plan.split_style import SplitStyle
+
+__all__ = ["SECTIONS", "STYLES", "AttributeRule", "InputRule", "ParameterRule", "RegionRule", "Rule", "SequenceRule"]
+
+# A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
+_COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
+_SOURCE = re.compile(r"[^\s:#]+")
+_INTO = re.compile(r"(rowwise|region_output)_into\(([^()\s:#*]+)\)")
+_DIVIDED = re.compile(r"divided(?:\(([1-9]\d*(?:/[1-9]\d*)?)\))?")
+_INPUT_DIM = re.compile(r"split\((\d+)\)")
+_OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One pattern and the style of what it matches; each section of a plan has a subclass.
+
+    Args:
+        pattern: FQNs; `*` stands for one whole component, `**` for any number, none included.
+        style: one of the section's, with its arguments.
+        source: Where the rule comes from, one word: `user`, `transformers`, `family`, `structure`, ...
+        reason: Why, in one line (white space is folded).
+
+    Raises:
+        PlanError: the pattern is malformed, the style none of the section, or the source not one word.
+    """
+
+    pattern: str
+    style: str
+    source: str = "user"
+    reason: str = ""
+
+    section: ClassVar[str] = ""
+    styles: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        at = f'rule "{self.pattern}: {self.style}"'
+        object.__setattr__(self, "reason", " ".join(self.reason.split()))
+        object.__setattr__(self, "style", _OLDER_NAMES.get(self.style, self.style))
+        for component in self.pattern.split("."):
+            if not _COMPONENT.fullmatch(component):
+                raise PlanError(
+                    f"cannot read the pattern {self.pattern!r}",
+                    at=at,
+                    why=f"{component!r} is not a name, '*' (one whole component) or '**' (any number of components)",
+                )
+        if self.style == "sequence_parallel":  # transformers has it, of single modules
+            raise PlanError(
+                "sequence parallelism is no style of single modules",
+                at=at,
+                why="it follows from where hidden states are split, for all that lies between there and their joining",
+                fix="leave the rule out, and pass sequence_parallel=True",
+            )
+        if self.style not in self.styles and not self._has_arguments():
+            known = [style for styles in STYLES.values() for style in styles]
+            raise PlanError(
+                f"unknown style {self.style!r}{did_you_mean(self.style, known)}",
+                at=at,
+                fix="\n".join(f"[{section}] {', '.join(styles)}" for section, styles in STYLES.items()),
+            )
+        if not _SOURCE.fullmatch(self.source):
+            raise PlanError(f"the source {self.source!r} of a rule is not one word", at=at)
+
+    def _has_arguments(self) -> bool:
+        """Whether the style is one with arguments, and these can be read."""
+        return False
+
+    @property
+    def into(self) -> str | None:
+        """The name of the module to which the partial sum is left, as seen from the module that holds both.
+
+        Where a layer adds what two blocks computed side by side (attention and MLP, experts and shared experts), only
+        the sum of both has to be summed over ranks: the first hands on zeros and leaves its sum to the second.
+        """
+        found = _INTO.fullmatch(self.style)
+        return found[2] if found else None
+
+    @property
+    def kind(self) -> str:
+        """The style without the module to which a sum is left."""
+        found = _INTO.fullmatch(self.style)
+        return found[1] if found else self.style
+
+    @property
+    def meaning(self) -> str:
+        """The reason, or where none is given what the style says."""
+        return self.reason or self.styles.get(self.style, self.style)
+
+    def __str__(self) -> str:
+        text = f"{self.pattern}: {self.style}"
+        if self.reason:
+            return f"{text}  # {self.source}: {self.reason}"
+        return text if self.source == "user" else f"{text}  # {self.source}"
+
+    @classmethod
+    def of(cls, pattern: str, style: str, source: str = "user", reason: str = "") -> Rule:
+        """The rule of the section that has the style; the parameters' or the sequence's where inputs have it, too."""
+        name = style.partition("(")[0]
+        kinds = (kind for kind in SECTIONS if any(name == known.partition("(")[0] for known in kind.styles))
+        return next(kinds, ParameterRule)(pattern, style, source, reason)
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """The rule that one line of a plan spells: of this section, or of any where the class is `Rule` itself.
+
+        Raises:
+            PlanError: there is no `pattern: style`, or what it says is not a rule.
+        """
+        body, _, comment = text.partition("#")
+        pattern, colon, style = body.partition(":")
+        if not colon:
+            raise PlanError(f"{text.strip()!r} is not a rule", why='a rule reads "pattern: style  # source: reason"')
+        source, _, reason = comment.partition(":")
+        build = Rule.of if cls is Rule else cls
+        return build(pattern.strip(), style.strip(), source.strip() or "user", reason)
+
+
+class ParameterRule(Rule):
+    """How a parameter divides. On a module it governs its weight and bias, and says how it computes with them."""
+
+    section: ClassVar[str] = "parameters"
+    styles: ClassVar[Mapping[str, str]] = {
+        "embedding_rowwise": "embedding split by vocabulary rows; outputs summed over ranks",
+        "embedding_colwise": "embedding split by columns; outputs gathered",
+        "colwise_gather_output": "linear split by output features; outputs gathered",
+        "colwise": "linear split by output features; outputs stay split",
+        "rowwise": "linear split by input features, inputs arrive split; outputs summed over ranks",
+        "rowwise_split_input": "linear split by input features, full inputs are split first; outputs summed over ranks",
+        "packed_colwise": "fused linear (gate|up) split by output features, each section on its own",
+        "packed_rowwise": "fused weight packed along its last dim, each section split on its own",
+        "replicated_with_grad_allreduce": "weights replicated, used on local heads or features; gradients summed",
+        "replicate": "every rank keeps all of it; a module is no region then",
+        # ours
+        "qkv_colwise": "fused query|key|value linear split by output features, each section by its own heads",
+        "norm_split": "norm over a split dim: weights split, statistics summed over ranks",
+        "rowwise_reenter": "linear split by input features inside a region: outputs summed, used by split parts again",
+        "added_once": "parameter kept in full that is added to partial sums: every rank adds its share of it",
+        "rowwise_into(NAME)": "as rowwise, but summed together with what NAME computes, to which it is added",
+        "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
+    }
+
+    def _has_arguments(self) -> bool:
+        return self.kind == "rowwise" or self.split is not None
+
+    @property
+    def split(self) -> SplitStyle | None:
+        """What a `split(...)` says. Raises `PlanError` where it is malformed."""
+        return SplitStyle.parse(self.style) if self.style.startswith("split(") else None
+
+    @property
+    def splits(self) -> bool:
+        """Whether it divides anything."""
+        return self.style not in ("replicate", "replicated_with_grad_allreduce", "added_once")
+
+
+class RegionRule(Rule):
+    """A module at whose edge partial sums begin or end."""
+
+    section: ClassVar[str] = "regions"
+    styles: ClassVar[Mapping[str, str]] = {
+        "region": "module whose inside is split: one collective at its edge per direction",
+        "region_output": "region whose output is a partial sum: reduced there, not at row-split modules inside",
+        "region_output_into(NAME)": "as region_output, but summed together with what NAME computes",
+        "all_reduce": "outputs are partial and are summed over ranks",
+        "moe_tp_experts": "every rank runs its slice of every expert; outputs summed over ranks",
+        "moe_identity_expert": "identity expert whose output is summed like the others', so scaled down first",
+    }
+
+    def _has_arguments(self) -> bool:
+        return self.kind == "region_output"
+
+
+class AttributeRule(Rule):
+    """An integer attribute of a module that counts what is split."""
+
+    section: ClassVar[str] = "attributes"
+    styles: ClassVar[Mapping[str, str]] = {
+        "divided": "divided by the number of parts",
+        "divided(N)": "divided by N, such as 2 or 3/2: it counts what several ranks share, too",
+    }
+
+    def _has_arguments(self) -> bool:
+        return _DIVIDED.fullmatch(self.style) is not None
+
+    def divisor(self, parts: int) -> Fraction:
+        """By what the attribute is divided where features divide into so many parts."""
+        found = _DIVIDED.fullmatch(self.style)
+        assert found is not None
+        return Fraction(found[1] or parts)
+
+
+class InputRule(Rule):
+    """An input of a module, `MODULE.ARGUMENT`."""
+
+    section: ClassVar[str] = "inputs"
+    styles: ClassVar[Mapping[str, str]] = {
+        "split(DIM)": "each rank uses its own part of it: by heads, or along the last dim by features",
+        "aside": "an input of a region that does not enter it: it is used after the sum",
+        "local_size": "it tells its module the size of a rank's part of its features: to reshape parts by",
+        "sequence": "split along the sequence (with sequence parallelism), as the hidden states are",
+    }
+
+    def _has_arguments(self) -> bool:
+        return self.dim is not None
+
+    @property
+    def dim(self) -> int | None:
+        """The dim of which a rank uses its part; None where it is no `split(DIM)`."""
+        found = _INPUT_DIM.fullmatch(self.style)
+        return int(found[1]) if found else None
+
+
+class SequenceRule(Rule):
+    """Where hidden states are split along the sequence (with sequence parallelism)."""
+
+    section: ClassVar[str] = "sequence"
+    styles: ClassVar[Mapping[str, str]] = {
+        "sequence": "list of layers that work on parts of the sequence, joined after the last",
+        "sequence_partial": "as sequence, before a split head: the gradients of its outputs are partial",
+        "partial_gradient": "parameter used between the layers and a split head: its gradient is summed",
+        "whole_sequence": "module in such layers that is given the full sequence and computes alike on every rank",
+    }
+
+
+SECTIONS: tuple[type[Rule], ...] = (ParameterRule, RegionRule, AttributeRule, SequenceRule, InputRule)
+"""The kinds of rules, in the order in which a plan has them."""
+
+STYLES: dict[str, Mapping[str, str]] = {kind.section: kind.styles for kind in SECTIONS}
+"""Every style with its meaning, by section."""
