@@ -129,6 +129,7 @@ def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
     return {
         "result": "ok" if report.passed else "wrong",
         "cause": "" if report.passed else _failures(report),
+        "in_training": found.in_training is not None,
         "share": round(found.share_split, 4),
         "block_share": round(found.block_share, 4),
         "collectives_per_layer": found.collectives_per_layer and [round(n, 2) for n in found.collectives_per_layer],
@@ -140,9 +141,10 @@ def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
 def _failures(report: Report) -> str:
     """What differs, by how much and where, of the rank that is off most."""
     found = []
-    for name in ("loss", "logits", "gradient", "parameter"):
-        worst = max((getattr(each, name) for each in report.measurements), key=lambda each: each.error / each.allowed)
-        if not worst.passed:
+    for name in ("loss", "logits", "gradient", "parameter", "in_training"):
+        each_rank = [getattr(each, name) for each in report.measurements]
+        worst = None if each_rank[0] is None else max(each_rank, key=lambda each: each.error / each.allowed)
+        if worst is not None and not worst.passed:
             found.append(f"{name} off by {worst.error:.1e}, {worst.allowed:.1e} allowed ({worst.name})")
     for name, word in (("unequal_replicas", "replicas differ"), ("missing", "one side has no gradient")):
         names = sorted({fqn for each in report.measurements for fqn in getattr(each, name)})

@@ -184,3 +184,19 @@ def sum_saved(group):
 @pytest.mark.single
 def test_a_sum_that_writes_over_what_a_backward_needs_is_torchs_error():
     run_ranks(sum_saved, 2)
+
+
+def write_into(group, name):
+    """What a collective puts out belongs to the model, of a batch of one row, too."""
+    x, options = drawn(0, [1, 8, 4]).requires_grad_(), {"dim": 1}
+    if name in ("gather_full", "split_full"):
+        options["sizes"] = (8, 8) if name == "gather_full" else (4, 4)
+    found = getattr(collectives, name)(x * 1.0, group, **options)
+    found += 1.0
+    found.sum().backward()
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("name", ["gather_to_region", "scatter_from_region", "gather_full", "split_full"])
+def test_outputs_may_be_written_into(name):
+    run_ranks(functools.partial(write_into, name=name), 2)

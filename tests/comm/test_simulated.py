@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import random
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from shardwise.api.planning import plan_for
 from shardwise.comm import collectives, operations
 from shardwise.comm.count import CommunicationCount
 from shardwise.comm.simulated import run_ranks
+from shardwise.errors import RankError
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.objective import objective_of
 from shardwise.proof.simulate import SimulatedMesh
@@ -176,3 +179,32 @@ def test_a_part_of_the_ranks_meets_on_its_own():
         return int(total)
 
     assert run_ranks(sums, 4) == [1, 1, 5, 5]
+
+
+def test_ranks_that_would_wait_for_ever_are_found_at_once():
+    def skip_on_one(group):
+        for _ in range(group.rank()):
+            operations.all_gather_list(torch.ones(1), group)
+
+    with pytest.raises(RankError, match="never comes to this collective"):
+        run_ranks(skip_on_one, 3)
+
+
+def test_each_rank_has_the_callers_random_streams_for_itself():
+    def draw(group):
+        found = []
+        for _ in range(2):
+            found.append((float(torch.rand(())), numpy.random.rand(), random.random()))
+            operations.all_gather_list(torch.ones(1), group)
+            if group.rank():
+                torch.rand(())
+        return found
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first, second, third = run_ranks(draw, 3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first[0] == second[0]
+    assert [each[1:] for each in first] == [each[1:] for each in second], "numpy's and Python's are drawn alike"
+    assert first[1] != second[1]
+    assert second == third

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from shardwise.api.deriving import derive_plan
-from shardwise.api.trial import Trial, copied
+from shardwise.api.trial import Trial
 from shardwise.derive.generalize import generalize
 from shardwise.derive.lift import lifted
 from shardwise.errors import PlanError
@@ -110,7 +110,7 @@ def odd_model(stacks=1):
 
 def trial_of(model, parts=2, length=12):
     ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-    return Trial(copied(model), {"input_ids": ids, "labels": ids.roll(-1, 1)}, parts=parts)
+    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, parts=parts)
 
 
 def styles(plan):
@@ -169,7 +169,7 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
         shrink_config(default_config(model_type, task=task), without_dropout=True), model_class(name), seed=0
     )
     plan = derive_plan(twin, Plan(()), tp_size=2, sequence_parallel=True).plan
-    verdict = Trial(copied(twin), make_batch(twin, seed=0), parts=2).run(plan, sequence_parallel=True)
+    verdict = Trial(twin, make_batch(twin, seed=0), parts=2).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
 
 

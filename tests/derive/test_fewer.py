@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
 import torch
 
 from shardwise.api.deriving import derive_plan
-from shardwise.api.trial import Trial, copied
+from shardwise.api.trial import Trial
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError
 from shardwise.layers.context import Entered
@@ -38,7 +39,7 @@ def derived(model_type, name, task="causal_lm", *, sequence_parallel=False):
 
 
 def num_collectives(twin, batch, plan, **options):
-    verdict = Trial(copied(twin), batch, parts=2).run(plan, **options)
+    verdict = Trial(twin, batch, parts=2).run(plan, **options)
     assert verdict.passed, verdict.reason
     return verdict.num_collectives
 
@@ -65,7 +66,7 @@ def exchanges(twin, batch, plan, change=lambda model: None):
     """What a rank's forward communicates in training."""
 
     def rank(group):
-        model = copied(twin)()
+        model = copy.deepcopy(twin)
         mesh = SimulatedMesh(group)
         apply_plan(model, mesh, decide_split(plan, model, read_facts(model), mesh.shape), ParallelSpec())
         change(model)
@@ -129,4 +130,4 @@ def test_an_attention_that_reshapes_by_the_size_of_its_input_is_told_a_part_of_i
     assert "model.decoder.layers.*.self_attn.hidden_states: local_size" in str(plan)
     assert num_collectives(twin, batch, plan) > 0
     kept = Plan(tuple(rule for rule in plan.rules if rule.style != "local_size"))
-    assert not Trial(copied(twin), batch, parts=2).run(kept).passed
+    assert not Trial(twin, batch, parts=2).run(kept).passed

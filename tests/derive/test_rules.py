@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from shardwise.api.trial import Trial, copied
+from shardwise.api.trial import Trial
 from shardwise.derive.influence import find_row_products
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.sizes import Count, Equation, solve
@@ -122,7 +122,7 @@ def first_plans(blocks: list[Block]) -> Plan:
 @pytest.mark.parametrize("parts", [2, 4])
 def test_the_first_guess_splits_an_unseen_model(odd: OddModel, batch: dict[str, Tensor], parts: int) -> None:
     plan = first_plans(blocks_of(odd, batch, parts))
-    verdict = Trial(copied(odd), batch, parts=parts).run(plan)
+    verdict = Trial(odd, batch, parts=parts).run(plan)
     assert verdict.passed, verdict.reason
 
 
@@ -151,7 +151,7 @@ def test_the_rules_say_what_each_part_is(odd: OddModel, batch: dict[str, Tensor]
 def test_a_wrong_guess_does_not_pass(odd: OddModel, batch: dict[str, Tensor]) -> None:
     plan = first_plans(blocks_of(odd, batch, 2))
     wrong = Plan(tuple(rule for rule in plan.rules if rule.style != "divided"))
-    assert not Trial(copied(odd), batch, parts=2).run(wrong).passed
+    assert not Trial(odd, batch, parts=2).run(wrong).passed
 
 
 def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]) -> None:
@@ -164,7 +164,7 @@ def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]
 
 def first_that_passes(model: nn.Module, batch: dict[str, Tensor], parts: int) -> Plan:
     """The blocks' plans, each kind at its first guess that passes alone; fails the test where none does."""
-    trial = Trial(copied(model), batch, parts=parts)
+    trial = Trial(model, batch, parts=parts)
     kinds: dict[tuple[str, ...], list[list[Plan]]] = {}
     for block in blocks_of(model, batch, parts):
         kinds.setdefault(block.key, []).append(list(block.plans()))

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.refusal import refused
-from shardwise.api.trial import Trial, Verdict, copied
+from shardwise.api.trial import Trial, Verdict
 from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
@@ -33,6 +33,7 @@ from shardwise.proof.twin_config import apply_repeatable
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import vocabulary_plan
+from shardwise.train.batch import split_rows
 
 __all__ = ["Derivation", "derive_plan"]
 
@@ -85,33 +86,47 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     twin = _build_twin(model, own_size=own_size)
     batch = make_batch(twin, seed=0)
     settle(twin, batch)
-    trial = Trial(copied(twin), batch, parts=tp_size)
+    padded = split_rows(make_batch(twin, seed=0, padding="right"), 2, 2)[1]
+    trial = Trial(twin, batch, parts=tp_size, padded=padded)
     facts = read_facts(twin)
     candidates = _Candidates(twin, facts, trial, portable=not own_size)
-    best: _Passed | None = None
+    best, verdicts = _search(candidates, declared, sequence_parallel=sequence_parallel)
+    if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
+        candidates.in_training = True
+        again, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
+        verdicts += more
+        best = max((each for each in (best, again) if each is not None), key=lambda each: each.rank, default=None)
+    if best is None:
+        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    findings = Findings(facts=facts, tp_size=tp_size, reached=trial.gradients.keys(), reasons=candidates.reasons)
+    plan = explained(best.plan, findings)
+    return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
+
+
+def _search(
+    candidates: _Candidates, declared: Plan, *, sequence_parallel: bool
+) -> tuple[_Passed | None, list[Verdict]]:
+    """The best plan that passes, and what trying each showed."""
+    facts, trial, best = candidates.facts, candidates.trial, None
     verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
         try:
-            share = _share(plan, facts, tp_size)
+            share = _share(plan, facts, trial.parts)
         except PlanError as error:
             verdicts.append(Verdict(passed=False, reason=error.summary))
             continue
         if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
             continue
         for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
-            verdict = trial.run(candidate, sequence_parallel=sequence_parallel)
+            verdict = trial.run(candidate, sequence_parallel=sequence_parallel, in_training=True)
             verdicts.append(verdict)
             if verdict.passed:
                 found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
                 best = found if best is None else max(best, found, key=lambda each: each.rank)
                 break
-        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, tp_size):
+        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, trial.parts):
             break
-    if best is None:
-        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    findings = Findings(facts=facts, tp_size=tp_size, reached=trial.gradients.keys(), reasons=candidates.reasons)
-    plan = explained(best.plan, findings)
-    return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
+    return best, verdicts
 
 
 def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
@@ -148,16 +163,18 @@ class _Candidates:
         portable: whether plans must fit models of other sizes than the twin's.
 
     Attributes:
+        in_training: whether parts of plans are tried with padding and dropout, too.
         reasons: FQNs of parameters for which no split passed, to why; filled while plans are asked for.
     """
 
     def __init__(self, twin: nn.Module, facts: ModelFacts, trial: Trial, *, portable: bool) -> None:
         self.twin, self.facts, self.trial, self.portable = twin, facts, trial, portable
+        self.in_training = False
         self.reasons: dict[str, str] = {}
 
     def plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
-        passes = bool(declared.rules) and self.trial.run(declared).passed
+        passes = bool(declared.rules) and self._try(declared).passed
         if passes:
             yield declared
         parts = self.trial.parts
@@ -169,6 +186,9 @@ class _Candidates:
         vocabulary = self._vocabulary()
         yield vocabulary | self._all_that_pass(blocks)
         yield vocabulary
+
+    def _try(self, plan: Plan) -> Verdict:
+        return self.trial.run(plan, in_training=self.in_training)
 
     def _blocks(self) -> list[Block]:
         """What the twin's graph shows; nothing where its own code does not bear being watched."""
@@ -210,7 +230,7 @@ class _Candidates:
         """Embedding and head split by vocabulary, or the one of them that can be."""
         whole = vocabulary_plan(self.facts)
         for rules in (whole.rules, *((rule,) for rule in whole.rules)):
-            if rules and self.trial.run(Plan(tuple(rules))).passed:
+            if rules and self._try(Plan(tuple(rules))).passed:
                 return Plan(tuple(rules))
         return Plan(())
 
@@ -232,7 +252,7 @@ class _Candidates:
             if together in tried:
                 continue
             tried.add(together)
-            verdict = self.trial.run(together)
+            verdict = self._try(together)
             if verdict.passed:
                 return together
             reason = reason or f"no split passes: {verdict.reason}"  # the best guess says most

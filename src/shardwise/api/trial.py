@@ -1,10 +1,11 @@
-"""Trying a split: a twin is trained on simulated ranks and held against the whole one, in milliseconds."""
+"""Trying a split: a twin is trained on simulated ranks and held against the full one, in milliseconds."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from shardwise.layers.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence import NoStackError
 from shardwise.plan.spec import Plan
-from shardwise.proof.objective import objective_of
+from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
+from shardwise.proof.objective import copied, objective_of
 from shardwise.proof.simulate import SimulatedMesh
 from shardwise.split.apply import apply_plan
 from shardwise.split.decide import decide_split
@@ -37,10 +39,11 @@ class Verdict:
     """What trying a plan showed.
 
     Attributes:
-        passed: whether loss and every gradient are the whole model's.
+        passed: whether loss and every gradient are the full model's.
         reason: why not.
         module: FQN of the innermost module that was running where it failed, "" where nothing did.
         lacks_stack: whether there was no list of layers along whose sequence to split.
+        in_training: whether it is padding or dropout that it fails with.
         num_collectives: what one rank's forward and backward communicated, where it passed.
     """
 
@@ -48,59 +51,100 @@ class Verdict:
     reason: str = ""
     module: str = ""
     lacks_stack: bool = False
+    in_training: bool = False
     num_collectives: int = 0
 
 
 class Trial:
-    """A twin, its batch, and what the whole of it computes.
+    """A twin, its batch, and what the full one computes of it.
 
     Args:
-        build: makes the twin; called for every rank, because modules may keep what they computed.
+        twin: it has not run yet; every rank is given a copy, because modules may keep what they computed.
         batch: its inputs with labels.
         parts: number of simulated ranks.
+        padded: one padded row, for runs in training mode with dropout.
 
     Raises:
         UnsupportedError: it computes other numbers when it runs again.
     """
 
-    def __init__(self, build: Callable[[], nn.Module], batch: Mapping[str, Any], *, parts: int) -> None:
-        self.build, self.batch, self.parts = build, batch, parts
-        whole = build()
-        loss = objective_of(whole(**self.inputs()))
-        loss.backward()
-        self.loss = float(loss.detach())
-        again = float(objective_of(build()(**self.inputs())).detach())
-        if abs(again - self.loss) > _LOSS:
+    def __init__(
+        self, twin: nn.Module, batch: Mapping[str, Any], *, parts: int, padded: Mapping[str, Any] | None = None
+    ) -> None:
+        self.batch, self.parts = batch, parts
+        self._twin, self._padded = twin, padded
+        self._training_twin = None if padded is None else training_copy(twin, padded)
+        self._truth, again = _train(copy.deepcopy(twin), batch), _train(copy.deepcopy(twin), batch)
+        if abs(again.loss - self._truth.loss) > _LOSS:
             raise UnsupportedError(
-                f"{type(whole).__name__} computes something else every time it runs",
-                why=f"its forward draws random numbers in eval mode too: a loss of {self.loss:.6f}, then {again:.6f};\n"
-                "no split can be held against numbers that change",
+                f"{type(twin).__name__} computes something else every time it runs",
+                why=f"its forward draws random numbers in eval mode too: a loss of {self._truth.loss:.6f}, then "
+                f"{again.loss:.6f};\nno split can be held against numbers that change",
                 fix="give rules of your own, or use tp_size 1",
             )
-        self.gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+        self.gradients = self._truth.gradients
 
     def inputs(self) -> dict[str, Any]:
-        """The batch anew: some models write into what they are given."""
-        return {name: value.clone() if isinstance(value, Tensor) else value for name, value in self.batch.items()}
+        """A copy of the batch: some models write into what they are given."""
+        return copied(self.batch)
 
-    def run(self, plan: Plan, *, sequence_parallel: bool = False) -> Verdict:
-        """Trains the twin one step, split by `plan`, and compares."""
+    def run(self, plan: Plan, *, sequence_parallel: bool = False, in_training: bool = False) -> Verdict:
+        """Trains the twin one step, split by `plan`, and compares.
+
+        Args:
+            in_training: then also on the padded row with dropout, if there is one: what ranks drop must be what the
+                full twin could drop.
+        """
+        results = self._split(self._twin, plan, self.batch, sequence_parallel=sequence_parallel)
+        if isinstance(results, Verdict):
+            return results
+        reason = next(filter(None, (_difference(each, self._truth) for each in results)), "")
+        if reason:
+            return Verdict(passed=False, reason=reason)
+        if in_training and self._training_twin is not None and self._padded is not None:
+            failed = self._run_in_training(plan, self._training_twin, self._padded, sequence_parallel=sequence_parallel)
+            if failed is not None:
+                return replace(failed, reason=f"with padding and dropout: {failed.reason}", in_training=True)
+        return Verdict(passed=True, num_collectives=results[0].num_collectives)
+
+    def _run_in_training(
+        self, plan: Plan, twin: nn.Module, padded: Mapping[str, Any], *, sequence_parallel: bool
+    ) -> Verdict | None:
+        with seeded():
+            results = self._split(twin, plan, padded, sequence_parallel=sequence_parallel)
+            if isinstance(results, Verdict):
+                return results
+            redraws = Redraws([each.draws for each in results], [each.random_state for each in results])
+            truth = _train(copy.deepcopy(twin), padded, redraws)
+        reasons = [*redraws.problems, *filter(None, (_difference(each, truth) for each in results))]
+        return Verdict(passed=False, reason=reasons[0]) if reasons else None
+
+    def _split(
+        self, twin: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
+    ) -> list[_Result] | Verdict:
+        """What each rank computes of the batch; the verdict where it fails."""
         models: list[nn.Module] = []
 
-        def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor], int]:
-            model = self.build()
+        def rank(group: SimulatedGroup) -> _Result:
+            model, mesh, draws = copy.deepcopy(twin), SimulatedMesh(group), Draws()
             models.append(model)
-            mesh = SimulatedMesh(group)
             decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
             gradients = track_gradients(model, apply_plan(model, mesh, decided, ParallelSpec()))
-            loss = objective_of(model(**self.inputs()))
+            with draws if model.training else nullcontext():
+                loss = objective_of(model(**copied(batch)))
             with gradients.together():
                 loss.backward()
                 num_collectives = group.num_exchanges
-            return float(loss.detach()), _whole_gradients(model), num_collectives
+            return _Result(
+                loss=float(loss.detach()),
+                gradients=_full_gradients(model),
+                num_collectives=num_collectives,
+                draws=draws.values,
+                random_state=torch.get_rng_state(),
+            )
 
         try:
-            results = run_ranks(rank, self.parts)
+            return run_ranks(rank, self.parts)
         except ShardwiseError as error:
             lacks_stack = isinstance(error, NoStackError)
             reason = " ".join(str(error).split())[:_REASON]
@@ -108,21 +152,38 @@ class Trial:
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             reason = f"{type(error).__name__}: {str(error)[:_REASON]}"
             return Verdict(passed=False, reason=reason, module=_running(error, models))
-        for loss, gradients, _ in results:
-            reason = self._difference(loss, gradients)
-            if reason:
-                return Verdict(passed=False, reason=reason)
-        return Verdict(passed=True, num_collectives=results[0][2])
 
-    def _difference(self, loss: float, gradients: Mapping[str, Tensor]) -> str:
-        if not abs(loss - self.loss) <= _LOSS:
-            return f"loss {loss:.6f} instead of {self.loss:.6f}"
-        for name, expected in self.gradients.items():
-            error = float((gradients[name] - expected).abs().max()) if expected.numel() else 0.0
-            allowed = _GRADIENT * float(expected.abs().max()) + _GRADIENT_FLOOR if expected.numel() else 0.0
-            if not error <= allowed:
-                return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
-        return ""
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What a rank, or the full twin, computed, communicated and drew, and its random state afterwards."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    num_collectives: int = 0
+    draws: Sequence[Tensor] = ()
+    random_state: Tensor = torch.empty(0)  # noqa: RUF009 - frozen
+
+
+def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None = None) -> _Result:
+    """What the full model computes, given what ranks drew."""
+    with redraws or nullcontext():
+        loss = objective_of(model(**copied(batch)))
+    loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return _Result(loss=float(loss.detach()), gradients=gradients)
+
+
+def _difference(found: _Result, truth: _Result) -> str:
+    """What a rank computed otherwise than the full twin, in words."""
+    if not abs(found.loss - truth.loss) <= _LOSS:
+        return f"loss {found.loss:.6f} instead of {truth.loss:.6f}"
+    for name, expected in truth.gradients.items():
+        error = float((found.gradients[name] - expected).abs().max()) if expected.numel() else 0.0
+        allowed = _GRADIENT * float(expected.abs().max()) + _GRADIENT_FLOOR if expected.numel() else 0.0
+        if not error <= allowed:
+            return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
+    return ""
 
 
 def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
@@ -135,17 +196,12 @@ def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
     return found
 
 
-def _whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+def _full_gradients(model: nn.Module) -> dict[str, Tensor]:
     registry = registry_of(model)
     found = {}
     for name, parameter in model.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        whole = canonical_tensor(gradient, registry.entry(name).layout, registry.mesh)
-        assert whole is not None
-        found[name] = whole
+        full = canonical_tensor(gradient, registry.entry(name).layout, registry.mesh)
+        assert full is not None
+        found[name] = full
     return found
-
-
-def copied(model: nn.Module) -> Callable[[], nn.Module]:
-    """Builds copies of a model that has not run yet."""
-    return lambda: copy.deepcopy(model)

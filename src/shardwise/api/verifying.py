@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,9 +20,10 @@ from shardwise.errors import ConfigError
 from shardwise.layers.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
+from shardwise.proof.draws import Redraws
 from shardwise.proof.labels import probe_label_use
 from shardwise.proof.objective import has_loss, objective_of
-from shardwise.proof.parity import Measurement, Tolerance, measure, measure_narrow
+from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
 from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.split.build import as_dtype, model_class_of, read_config
@@ -144,9 +146,11 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             note_label_use(full, replace(use, sees_target=False))
         batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)
         settle(full, batch)
-        if not has_loss(full, batch):
-            batch.pop("labels", None)  # it takes them, and computes nothing of them
-        num_parts = mesh.data_size * proof.num_microbatches
+        is_labelled = has_loss(full, batch)
+        num_parts = mesh.data_size * (proof.num_microbatches if is_labelled else 1)
+        padded = make_batch(full, batch_size=2 * num_parts, seed=0, padding="right")
+        if not is_labelled:  # it takes labels, and computes nothing of them
+            batch.pop("labels", None), padded.pop("labels", None)
         step = functools.partial(_train, num_microbatches=proof.num_microbatches)
         loss_of = functools.partial(_loss_of_parts, num_parts=num_parts)
         found = measure(
@@ -159,6 +163,16 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             tolerance=proof.tolerance,
             num_steps=proof.num_steps,
         )
+        in_training = measure_in_training(
+            full,
+            split_rows(padded, 2 * num_parts, 2)[1],
+            mesh,
+            split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
+            step=step,
+            loss_of=loss_of,
+            tolerance=proof.tolerance,
+        )
+        found = replace(found, in_training=in_training)
         if proof.narrow_dtype is None:
             return found
         dtype, split = getattr(torch, proof.narrow_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
@@ -173,7 +187,7 @@ def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[
 def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microbatches: int) -> Tensor:
     """Forward and backward of a split model as a user runs them; models without a loss are driven by hand."""
     part = split_rows(batch, _num_rows(batch, mesh.data_size), mesh.data_size)[mesh.data_rank]
-    if any(name in batch for name in target_names(model)):
+    if _has_targets(model, part):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(part).loss
     loss = objective_of(model(**part))
     loss.backward()
@@ -183,17 +197,26 @@ def _train(model: nn.Module, mesh: Mesh, batch: Mapping[str, Any], *, num_microb
     return total / mesh.data_size
 
 
-def _loss_of_parts(model: nn.Module, batch: Mapping[str, Any], *, num_parts: int) -> Tensor:
+def _loss_of_parts(
+    model: nn.Module, batch: Mapping[str, Any], given: Sequence[Redraws] = (), *, num_parts: int
+) -> Tensor:
     """The unsplit model's loss of the batch. Where it adds a balance of experts to it, which is computed for each
-    microbatch of a data rank, the mean of the parts' losses.
+    microbatch of a data rank, and where it is given what each data rank drew, the mean of the parts' losses.
     """
-    output = model(**batch)
-    if num_parts == 1 or not any("aux_loss" in name for name in output):
+    output = {} if given else model(**batch)
+    if not given and (num_parts == 1 or not any("aux_loss" in name for name in output)):
         return objective_of(output)
     parts = split_rows(batch, _num_rows(batch, num_parts), num_parts)
-    counts = [count_targets(model, part) for part in parts]
-    weighted = [objective_of(model(**part)) * (n / sum(counts)) for part, n in zip(parts, counts, strict=True)]
-    return torch.stack(weighted).sum()
+    counts = [count_targets(model, part) if _has_targets(model, part) else 1 for part in parts]
+    losses = []
+    for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
+        with given[index * len(given) // num_parts] if given else nullcontext():
+            losses.append(objective_of(model(**part)) * (count / sum(counts)))
+    return torch.stack(losses).sum()
+
+
+def _has_targets(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    return any(name in batch for name in target_names(model))
 
 
 def _num_rows(batch: Mapping[str, Any], num_parts: int) -> int:

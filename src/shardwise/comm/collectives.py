@@ -103,7 +103,7 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
     if any(size != largest for size in sizes):
         kept = [joined[rank * largest : rank * largest + size] for rank, size in enumerate(sizes)]
         joined = torch.cat(kept)
-    return joined.movedim(0, dim).contiguous() if dim % x.ndim else joined
+    return _unviewed(joined.movedim(0, dim)) if dim % x.ndim else joined
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -118,12 +118,17 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     parts = x.movedim(dim, 0).contiguous()
     mine = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
     reduce_scatter_single(mine, parts, group)
-    return mine.movedim(0, dim).contiguous() if dim % x.ndim else mine
+    return _unviewed(mine.movedim(0, dim)) if dim % x.ndim else mine
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     rank = group.rank()
-    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+    return _unviewed(x.narrow(dim, sum(sizes[:rank]), sizes[rank]))
+
+
+def _unviewed(x: Tensor) -> Tensor:
+    """A contiguous copy: what `contiguous` gives may still be a view, and models write into what they are given."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(torch.autograd.Function):

@@ -1,15 +1,18 @@
 """Ranks simulated by threads of one process: exact, without a process group, for deriving and checking splits.
 
-Each thread runs one rank's copy of a model; a collective is an exchange of tensors at a barrier. gloo stays the judge;
-this is what makes trying out a split cost milliseconds.
+Each thread runs one rank's copy of a model, one at a time: until it waits in a collective for the others, and with
+random streams of its own. So every run is the same as the last, and ranks that would wait for ever are found at once.
+gloo stays the judge; this is what makes trying out a split cost milliseconds.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,37 +36,43 @@ class SimulatedGroup(_Base):
 
     group_name = ""  # functional collectives find a group by its name, and none of these
 
-    def __init__(self, rank: int, size: int, shared: _Shared) -> None:
+    def __init__(self, rank: int, size: int, shared: _Shared, turns: _Turns, thread: int) -> None:
         super().__init__(rank, size)
         self.num_exchanges = 0
-        self._shared = shared
+        self._shared, self._turns, self._thread = shared, turns, thread
 
     @classmethod
     def build(cls, size: int) -> list[SimulatedGroup]:
         """The handles of all ranks of a new group."""
-        shared = _Shared(size)
-        return [cls(rank, size, shared) for rank in range(size)]
+        shared, turns = _Shared(size), _Turns(size)
+        return [cls(rank, size, shared, turns, rank) for rank in range(size)]
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Copies of every rank's `x`, in rank order. All ranks must call it."""
-        shared = self._shared
+        shared, number = self._shared, self.num_exchanges
         self.num_exchanges += 1
         shared.slots[self.rank()] = x.detach().clone()
-        shared.wait()
-        values = list(shared.slots)
-        shared.wait()
-        return values
+        shared.num_arrived += 1
+        if shared.num_arrived == self.size():
+            shared.values, shared.num_arrived, shared.num_done = list(shared.slots), 0, number + 1
+        else:
+            self._turns.wait(self._thread, lambda: shared.num_done > number)
+        return list(shared.values)
 
     def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
         """This rank's handle on its block; None where it is alone in it. All ranks must call it."""
         block = next(block for block in blocks if self.rank() in block)
-        with self._shared.lock:
+        if len(block) == 1:
+            return None
+        known = self._shared.handles.setdefault((self.rank(), block), [])
+        if not known:
             shared = self._shared.children.setdefault(block, _Shared(len(block)))
-        return SimulatedGroup(block.index(self.rank()), len(block), shared) if len(block) > 1 else None
+            known.append(SimulatedGroup(block.index(self.rank()), len(block), shared, self._turns, self._thread))
+        return known[0]
 
-    def abort(self) -> None:
-        """Releases everybody who waits, with an error."""
-        self._shared.abort()
+    def run(self, fn: Callable[[SimulatedGroup], Result]) -> Result:
+        """What `fn` returns on this rank, in the thread that calls."""
+        return self._turns.run(self._thread, lambda: fn(self))
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> None:
         """`dist.all_reduce`: the sum, or the largest of every element."""
@@ -95,46 +104,102 @@ class SimulatedGroup(_Base):
 
 
 class _Shared:
+    """What the handles on one group share: what every rank gave to the exchange under way, and to the last one."""
+
     def __init__(self, size: int) -> None:
-        self.slots: list[Any] = [None] * size  # a tensor each, between the two waits of an exchange
-        self.lock = threading.Lock()
+        self.slots: list[Any] = [None] * size
+        self.values: list[Any] = []
+        self.num_arrived = self.num_done = 0
         self.children: dict[tuple[int, ...], _Shared] = {}
-        self._barrier = threading.Barrier(size, timeout=60)
+        self.handles: dict[tuple[int, tuple[int, ...]], list[SimulatedGroup]] = {}
 
-    def wait(self) -> None:
+
+class _Turns:
+    """Lets one thread run at a time, each with its own random states."""
+
+    def __init__(self, size: int) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._is_ready: list[Callable[[], bool] | None] = [lambda: True] * size  # None of a thread that has ended
+        self._states = [_random_states()] * size
+        self._is_broken = False
+
+    def run(self, thread: int, work: Callable[[], Result]) -> Result:
+        """Does a thread's work, in its turns."""
+        self._take_turn(thread)
         try:
-            self._barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RankError("another simulated rank failed") from None
+            found = work()
+        except BaseException:
+            with self._changed:
+                self._is_broken = True
+                self._changed.notify_all()
+            raise
+        self._pass_on(thread, None)
+        return found
 
-    def abort(self) -> None:
-        self._barrier.abort()
-        for child in self.children.values():
-            child.abort()
+    def wait(self, thread: int, is_over: Callable[[], bool]) -> None:
+        """Lets others run until `is_over`.
+
+        Raises:
+            RankError: another rank failed, or all that have not ended wait.
+        """
+        self._pass_on(thread, is_over)
+        self._take_turn(thread)
+
+    def _take_turn(self, thread: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._running == thread or self._is_broken)
+            if self._is_broken:
+                raise RankError("another simulated rank failed, or never comes to this collective")
+            self._is_ready[thread] = lambda: True
+        _set_random_states(self._states[thread])
+
+    def _pass_on(self, thread: int, is_over: Callable[[], bool] | None) -> None:
+        self._states[thread] = _random_states()
+        with self._changed:
+            self._is_ready[thread] = is_over
+            others = (*range(thread + 1, len(self._is_ready)), *range(thread + 1))
+            ready = [each for each in others if (is_ready := self._is_ready[each]) is not None and is_ready()]
+            if ready:
+                self._running = ready[0]
+            else:
+                self._is_broken = any(is_ready is not None for is_ready in self._is_ready)
+            self._changed.notify_all()
+
+
+def _random_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+
+
+def _set_random_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    numpy.random.set_state(states[1])
+    random.setstate(states[2])
 
 
 def run_ranks(fn: Callable[[SimulatedGroup], Result], size: int) -> list[Result]:
-    """Runs `fn` with the handle of each rank in a thread of its own and returns the results in rank order.
+    """Runs `fn` with the handle of each rank in a thread of its own and returns the results in rank order. All start
+    from the caller's random states, which stay.
 
     Raises:
         Exception: what the first rank to fail raised.
     """
-    groups = SimulatedGroup.build(size)
+    groups, states = SimulatedGroup.build(size), _random_states()
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 
     def run(group: SimulatedGroup) -> None:
         try:
-            results[group.rank()] = fn(group)
+            results[group.rank()] = group.run(fn)
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             failures.append((group.rank(), error))
-            group.abort()
 
     threads = [threading.Thread(target=run, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    _set_random_states(states)
     if failures:
         own = [error for _, error in failures if not isinstance(error, RankError)]
         raise own[0] if own else failures[0][1]

@@ -18,6 +18,9 @@ from shardwise.comm.operations import Group
 
 __all__ = ["ForwardState", "SplitContext", "Sum"]
 
+LEVELS = ("layer", "whole", "region")
+"""Of random streams, from the outside in."""
+
 _ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
 
 
@@ -133,14 +136,14 @@ class ForwardState:
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
         self.sums = self.waiting = None
-        for level in ("region", "whole", "layer"):
-            self.end_draws(level)
+        self.end_draws("layer")
 
     def end_draws(self, level: str) -> None:
-        """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
-        if level in self.random:
-            generator, state = self.random.pop(level)
-            generator.set_state(state)
+        """Back to the stream before `begin_draws(level)`, and what was begun inside, if that has not happened yet."""
+        for inner in LEVELS[LEVELS.index(level) :][::-1]:
+            if inner in self.random:
+                generator, state = self.random.pop(inner)
+                generator.set_state(state)
 
 
 @dataclass
@@ -228,13 +231,13 @@ class SplitContext:
         """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
-            level: "layer", "whole" or "region", from the outside in.
+            level: one of `LEVELS`.
             module: what draws them; nothing happens unless it trains and something in the model drops.
             alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks: its name,
                 the module's, because what several modules of the layer drop must not repeat.
         """
-        if not (self.has_dropout and module.training):
-            return
+        if not (self.has_dropout and module.training) or level in self.state.random:
+            return  # several modules may enter one region, one after another
         generator = _generator(self.device)
         if alike:
             seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())

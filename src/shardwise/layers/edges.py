@@ -39,6 +39,7 @@ from shardwise.layers.sequence_edges import cut, own_part, pad, sequence_dim
 __all__ = [
     "Leave",
     "enter_region",
+    "install_draws_end",
     "install_gathered",
     "install_reduced",
     "install_region",
@@ -162,7 +163,8 @@ def install_region(
         return args, kwargs
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        context.end_draws("region")
+        if edge in ("output", "gather") or output is None:  # else where it is left, perhaps in a module after this one
+            context.end_draws("region")
         sums, context.state.sums = context.state.sums, None
         if sums:
             return map_first(output, lambda x: _after_sums(x, sums, context.size))
@@ -222,9 +224,24 @@ class _Inputs:
         return self._once(name, given, _enter_part) if name in self.parts and isinstance(given, Tensor) else changed
 
 
+def install_draws_end(around: nn.Module, context: SplitContext) -> None:
+    """Lets a forward of a module around a region that raises, or that recomputation stops, give the stream back."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if output is None:
+            context.end_draws("region")
+
+    around.register_forward_hook(leave, always_call=True)
+
+
 def install_reduced(module: nn.Module, context: SplitContext) -> None:
     """Makes a module whose output is a partial sum the place where a region is left."""
-    module.register_forward_hook(lambda module, args, output: map_first(output, lambda x: leave_region(x, context)))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        context.end_draws("region")
+        return map_first(output, lambda x: leave_region(x, context))
+
+    module.register_forward_hook(leave)
 
 
 def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:

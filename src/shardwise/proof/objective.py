@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["has_loss", "objective_of"]
+__all__ = ["copied", "has_loss", "objective_of"]
+
+
+def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the batch: some models write into what they are given."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def objective_of(output: Any) -> Tensor:
@@ -23,7 +28,7 @@ def objective_of(output: Any) -> Tensor:
 @torch.no_grad()
 def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Whether the model computes a loss of `batch`."""
-    output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+    output = model(**copied(batch))
     return isinstance(output, Mapping) and output.get("loss") is not None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.canonical import canonical_tensor
 from shardwise.layers.registry import ParameterEntry, registry_of
 from shardwise.layers.replicas import find_unequal_replicas
@@ -19,9 +20,11 @@ from shardwise.mesh import Mesh
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.objective import objective_of
+from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
+from shardwise.proof.objective import copied, objective_of
+from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["Difference", "Measurement", "Tolerance", "measure", "measure_narrow"]
+__all__ = ["Difference", "Measurement", "Tolerance", "measure", "measure_in_training", "measure_narrow"]
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
@@ -84,7 +87,8 @@ class Measurement:
         whole: matrices in layers that every rank keeps whole, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
-        narrow: distance of all gradients of a second run, in a narrower dtype, from those in float32, relative to
+        in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
+        narrow: distance of all gradients of another run, in a narrower dtype, from those in float32, relative to
             their norm; None where there was no such run.
     """
 
@@ -100,12 +104,13 @@ class Measurement:
     whole: tuple[str, ...]
     num_steps: int
     split_seconds: float
+    in_training: Difference | None = None
     narrow: Difference | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the split computes what the whole does."""
-        differences = (self.loss, self.logits, self.gradient, self.parameter, self.narrow)
+        differences = (self.loss, self.logits, self.gradient, self.parameter, self.in_training, self.narrow)
         return (
             all(each.passed for each in differences if each is not None)
             and not self.unequal_replicas
@@ -139,18 +144,18 @@ def measure(
     split_seconds = time.perf_counter() - start
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
     loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
-    expected_loss = loss_of(reference, _copied(batch))
+    expected_loss = loss_of(reference, copied(batch))
     expected_loss.backward()
     with counted_layers(model, mesh) as collectives:
-        loss = step(model, mesh, _copied(batch))
+        loss = step(model, mesh, copied(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
     optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
     parameter = Difference(error=0.0, allowed=tolerance.parameter)
     for number in range(num_steps):
         if number:
-            step(model, mesh, _copied(batch))
+            step(model, mesh, copied(batch))
             if number < _COMPARED_STEPS:
-                loss_of(reference, _copied(batch)).backward()
+                loss_of(reference, copied(batch)).backward()
         for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
             optimizer.step()
             optimizer.zero_grad()
@@ -170,6 +175,47 @@ def measure(
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
+
+
+def measure_in_training(
+    full: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    *,
+    split: Split,
+    step: Step,
+    loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
+    tolerance: Tolerance = Tolerance(),
+) -> Difference | None:
+    """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
+    the largest difference of loss and gradients, or where ranks drop what the full model could not. None where `full`
+    cannot be trained on `batch`; without dropout where it cannot be trained with it.
+
+    Args:
+        batch: one row for each forward.
+        split, step: as in `measure`.
+        loss_of: computes the loss of the full model, given what was drawn on each data rank.
+
+    Communicates: what was drawn, over tp and the data ranks.
+    """
+    reference = training_copy(full, batch)
+    if reference is None:
+        return None
+    model = split(copy.deepcopy(reference), mesh)
+    with seeded():
+        with Draws() as draws:
+            loss = step(model, mesh, copied(batch))
+        on_tp = all_gather_objects((draws.values, torch.get_rng_state()), mesh.group("tp"))
+    given = [Redraws(*zip(*ranks, strict=True)) for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))]
+    with seeded():
+        expected_loss = loss_of(reference, copied(batch), given)
+    expected_loss.backward()
+    problems = [problem for each in given for problem in each.problems]
+    if problems:
+        return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
+    found = {"loss": loss, **_gradients(model)}
+    expected = {"loss": expected_loss, **_own_gradients(reference)}
+    return _worst(found, expected, tolerance.gradient, tolerance.gradient_floor)
 
 
 def measure_narrow(
@@ -192,8 +238,8 @@ def measure_narrow(
     exact, reference = copy.deepcopy(full), copy.deepcopy(full).to(dtype)
     model = split(copy.deepcopy(full), mesh)
     for each in (exact, reference):
-        loss_of(each, _copied(batch)).backward()
-    step(model, mesh, _copied(batch))
+        loss_of(each, copied(batch)).backward()
+    step(model, mesh, copied(batch))
     found, truth = _gradients(model), _own_gradients(exact)
     allowed = _TIMES * _distance(_own_gradients(reference), truth) + _FLOOR
     return Difference(error=_distance(found, truth), allowed=allowed, name=str(dtype).removeprefix("torch."))
@@ -240,17 +286,12 @@ def _numel(shape: tuple[int, ...]) -> int:
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """What the model puts out beside its loss: logits of any name, on the CPU in float32."""
     with torch.no_grad():
-        output = model(**_copied(batch))
+        output = model(**copied(batch))
     found = {}
     for name, value in output.items():
         if name in _OUTPUTS or (isinstance(value, Tensor) and "logits" in name):
             found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).float().cpu()
     return found
-
-
-def _copied(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch anew: some models write into what they are given."""
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

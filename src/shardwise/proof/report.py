@@ -9,6 +9,15 @@ from shardwise.proof.parity import Difference, Measurement
 
 __all__ = ["Report"]
 
+_LABELS = {
+    "loss": "loss",
+    "logits": "logits",
+    "gradient": "worst gradient",
+    "parameter": "parameters, 3 steps",
+    "in_training": "padding, dropout",
+    "narrow": "in {}",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -46,10 +55,9 @@ class Report:
     def __str__(self) -> str:
         first = self.measurements[0]
         rows = [("", "largest difference", "allowed", "verdict", "where")]
-        for name in ("loss", "logits", "gradient", "parameter"):
-            rows.append(_row(name, [getattr(found, name) for found in self.measurements]))
-        if first.narrow is not None:
-            rows.append(_row("narrow", [found.narrow for found in self.measurements if found.narrow is not None]))
+        for name in _LABELS:
+            found = [getattr(each, name) for each in self.measurements]
+            rows += [_row(name, found)] if found[0] is not None else []
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
         steps = f"{first.num_steps} steps"
@@ -74,9 +82,7 @@ class Report:
 def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
     worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
     where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
-    label = {"parameter": "parameters, 3 steps", "gradient": "worst gradient", "narrow": f"in {worst.name}"}.get(
-        name, name
-    )
+    label = _LABELS[name].format(worst.name)
     return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), where
 
 

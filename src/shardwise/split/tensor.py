@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 from torch import nn
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
-from shardwise.layers.edges import Leave, install_gathered, install_reduced, install_region
+from shardwise.layers.edges import Leave, install_draws_end, install_gathered, install_reduced, install_region
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
@@ -72,6 +73,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
             install_gathered(modules[region.fqn], _sizes(split), context)
+    left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
+    for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
+        install_draws_end(modules[name], context)
     apply_local_heads(modules, plan.heads)
     apply_divided(modules, plan.attributes)
     apply_expert_widths(modules, plan.parameters)

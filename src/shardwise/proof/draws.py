@@ -1,0 +1,157 @@
+"""The random numbers that ranks draw, put together so that the full model draws the same: dropout compared exactly.
+
+A rank draws masks for what it computes: of its own heads, of its own part of the sequence, or of what all ranks compute
+alike. Masks of a part join to the mask of the whole; those of what is computed alike must be equal. The full model that
+is given them must come to the same loss and gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.proof.objective import copied, objective_of
+
+__all__ = ["Draws", "Redraws", "seeded", "training_copy"]
+
+_DROPOUT = 0.2
+
+_FEW = 16
+"""Parts with fewer elements may well be equal by chance."""
+
+_NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
+"""In the names of operations that drop nothing on the CPU where they are one operation; and of that which draws seeds
+(see [Note: random numbers] in `shardwise.layers.context`)."""
+
+
+class Draws(TorchDispatchMode):
+    """Records what is drawn inside, in forward; what recomputation in backward draws again is not.
+
+    Attributes:
+        values: the drawn tensors, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_draw(func) and isinstance(out, Tensor):
+            self.values.append(out.detach().clone())
+        return out
+
+
+class Redraws(TorchDispatchMode):
+    """Gives the full model what the ranks drew, put together.
+
+    Args:
+        ranks: what `Draws` recorded on each.
+        states: each rank's random state after it has drawn.
+
+    Attributes:
+        problems: draws that cannot be put together, or must not be as they are, in words.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.problems: list[str] = []
+        self._ranks = ranks
+        self._place = 0
+        if len({len(drawn) for drawn in ranks}) > 1:
+            self.problems.append(f"ranks draw {' and '.join(str(len(drawn)) for drawn in ranks)} times")
+        if any(not torch.equal(state, states[0]) for state in states):
+            self.problems.append("ranks leave the common stream of random numbers at different places")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not _is_draw(func) or not isinstance(out, Tensor):
+            return out
+        place, self._place = self._place, self._place + 1
+        parts = [drawn[place] for drawn in self._ranks if place < len(drawn)]
+        found = _joined(parts, out.shape) if len(parts) == len(self._ranks) else "the full model draws more often"
+        if isinstance(found, Tensor):
+            out.copy_(found)
+        else:
+            self.problems.append(f"draw {place + 1} of {list(out.shape)}: {found}")
+        return out
+
+
+def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
+    """What the full model draws where ranks drew `parts`, or what is wrong with them."""
+    shapes = [list(part.shape) for part in parts]
+    differing = {
+        dim for each in shapes for dim in range(len(shape)) if len(each) != len(shape) or each[dim] != shape[dim]
+    }
+    if not differing:
+        same = all(torch.equal(part, parts[0]) for part in parts)
+        return parts[0] if same else "ranks draw differently for what they compute alike"
+    (dim, *others) = differing
+    if others or sum(each[dim] for each in shapes) < shape[dim]:
+        return f"ranks draw {' and '.join(map(str, shapes))}, which are no parts of it"
+    if min(part.numel() for part in parts) >= _FEW and all(torch.equal(part, parts[0]) for part in parts):
+        return "ranks draw the same for parts of their own"
+    return torch.cat(list(parts), dim).narrow(dim, 0, shape[dim])
+
+
+def _is_draw(func: Any) -> bool:
+    return (
+        torch.Tag.nondeterministic_seeded in func.tags
+        and not any(name in func.name() for name in _NO_MASKS)
+        and torch._C._current_graph_task_id() < 0
+    )
+
+
+def training_copy(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module | None:
+    """A copy of a model without dropout, in training mode with it; in the model's own mode where it cannot be trained
+    on `batch` so, and None where not even that.
+    """
+    for drops in (True, False):
+        made = copy.deepcopy(model)
+        if drops:
+            _set_dropout(made.train())
+        try:
+            with seeded():
+                objective_of(copy.deepcopy(made)(**copied(batch))).backward()
+        except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
+            continue
+        return made
+    return None
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Inside, every stream of random numbers on the CPU starts from the same seed; afterwards they are as before."""
+    states = numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        numpy.random.seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(states[0])
+            random.setstate(states[1])
+
+
+def _set_dropout(model: nn.Module) -> None:
+    """Sets every chance to drop, and noise on routers, that modules and configs know; not of layers."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for owner in {id(each): each for each in (*configs, *model.modules()) if each is not None}.values():
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float | int) and not isinstance(value, bool) and _is_chance(owner, name):
+                setattr(owner, name, _DROPOUT)
+
+
+def _is_chance(owner: object, name: str) -> bool:
+    if isinstance(owner, nn.Dropout) and name == "p":
+        return True
+    return ("drop" in name or "jitter" in name) and "layer" not in name.removesuffix("_layer")

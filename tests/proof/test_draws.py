@@ -1,0 +1,239 @@
+"""What ranks drop, put together for the full model: trials and `verify` find masks that it could not have drawn."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+import shardwise
+from shardwise.api.deriving import derive_plan
+from shardwise.api.planning import plan_for
+from shardwise.api.trial import Trial
+from shardwise.layers.context import SplitContext
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.spec import Plan
+from shardwise.proof.draws import Draws, Redraws, training_copy
+from shardwise.proof.twin_config import default_config
+from shardwise.proof.twins import build_twin, make_batch, model_class, shrink_config
+from shardwise.testing.spawn import spawn
+from shardwise.train.batch import split_rows
+from tests.families import tiny_model
+
+WIDTH, VOCABULARY = 16, 23
+
+
+def trial_of(model, parts=2):
+    padded = split_rows(make_batch(model, seed=0, padding="right"), 2, 2)[1]
+    return Trial(copy.deepcopy(model), make_batch(model, seed=0), parts=parts, padded=padded)
+
+
+@pytest.fixture
+def starcoder():
+    return tiny_model("starcoder2", num_key_value_heads=4).eval()
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("starcoder2", "Starcoder2ForCausalLM"),
+        ("mixtral", "MixtralForCausalLM"),
+    ],
+)
+def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
+    config = shrink_config(default_config(family, task="causal_lm"), without_dropout=True)
+    twin = build_twin(config, model_class(name), seed=0)
+    plan = derive_plan(twin, Plan(()), tp_size=2, sequence_parallel=sequence_parallel).plan
+    verdict = trial_of(twin.eval()).run(plan, sequence_parallel=sequence_parallel, in_training=True)
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("fault", "sequence_parallel", "said"),
+    [
+        ("begin_draws", False, "ranks draw the same for parts of their own"),
+        ("begin_draws", True, "ranks draw the same for parts of their own"),
+        ("end_draws", False, "ranks draw differently for what they compute alike"),
+    ],
+)
+def test_a_split_that_drops_wrongly_is_refused(starcoder, monkeypatch, fault, sequence_parallel, said):
+    plan = plan_for(starcoder, ParallelSpec(), tp_size=2)
+    trial = trial_of(starcoder)
+    monkeypatch.setattr(SplitContext, fault, lambda *_, **__: None)
+    assert trial.run(plan, sequence_parallel=sequence_parallel).passed, "without dropout nothing is wrong"
+    verdict = trial.run(plan, sequence_parallel=sequence_parallel, in_training=True)
+    assert not verdict.passed and verdict.in_training
+    assert verdict.reason.startswith("with padding and dropout: ")
+    assert said in verdict.reason
+
+
+class Forgetful(nn.Module):
+    """Drops what it is given, of which every rank holds all, before it is split; and again inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.drop_inside = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.narrow(self.drop_inside(torch.relu(self.wide(self.drop(x)))))
+
+
+class ForgetfulModel(PreTrainedModel):
+    config_class = PreTrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.letters = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Forgetful() for _ in range(2))
+        self.guess = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, input_ids, labels):
+        x = self.letters(input_ids)
+        for each in self.layers:
+            x = each(x)
+        logits = self.guess(x)
+        return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+REGION = {"layers.*": "region", "layers.*.wide": "split(0)", "layers.*.narrow": "rowwise"}
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("parts", [2, 4])
+def test_what_is_dropped_between_two_split_linears_is_a_part_on_each_rank(parts):
+    torch.manual_seed(0)
+    model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY)).eval()
+    plan = Plan.of({"layers.*.wide": "colwise", "layers.*.narrow": "rowwise"})
+    verdict = trial_of(model, parts=parts).run(plan, in_training=True)
+    assert verdict.passed, verdict.reason
+
+
+@pytest.mark.single
+def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
+    torch.manual_seed(0)
+    model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY)).eval()
+    trial = trial_of(model)
+    assert not trial.run(Plan.of(REGION), in_training=True).passed
+    found = derive_plan(model, Plan.of(REGION), tp_size=2)
+    assert found.problem is None
+    assert trial.run(found.plan, in_training=True).passed
+    assert "layers.*.wide" in str(found.plan), "the layers are still split"
+
+
+@pytest.mark.single
+def test_trials_leave_the_callers_random_numbers_alone(starcoder):
+    plan = plan_for(starcoder, ParallelSpec(), tp_size=2)
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
+    trial_of(starcoder).run(plan, in_training=True)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (numpy.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+
+
+class Fussy(ForgetfulModel):
+    """Trains on nothing that it is given, or runs on nothing."""
+
+    def forward(self, input_ids, labels):
+        if self.training or self.config.refuses:
+            raise ValueError("give me something else")
+        return super().forward(input_ids, labels)
+
+
+@pytest.mark.single
+def test_a_twin_that_cannot_be_trained_runs_as_it_is_or_not_at_all():
+    ids = torch.arange(8).view(1, 8)
+    batch = {"input_ids": ids, "labels": ids}
+    forgetful = ForgetfulModel(PreTrainedConfig()).eval()
+    assert training_copy(forgetful, batch).training
+    assert training_copy(forgetful, batch).layers[0].drop.p > 0
+    fussy = Fussy(PreTrainedConfig(refuses=False)).eval()
+    assert not training_copy(fussy, batch).training
+    fussy.config.refuses = True
+    assert training_copy(fussy, batch) is None
+
+
+def redrawn(*ranks, shape):
+    """What the full model draws where the ranks drew so, and what is wrong."""
+    state = torch.get_rng_state()
+    redraws = Redraws([[each] for each in ranks], [state] * len(ranks))
+    with redraws:
+        return torch.empty(shape).bernoulli_(0.5), redraws.problems
+
+
+@pytest.mark.single
+def test_masks_of_parts_are_joined_and_the_others_must_be_equal():
+    with Draws() as draws:
+        F.dropout(torch.ones(2, 12, 4), 0.5)
+    (mask,) = draws.values
+    assert torch.equal(redrawn(mask, mask, shape=(2, 12, 4))[0], mask)
+    for dim in range(3):
+        found, problems = redrawn(*mask.chunk(2, dim), shape=(2, 12, 4))
+        assert torch.equal(found, mask) and not problems
+    padded = F.pad(mask, (0, 0, 0, 2)).chunk(2, 1)  # 14 positions on two ranks, of which 12 are true
+    assert torch.equal(redrawn(*padded, shape=(2, 12, 4))[0], mask)
+    half = mask[:, :6]
+    for ranks, said in [
+        ((mask, 1 - mask), "differently for what they compute alike"),
+        ((half, half), "the same for parts of their own"),
+        ((half[:, :3], half[:, :3]), "no parts of it"),
+        ((half[..., :2], half[..., 2:]), "no parts of it"),
+    ]:
+        assert said in redrawn(*ranks, shape=(2, 12, 4))[1][0]
+
+
+@pytest.mark.single
+def test_ranks_draw_equally_often_and_end_at_the_same_place():
+    state, other = torch.get_rng_state(), torch.Generator().manual_seed(1).get_state()
+    assert "draw 1 and 0 times" in Redraws([[state], []], [state, state]).problems[0]
+    assert "different places" in Redraws([[], []], [state, other]).problems[0]
+    redraws = Redraws([[], []], [state, state])
+    with redraws:
+        torch.rand(3)
+    assert "draws more often" in redraws.problems[0]
+
+
+# verify
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_verify_pads_and_drops(layout):
+    report = shardwise.verify(tiny_model("mixtral").config, layout, num_microbatches=2, sequence_parallel=True)
+    assert report.passed, str(report)
+    assert report.measurements[0].in_training.error > 0
+    assert "padding, dropout" in str(report)
+
+
+def drop_wrongly(layout):
+    """`verify` on ranks that all draw from the common stream."""
+    from shardwise.api.verifying import Proof, _prove_on_this_rank
+
+    SplitContext.begin_draws = lambda *_, **__: None
+    config = shrink_config(tiny_model("starcoder2").config, without_dropout=True)
+    return _prove_on_this_rank(Proof(config=config, model_class=model_class("Starcoder2ForCausalLM"), layout=layout))
+
+
+@pytest.mark.spawn
+def test_verify_finds_masks_that_are_wrong():
+    for found in spawn(drop_wrongly, 2, "tp2"):
+        assert not found.passed and not found.in_training.passed
+        assert "ranks draw the same for parts of their own" in found.in_training.name
+        assert found.gradient.passed
+
+
+@pytest.mark.spawn
+def test_fnet_trains_on_parts_of_the_sequence():
+    config = shrink_config(default_config("fnet", task="masked_lm"), without_dropout=True)
+    report = shardwise.verify(build_twin(config, model_class("FNetForMaskedLM"), seed=0), "tp2", sequence_parallel=True)
+    assert report.passed, str(report)
+    assert report.measurements[0].in_training is not None
