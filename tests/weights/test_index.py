@@ -91,9 +91,9 @@ def test_variants_and_subfolders(tmp_path: Path) -> None:
 
 
 def test_asks_only_for_what_exists(single: Path) -> None:
-    with CheckpointIndex.open(single) as index:
-        with pytest.raises(LoadError, match=r"has no 'b\.hal' \(did you mean 'b\.half'\?\)"):
-            index.map_tensor("b.hal")
+    index = CheckpointIndex.open(single)
+    with index, pytest.raises(LoadError, match=r"has no 'b\.hal' \(did you mean 'b\.half'\?\)"):
+        index.map_tensor("b.hal")
     with pytest.raises(LoadError, match="is closed"):
         index.map_tensor("a")
 

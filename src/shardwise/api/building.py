@@ -19,11 +19,12 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.split.build import HUB_OPTIONS, as_dtype, build_meta_model, read_config, read_generation_config
+from shardwise.split.build import as_dtype, build_meta_model, read_config, read_generation_config
 from shardwise.split.coverage import Allowed
 from shardwise.split.loading import load_weights
 from shardwise.split.materialize import initialize_missing
 from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["load", "parallelize"]
 

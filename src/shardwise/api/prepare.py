@@ -21,9 +21,9 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.layers.label_use import label_use_of, note_label_use
 from shardwise.layers.registry import Registry
 from shardwise.layers.wrapping import refuse_wrapping
+from shardwise.layout.json_form import to_json
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
-from shardwise.layout.json_form import to_json
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts

@@ -1,6 +1,7 @@
 """Frozen values as JSON, and back to equal ones: layouts for manifests, decided plans for ranks to compare.
 
-A dataclass is an object of its fields, or says itself by `to_json` and `from_json` what it is; a placement says in `kind` which one it is.
+A dataclass is an object of its fields, or says itself by `to_json` and `from_json` what it is; a placement says in
+`kind` which one it is.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,10 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        kind = {"kind": name for name, each in _KINDS.items() if isinstance(value, each)}
-        return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+        kind = next((name for name, each in _KINDS.items() if isinstance(value, each)), None)
+        return ({"kind": kind} if kind else {}) | {
+            each.name: to_json(getattr(value, each.name)) for each in fields(value)
+        }
     if isinstance(value, Mapping):
         return {name: to_json(each) for name, each in value.items()}
     if isinstance(value, frozenset):

@@ -24,6 +24,7 @@ __all__ = [
     "read_generation_config",
 ]
 
+
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that a user names; None for "auto", or for none.
 
