@@ -64,7 +64,7 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
         "data.seq_length: is True, must be an integer",
         "optimizer.lr: is the text 'fast', must be a number",
-        "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay' "
+        "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay'",
         "(did you mean 'cosine'?)",
         "optimizer.options: is the list [1], must be a group of keys",
         "model.dtype: is the text 'float23', must be 'float32' or 'bfloat16' (did you mean 'float32'?)",
