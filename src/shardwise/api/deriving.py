@@ -14,9 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.refusal import refused
+from shardwise.api.refusal import explained, problem_of, refused
 from shardwise.api.trial import Trial, Verdict
-from shardwise.api.unsplit import Findings, explained, problem_of
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
 from shardwise.derive.influence import find_row_products
@@ -98,9 +97,12 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         best = max((each for each in (best, again) if each is not None), key=lambda each: each.rank, default=None)
     if best is None:
         raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    findings = Findings(facts=facts, tp_size=tp_size, reached=trial.gradients.keys(), reasons=candidates.reasons)
-    plan = explained(best.plan, findings)
-    return Derivation(plan=generalize(plan, twin, model), problem=problem_of(type(model).__name__, plan, findings))
+    reached = trial.gradients.keys()
+    unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
+    unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
+    plan = explained(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
+    problem = problem_of(type(model).__name__, plan, facts, reached, tp_size=tp_size)
+    return Derivation(plan=generalize(plan, twin, model), problem=problem)
 
 
 def _search(

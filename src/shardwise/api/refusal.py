@@ -1,19 +1,67 @@
-"""Why no plan passed: the error of a model that cannot be split, in words, what torch said as the detail."""
+"""What a search for a plan leaves unsplit and why, and the errors where that is everything or too much."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwise.api.trial import Verdict
 from shardwise.errors import PlanError
+from shardwise.layout.placement import Split
+from shardwise.plan.match import star_numbers
+from shardwise.plan.parameters import OUTSIDE
+from shardwise.plan.resolve import resolve
+from shardwise.plan.rule import ParameterRule
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
 
-__all__ = ["refused"]
+__all__ = ["explained", "problem_of", "refused"]
 
-_MAX_SHOWN = 4
-_MAX_DETAIL = 120
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_SIZES = re.compile(r"size|shape|dimension|length|channels|elements", re.IGNORECASE)
+_LEAST = 0.05
+"""The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
+_MAX_SHOWN = 8
+
+
+def explained(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, tp_size: int) -> Plan:
+    """`plan` with a reason for each matrix in the layers that no rule names.
+
+    Args:
+        reasons: FQNs of parameters to why no split of them passed.
+    """
+    rules = [
+        ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
+        for fqn, planned in resolve(plan, facts, tp_size=tp_size).parameters.items()
+        if fqn in reasons
+        and planned.rule.source == "facts"
+        and len(planned.shape) > 1
+        and facts.layer_of(fqn) is not None
+    ]
+    return plan | Plan(tuple(rules))
+
+
+def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str], *, tp_size: int) -> PlanError | None:
+    """The error for the model called `name` if `plan` splits next to nothing of its layers.
+
+    Args:
+        reached: FQNs of the parameters that have a gradient.
+    """
+    resolved = resolve(plan, facts, tp_size=tp_size).parameters
+    used = [each for fqn, each in resolved.items() if facts.layer_of(fqn) is not None and fqn in reached]
+    total = sum(math.prod(each.shape) for each in used)
+    split = sum(math.prod(each.shape) for each in used if isinstance(each.placement, Split))
+    if split > _LEAST * total:
+        return None
+    matrices = [each for each in used if len(each.shape) > 1 and not isinstance(each.placement, Split)]
+    unseen = "no product in its layer needs just a part of it"
+    why = _lines((each.fqn, unseen if each.rule.reason == OUTSIDE else each.rule.reason) for each in matrices)
+    example = f'{{"{star_numbers(matrices[0].fqn)}": "split(0)"}}' if matrices else '{"layers.*.up_proj": "colwise"}'
+    return PlanError(
+        f"cannot split {name} over tp={tp_size}: "
+        f"{f'only {split / total:.1%}' if split else 'nothing'} of its layers can be split",
+        why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
+        fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
+        "and prove them with shardwise.verify(..., plan=...); or use tp_size 1",
+    )
 
 
 def refused(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_parallel: bool) -> PlanError:
@@ -22,36 +70,28 @@ def refused(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_pa
     Args:
         verdicts: on all plans that were tried, in the order in which they were.
     """
-    tried = f"no declared or derived plan computes what the whole model does; {len(verdicts)} were tried"
-    if not sequence_parallel:
-        reasons = dict.fromkeys(verdict.reason for verdict in verdicts if verdict.reason)
-        return PlanError(
-            f"{name} cannot be split over tp={tp_size}: {tried}",
-            why="; ".join(reasons) or None,
-            fix="use tp_size 1, or give rules of your own",
-        )
-    telling = [verdict for verdict in verdicts if verdict.reason and not verdict.lacks_stack]
-    lines = dict.fromkeys(_in_words(verdict) for verdict in telling or verdicts)
-    at = _NUMBER.sub("*", next((verdict.module for verdict in telling if verdict.module), ""))
-    fix = "run without sequence parallelism (sequence_parallel=False)"
-    if telling:
-        example = f', such as plan={{"{at}": "whole_sequence"}} for a module that needs all of it' if "*" in at else ""
-        fix += f", or give rules that say where the sequence is split{example}\n(styles: shardwise.plan.spec.STYLES)"
+    telling = [each for each in verdicts if not each.lacks_stack] or verdicts
+    at = star_numbers(next((each.module for each in telling if each.module), ""))
+    where, fix = f"over tp={tp_size}", "use tp_size 1"
+    if sequence_parallel:
+        where, fix = "along the sequence", "run without sequence parallelism (sequence_parallel=False)"
+    example = f', such as plan={{"{at}": "whole_sequence"}}' if at and sequence_parallel else ""
     return PlanError(
-        f"{name} cannot be split along the sequence: {tried}",
+        f"{name} cannot be split {where}: no declared or derived plan computes what the unsplit model does; "
+        f"{len(verdicts)} were tried",
         at=at or None,
-        why="\n".join(list(lines)[:_MAX_SHOWN]),
-        fix=fix,
+        why=_lines((each.module or "the model", each.reason) for each in telling if each.reason),
+        fix=f"{fix}, or give rules of your own{example} (styles: shardwise.plan.spec.STYLES)",
     )
 
 
-def _in_words(verdict: Verdict) -> str:
-    detail = " ".join(verdict.reason.split())[:_MAX_DETAIL]
-    module = _NUMBER.sub("*", verdict.module)
-    if verdict.lacks_stack:
-        return "none of its lists of layers holds blocks that are split, so there is nothing to split the sequence for"
-    if not module:
-        return f"it runs on parts of the sequence, but computes something else: positions are mixed unseen ({detail})"
-    if _SIZES.search(detail):
-        return f"{module} puts a part of the sequence together with what is as long as all of it, or no part ({detail})"
-    return f"{module} does not run on a part of the sequence ({detail})"
+def _lines(found: Iterable[tuple[str, str]]) -> str:
+    """A line for every reason, with the names it is given for."""
+    names: dict[str, dict[str, None]] = {}
+    for name, reason in found:
+        names.setdefault(reason, {})[star_numbers(name)] = None
+    lines = []
+    for reason, of in list(names.items())[:_MAX_SHOWN]:
+        more = f" and {len(of) - _MAX_SHOWN} more" if len(of) > _MAX_SHOWN else ""
+        lines.append(f"{', '.join(list(of)[:_MAX_SHOWN])}{more}: {reason}")
+    return "\n".join(lines)
