@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 from shardwise.comm.simulated import run_ranks
-from shardwise.errors import PlanError
+from shardwise.errors import LayoutError, PlanError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.edges import Leave, install_region, leave_region
-from shardwise.layers.sequence_edges import cut, install_stack, own_part, pad
+from shardwise.layers.sequence_edges import cut, install_owner, install_stack, own_part, pad
 
 pytestmark = pytest.mark.single
 
@@ -110,10 +112,11 @@ class Stack(nn.Module):
     def __init__(self, features=slice(None)):
         super().__init__()
         self.layers = nn.ModuleList([Layer(features), Layer(features)])
+        self.kept = [0, 1]
 
     def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
+        for number in self.kept:
+            x = self.layers[number](x)
         return x
 
 
@@ -154,6 +157,27 @@ def test_a_region_that_is_not_given_its_part_of_the_sequence_says_so():
         return block(drawn(0, ROWS, 3, HIDDEN)).shape
 
     assert run_ranks(run, 2) == [(ROWS, 3, HIDDEN)] * 2
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"), [([1], "the first of its layers"), ([0], "the last of its layers"), ([0, 1], "")]
+)
+def test_a_stack_of_which_an_end_does_not_run_says_so(kept, said):
+    def run(group):
+        stack, context = Stack(own_features(group)), context_of(group)
+        for layer in stack.layers:
+            install_region(layer.first, "output", context, stack="layers")
+            install_region(layer.second, "output", context, stack="layers")
+        install_stack(stack.layers, "layers", context, partial_behind=False)
+        install_owner(stack, "layers", context)
+        stack.kept = kept
+        with pytest.raises(LayoutError, match=f"{said} has not run") if said else contextlib.nullcontext():
+            stack(drawn(1, ROWS, 4, HIDDEN))
+        stack.layerdrop = 0.5
+        with pytest.raises(LayoutError, match="skips layers at random"):
+            stack(drawn(1, ROWS, 4, HIDDEN))
+
+    run_ranks(run, 2)
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.layers.context import SplitContext
-from shardwise.layers.told import install_told
+from shardwise.layers.local import install_told
 
 pytestmark = pytest.mark.single
 

@@ -38,6 +38,10 @@ def ddp_of_a_part(model, mesh):
     DistributedDataParallel(model.model)
 
 
+def ddp_around(model, mesh):
+    DistributedDataParallel(Holder(model))
+
+
 def fsdp1(model, mesh):
     FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
@@ -67,7 +71,7 @@ def trainers(model, mesh):
     transformers.Trainer(model, arguments, train_dataset=rows).train()
 
 
-WRAPPERS = (ddp, ddp_of_a_part, fsdp1, fsdp1_around, fsdp2, fsdp2_of_layers, accelerates, trainers)
+WRAPPERS = (ddp, ddp_of_a_part, ddp_around, fsdp1, fsdp1_around, fsdp2, fsdp2_of_layers, accelerates, trainers)
 
 
 def wrap(mesh, wrapper):
@@ -89,18 +93,6 @@ def test_wrappers_are_refused_before_they_change_anything(on_ranks, layout, wrap
     for text, is_kept in on_ranks(wrap):
         assert "over a model that Shardwise has split" in text and "ddp2.tp2" in text
         assert is_kept
-
-
-def wrap_around(mesh):
-    model = shardwise.parallelize(tiny_model("llama"), mesh)
-    wrapped = DistributedDataParallel(Holder(model))
-    with pytest.raises(UnsupportedError, match="DistributedDataParallel over a model"):
-        wrapped(**tiny_batch(model))
-
-
-@pytest.mark.parametrize("layout", ["tp2"])
-def test_ddp_around_a_module_that_holds_a_split_model_runs_no_forward(on_ranks, layout):
-    on_ranks(wrap_around)
 
 
 def shard_around(mesh):

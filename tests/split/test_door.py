@@ -12,6 +12,7 @@ import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
+from tests.oracle import differing
 
 pytestmark = pytest.mark.spawn
 
@@ -102,14 +103,33 @@ def hook_everywhere():
         return found
 
 
-def test_hooks_are_refused_where_they_would_see_a_part_of_the_sequence():
+def test_hooks_are_refused_where_they_would_see_parts_of_the_sequence_or_of_features():
     for found in spawn(hook_everywhere, 2):
-        assert found[False][1] == {}
-        taken, refused = found[True]
-        assert {"", "model", "model.embed_tokens", "model.norm", "lm_head", "model.layers.0.self_attn.q_proj"} <= taken
+        taken, refused = found[False]
         layer = "model.layers.1"
+        inside = {f"{layer}.self_attn.{part}_proj" for part in "qkvo"} | {f"{layer}.mlp.gate_proj"}
+        assert {"", "model", "model.embed_tokens", "lm_head", layer, f"{layer}.self_attn", f"{layer}.mlp"} <= taken
+        assert inside <= refused.keys() and "what heads or features compute" in refused[f"{layer}.mlp.up_proj"]
+        taken, refused = found[True]
+        assert {"", "model", "model.embed_tokens", "model.norm", "lm_head"} <= taken and inside <= refused.keys()
         ends = {layer, f"{layer}.input_layernorm", f"{layer}.self_attn", f"{layer}.self_attn.o_proj", f"{layer}.mlp"}
         assert ends <= refused.keys() and "output_hidden_states=True" in refused[layer]
+
+
+def watch_embedding():
+    """What differs from the unsplit embedding's output where somebody looks at it."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        full = tiny_model("llama")
+        model = shardwise.parallelize(copy.deepcopy(full), mesh, sequence_parallel=True)
+        seen = []
+        for each in (full, model):
+            each.model.embed_tokens.register_forward_hook(lambda _, __, output: seen.append(output.detach()))
+            each(**tiny_batch(full))
+        return differing("rows", seen[1], seen[0], 1e-6)
+
+
+def test_a_hook_on_an_embedding_sees_full_rows():
+    assert spawn(watch_embedding, 2) == [[], []]
 
 
 def one_process(layout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -15,7 +16,7 @@ import torch
 from rich.console import Console
 
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
-from shardwise.errors import GradientError
+from shardwise.errors import BatchError, GradientError
 from shardwise.train.config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.loop import Parts, StepRecord, run_loop
 
@@ -56,6 +57,13 @@ def test_steps_lower_the_loss_and_every_one_is_reported():
     assert [record.step for record in heard] == list(range(1, 31))
     assert heard[-1] is last and last.loss < 0.1 * heard[0].loss
     assert last.tokens == 8 and last.tokens_per_second > 0 and last.memory_bytes > 2**20
+
+
+def test_batches_that_end_too_early_are_named():
+    parts = make_parts(torch.nn.Linear(3, 1))
+    parts = dataclasses.replace(parts, batches=itertools.islice(parts.batches, 2))
+    with pytest.raises(BatchError, match="the batches end before step 3"):
+        run_loop(parts, num_steps=3, settings=settings())
 
 
 def test_a_log_on_a_full_disk_ends_and_training_does_not(tmp_path, caplog):

@@ -88,7 +88,7 @@ def train(mesh, layout, change):
 
 
 CASES = [
-    *((layout, "WithValue") for layout in ("tp2", "fsdp2", "fsdp2.tp2")),
+    *((layout, "WithValue") for layout in ("tp2", "tp2+sp", "fsdp2", "fsdp2.tp2")),
     *((layout, "scaled_layers") for layout in ("tp2", "tp2+sp", "fsdp2.tp2")),
     ("fsdp2", "with_lora"),
 ]

@@ -1,50 +1,70 @@
-"""The tensors among the arguments and outputs of a module's forward, changed in place of the caller's."""
+"""The arguments and outputs of a module's forward, changed in place of the caller's."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Change", "argument_names", "map_first", "map_inputs"]
+__all__ = ["Arguments", "change_arguments", "change_hidden", "edit_arguments", "hidden_name", "map_first"]
 
 Change = Callable[[Tensor], Tensor]
+Arguments = dict[str, Any]
 
 
-def map_inputs(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    on_hidden: Change,
-    on_other: Callable[[str, Tensor], Tensor] = lambda name, x: x,
-    names: Sequence[str] = (),
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Changes a module's hidden states, and the other floating-point tensors among its inputs.
-
-    The hidden states are the first of them: transformers passes them first, or by the name `hidden_states`.
+def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], None]) -> None:
+    """Has `edit` change the arguments of every forward of `module`, by their names, before it runs.
 
     Args:
-        on_other: is told the name of the input, too.
-        names: of the positional arguments.
+        edit: is given the module and its arguments in the caller's order, and changes them in place. What a forward
+            takes as `*args` goes by its numbers.
     """
-    first = [name for name in ("hidden_states",) if name in kwargs]
-    seen = bool(first)
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
-    def changed(name: str, value: Any) -> Any:
-        nonlocal seen
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if not seen:
-            seen = True
-            return on_hidden(value)
-        return on_other(name, value)
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        numbers = map(str, range(len(names), len(args)))
+        arguments = dict(zip((*names, *numbers), args, strict=False)) | kwargs
+        edit(module, arguments)
+        found = list(arguments.items())
+        return tuple(value for _, value in found[: len(args)]), dict(found[len(args) :])
 
-    new_kwargs = {name: on_hidden(kwargs[name]) for name in first}
-    names = (*names[: len(args)], *map(str, range(len(names), len(args))))
-    new_args = tuple(changed(name, value) for name, value in zip(names, args, strict=True))
-    rest = {name: value if name in first else changed(name, value) for name, value in kwargs.items()}
-    return new_args, rest | new_kwargs
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def change_arguments(module: nn.Module, names: Iterable[str], change: Change) -> None:
+    """Applies `change` to the tensors among the arguments called `names`, in every forward of `module`."""
+    chosen = tuple(names)
+
+    def edit(module: nn.Module, arguments: Arguments) -> None:
+        for name in chosen:
+            if isinstance(arguments.get(name), Tensor):
+                arguments[name] = change(arguments[name])
+
+    edit_arguments(module, edit)
+
+
+def change_hidden(module: nn.Module, change: Change) -> None:
+    """Applies `change` to the hidden states in every forward of `module`."""
+
+    def edit(module: nn.Module, arguments: Arguments) -> None:
+        name = hidden_name(arguments)
+        if name is not None:
+            arguments[name] = change(arguments[name])
+
+    edit_arguments(module, edit)
+
+
+def hidden_name(arguments: Arguments) -> str | None:
+    """Which argument is the hidden states: the one of that name, as transformers calls it, or the first tensor of
+    floating-point numbers.
+    """
+    if isinstance(arguments.get("hidden_states"), Tensor):
+        return "hidden_states"
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    return next((name for name, value in tensors.items() if value.is_floating_point()), None)
 
 
 def map_first(output: Any, change: Change) -> Any:
@@ -52,7 +72,3 @@ def map_first(output: Any, change: Change) -> Any:
     if isinstance(output, Tensor):
         return change(output)
     return type(output)((change(output[0]), *output[1:])) if isinstance(output, list | tuple) else output
-
-
-def argument_names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)

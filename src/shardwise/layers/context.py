@@ -15,8 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.operations import Group
+from shardwise.errors import LayoutError
 
-__all__ = ["ForwardState", "SplitContext", "Sum"]
+__all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing"]
 
 LEVELS = ("layer", "whole", "region")
 """Of random streams, from the outside in."""
@@ -84,6 +85,8 @@ class ForwardState:
         sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is cut
             off inside every region.
         lengths: FQN of every stack to the length of its sequence, set where it is entered.
+        open_stack: name of the stack of layers whose first one has split the sequence and whose last one has not yet
+            joined it.
         stack_rows: batch size of what entered the stack of layers under way.
         rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
@@ -101,6 +104,7 @@ class ForwardState:
     sequence_parallel: bool = False
     sequence_length: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
+    open_stack: str | None = None
     stack_rows: int = 0
     rows: int = 0
     keep_logits_split: bool = False
@@ -115,9 +119,19 @@ class ForwardState:
 
     def enter_stack(self, stack: str | None) -> None:
         """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
-        inside, length = stack is not None, self.lengths[stack] if stack is not None else 0
+        inside, length = stack is not None, self.length_of(stack) if stack is not None else 0
         if (inside, length) != (self.sequence_parallel, self.sequence_length):  # compiled blocks must not write in vain
             self.sequence_parallel, self.sequence_length = inside, length
+
+    def length_of(self, stack: str) -> int:
+        """The true length of the sequence in a stack of layers.
+
+        Raises:
+            LayoutError: its first layer has not run.
+        """
+        if stack not in self.lengths:
+            raise ends_missing(stack, "the first of its layers has not run")
+        return self.lengths[stack]
 
     def leave_loss_mode(self) -> None:
         """Ends the mode of this forward, if a head entered one."""
@@ -135,7 +149,7 @@ class ForwardState:
         """Ends what stacks of layers, and what is in front of them, have under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
-        self.sums = self.waiting = None
+        self.sums = self.waiting = self.open_stack = None
         self.end_draws("layer")
 
     def end_draws(self, level: str) -> None:
@@ -249,6 +263,15 @@ class SplitContext:
     def end_draws(self, level: str) -> None:
         """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
         self.state.end_draws(level)
+
+
+def ends_missing(stack: str, what: str) -> LayoutError:
+    """The error for a stack of layers of which an end does not run."""
+    return LayoutError(
+        f"{stack} does not run from its first layer to its last with sequence parallelism: {what}",
+        why="the first layer splits the sequence over tp, and the last one joins it again",
+        fix="run all layers (layerdrop 0, none skipped or left out at the end), or use sequence_parallel=False",
+    )
 
 
 def _generator(device: torch.device) -> torch.Generator:

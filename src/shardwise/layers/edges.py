@@ -13,7 +13,6 @@ itself: each rank has other tokens.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.operations import gives_values
 from shardwise.errors import PlanError
-from shardwise.layers.arguments import argument_names, map_first, map_inputs
+from shardwise.layers.arguments import Arguments, edit_arguments, hidden_name, map_first
 from shardwise.layers.context import GradientFactor, SplitContext, Sum
 from shardwise.layers.sequence_edges import cut, own_part, pad, sequence_dim
 
@@ -56,9 +55,7 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     """
     if not context.state.sequence_parallel:
         return copy_to_region(x, context.group)
-    dim = sequence_dim(x)
-    whole = gather_to_region(x, context.group, dim=dim)
-    return cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
+    return _join_parts(x, sequence_dim(x), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,19 +145,20 @@ def install_region(
         asides: names of inputs that do not enter the region: they are added behind the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
-    inputs, left = _Inputs(name, argument_names(module), context, asides, parts), leave or Leave()
+    leave = leave or Leave()
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def enter(module: nn.Module, arguments: Arguments) -> None:
         context.state.enter_stack(stack)
         context.state.sums = [] if edge == "row" else None
-        # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
-        jitters = edge == "output" and context.has_dropout and module.training
-        args, kwargs = inputs.enter(args, kwargs, jitters=jitters)
+        _enter_inputs(arguments, name, context, asides, parts)
         if edge != "output":
             context.begin_draws("region", module)
-        elif context.state.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
+            return
+        if context.has_dropout and module.training and (hidden := hidden_name(arguments)) is not None:
+            # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
+            arguments[hidden] = arguments[hidden].clone()
+        if context.state.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
             context.begin_draws("region", module, alike=name)
-        return args, kwargs
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if edge in ("output", "gather") or output is None:  # else where it is left, perhaps in a module after this one
@@ -171,57 +169,42 @@ def install_region(
         if edge != "output" or output is None:
             return output
         drops = context.has_dropout and module.training
-        return map_first(output, lambda x: left(x, context, drops=drops))
+        return map_first(output, lambda x: leave(x, context, drops=drops))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    edit_arguments(module, enter)
     # Hooks that must run tell blocks apart for torch.compile, so there are none where nothing is drawn.
     module.register_forward_hook(on_output, with_kwargs=True, always_call=context.has_dropout)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What the inputs of a region, called so, are: names of those given by position, those that do not enter, those
-    that are parts.
-    """
+def _enter_inputs(
+    arguments: Arguments, region: str, context: SplitContext, asides: Collection[str], parts: Collection[str]
+) -> None:
+    """Makes the arguments of a region's forward the region's view of them."""
+    hidden = hidden_name({name: value for name, value in arguments.items() if name not in asides})
+    if hidden is not None:  # first: whether tokens are flattened holds for other inputs, too
+        x = arguments[hidden]
+        if context.state.sequence_parallel:
+            _check_part(x, context, region)
+            context.state.rows = x.shape[0] if sequence_dim(x) else 0
+        arguments[hidden] = _once("", x, enter_region, context)
+    for name, value in arguments.items():
+        if name == hidden or not isinstance(value, Tensor):
+            continue
+        if name in asides:
+            arguments[name] = note_sum(value.view_as(value), context)
+        elif name in parts:
+            arguments[name] = _once(name, value, _enter_part, context)
+        elif value.is_floating_point():
+            arguments[name] = _once(name, value, _enter_full, context)
 
-    region: str
-    names: Sequence[str]
-    context: SplitContext
-    asides: Collection[str]
-    parts: Collection[str]
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, jitters: bool) -> tuple[Any, dict[str, Any]]:
-        """The region's view of its inputs."""
-
-        def on_hidden(x: Tensor) -> Tensor:
-            if self.context.state.sequence_parallel:
-                _check_part(x, self.context, self.region)
-                self.context.state.rows = x.shape[0] if sequence_dim(x) else 0
-            entered = self._once("", x, enter_region)
-            return entered.clone() if jitters else entered
-
-        new_args, new_kwargs = map_inputs(args, kwargs, on_hidden, self._on_other, self.names)
-        if self.asides or self.parts:
-            seen = itertools.starmap(self._on_known, zip(self.names, args, new_args, strict=False))
-            new_args = (*seen, *new_args[len(self.names) :])
-            new_kwargs = {name: self._on_known(name, kwargs[name], value) for name, value in new_kwargs.items()}
-        return new_args, new_kwargs
-
-    def _once(self, slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor]) -> Tensor:
-        """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
-        if self.context.group is None or gives_values(self.context.group):
-            return change(x, self.context)  # a graph, or its recomputation, communicates the same whatever ran before
-        # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
-        along = self.context.state.sequence_length if self.context.state.sequence_parallel else None
-        return self.context.state.entered.once((slot, change, along), x, lambda x: change(x, self.context))
-
-    def _on_other(self, name: str, x: Tensor) -> Tensor:
-        return x if name in self.parts else self._once(name, x, _enter_whole)
-
-    def _on_known(self, name: str, given: Any, changed: Any) -> Any:
-        if name in self.asides:
-            return note_sum(given.view_as(given), self.context) if isinstance(given, Tensor) else given
-        return self._once(name, given, _enter_part) if name in self.parts and isinstance(given, Tensor) else changed
+def _once(slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor], context: SplitContext) -> Tensor:
+    """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
+    if context.group is None or gives_values(context.group):
+        return change(x, context)  # a graph, or its recomputation, communicates the same whatever ran before
+    # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
+    along = context.state.sequence_length if context.state.sequence_parallel else None
+    return context.state.entered.once((slot, change, along), x, lambda x: change(x, context))
 
 
 def install_draws_end(around: nn.Module, context: SplitContext) -> None:
@@ -244,7 +227,7 @@ def install_reduced(module: nn.Module, context: SplitContext) -> None:
     module.register_forward_hook(leave)
 
 
-def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
+def _enter_full(x: Tensor, context: SplitContext) -> Tensor:
     """Another input of a region, which is no part of the sequence."""
     return copy_to_region(x, context.group)
 
@@ -252,24 +235,28 @@ def _enter_whole(x: Tensor, context: SplitContext) -> Tensor:
 def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
     """Another input of a region that is along the sequence as the hidden states are, which have entered already."""
     if not context.state.sequence_parallel:
-        return copy_to_region(x, context.group) if x.is_floating_point() else x
-    dim = 1 if context.state.rows else 0
+        return _enter_full(x, context) if x.is_floating_point() else x
+    return _join_parts(x, 1 if context.state.rows else 0, context)
+
+
+def _join_parts(x: Tensor, dim: int, context: SplitContext) -> Tensor:
+    """All of the sequence of `x`, whose gradient inside the region is partial."""
     if x.is_floating_point():
-        whole = gather_to_region(x, context.group, dim=dim)
+        joined = gather_to_region(x, context.group, dim=dim)
     else:
-        whole = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
-    return cut(whole, dim, context.state.sequence_length) if dim == 1 else whole
+        joined = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
+    return cut(joined, dim, context.state.sequence_length) if dim == 1 else joined
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
-    """Makes a column-split linear hand on its whole output: all-gather forward, own slice backward.
+    """Makes a column-split linear hand on its full output: all-gather forward, own slice backward.
 
     Under sequence parallelism it was given the whole sequence, and hands on this rank's part.
     """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        whole = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
-        return own_part(whole, context) if context.state.sequence_parallel else whole
+        full = gather_full(output, context.group, dim=output.ndim - 1, sizes=sizes)
+        return own_part(full, context) if context.state.sequence_parallel else full
 
     module.register_forward_hook(leave)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError
+from shardwise.layers.arguments import Arguments, edit_arguments
 from shardwise.layers.context import SplitContext
 from shardwise.layers.logits import SplitLogits, as_logits
 from shardwise.layers.loss import SplitLossMode
@@ -65,18 +65,13 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     Communicates: before such a forward, what `check_same_batch` does.
     """
     context.model_name = type(model).__name__
-    names = list(inspect.signature(model.forward).parameters)
-    position = names.index("labels") if "labels" in names else None
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels")
-        if labels is None and position is not None and len(args) > position:
-            labels = args[position]
-        context.state.keep_logits_split = labels is not None and context.mesh is not None
-        if labels is not None:
-            check_same_batch((args, kwargs), context)
+    def enter(module: nn.Module, arguments: Arguments) -> None:
+        context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
+        if context.state.keep_logits_split:
+            check_same_batch(arguments, context)
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
         left = context.state.waiting is not None
         context.state.end()
         if left and output is not None:
@@ -92,8 +87,8 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             return output
         return tuple(map(_handed_out, output)) if type(output) is tuple else output
 
-    model.register_forward_pre_hook(enter, with_kwargs=True)
-    model.register_forward_hook(leave, with_kwargs=True, always_call=True)
+    edit_arguments(model, enter)
+    model.register_forward_hook(leave, always_call=True)
 
 
 def install_side_outputs(base: nn.Module, context: SplitContext) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import UnsupportedError
+from shardwise.layers.arguments import Arguments, edit_arguments
 
 __all__ = ["LabelUse", "check_label_use", "claims_to_shift", "label_use_of", "note_label_use", "shifts_labels"]
 
@@ -33,15 +32,13 @@ class LabelUse:
 def note_label_use(model: nn.Module, use: LabelUse) -> None:
     """Lets `model`, and copies of it, carry what is known, and refuse to be trained where it sees its targets."""
     model.__dict__[_ATTRIBUTE] = use
-    position = [*inspect.signature(model.forward).parameters, "labels"].index("labels")
 
-    def refuse_training(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_labels = kwargs.get("labels") is not None or (len(args) > position and args[position] is not None)
-        if has_labels and module.training and torch.is_grad_enabled():
+    def refuse_training(module: nn.Module, arguments: Arguments) -> None:
+        if arguments.get("labels") is not None and module.training and torch.is_grad_enabled():
             check_label_use(module)
 
     if use.sees_target:
-        model.register_forward_pre_hook(refuse_training, with_kwargs=True)
+        edit_arguments(model, refuse_training)
 
 
 def label_use_of(model: nn.Module) -> LabelUse | None:

@@ -1,16 +1,26 @@
-"""What a module in a region is given of things that stay whole: its part of an input, its share of a bias."""
+"""What a module in a region is given of things that stay full: its part of an input, a size to divide by, its share of
+a bias.
+
+# [Note: an input that tells a rank's size]
+Some attentions reshape what their heads computed by the size of what they were given
+(`embed_dim = hidden_states.size(2)`), which no attribute says that could be divided. On a rank, what the heads computed
+is a part; so the input is made to say the part's size. It computes with all of its features all the same.
+"""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region
+from shardwise.layers.arguments import change_arguments
 from shardwise.layers.context import SplitContext
 
-__all__ = ["install_shares", "install_sliced"]
+__all__ = ["install_shares", "install_sliced", "install_told"]
+
+_KEEPING = frozenset({"transpose", "permute", "contiguous"})
 
 
 def install_sliced(
@@ -23,20 +33,11 @@ def install_sliced(
     Args:
         enters: whether the input comes from outside of any region, so that its gradients must be summed here.
     """
-    position = list(inspect.signature(module.forward).parameters).index(argument)
 
     def own_part(x: Tensor) -> Tensor:
         return _own_part(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
 
-    def slice_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(kwargs.get(argument), Tensor):
-            return args, {**kwargs, argument: own_part(kwargs[argument])}
-        if position < len(args) and isinstance(args[position], Tensor):
-            own = own_part(args[position])
-            return (*args[:position], own, *args[position + 1 :]), kwargs
-        return args, kwargs
-
-    module.register_forward_pre_hook(slice_input, with_kwargs=True)
+    change_arguments(module, [argument], own_part)
 
 
 def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
@@ -48,6 +49,46 @@ def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Ten
     own = num_heads // context.size
     heads = x.unflatten(dim, (-1, num_heads))
     return heads.narrow(dim + 1, context.coord * own, own).flatten(dim, dim + 1)
+
+
+def install_told(module: nn.Module, argument: str, context: SplitContext) -> None:
+    """Lets the input called `argument` tell `module` 1 / tp of the size of its last dim."""
+    change_arguments(module, [argument], lambda x: _tell(x, x.shape[-1] // context.size))
+
+
+class _Told(Tensor):
+    """A tensor that tells a part of its last dim; whatever is computed from it, views of the same features aside, is a
+    plain tensor.
+    """
+
+    _told_size: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+            told, name = args[0] if args else None, getattr(func, "__name__", "")
+            if not isinstance(told, _Told):
+                return out
+            if name == "size" or func == Tensor.shape.__get__:  # type: ignore[attr-defined]
+                return _with_last(out, told, args[1:], kwargs or {})
+            if name in _KEEPING and out.shape[-1] == told.shape[-1]:
+                return _tell(out, told._told_size)
+            return out
+
+
+def _with_last(sizes: Any, told: _Told, args: Any, kwargs: Any) -> Any:
+    """What was asked of a tensor's sizes, with the size it tells for its last dim."""
+    dim = args[0] if args else kwargs.get("dim")
+    if dim is None:
+        return torch.Size((*sizes[:-1], told._told_size))
+    return told._told_size if dim % told.dim() == told.dim() - 1 else sizes
+
+
+def _tell(x: Tensor, size: int) -> Tensor:
+    told = x.as_subclass(_Told)
+    told._told_size = size
+    return told
 
 
 def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:

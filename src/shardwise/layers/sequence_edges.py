@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full, gather_to_region, scatter_from_region, split_full
-from shardwise.layers.arguments import argument_names, map_first, map_inputs
-from shardwise.layers.context import SplitContext
+from shardwise.layers.arguments import change_arguments, change_hidden, map_first
+from shardwise.layers.context import SplitContext, ends_missing
 
-__all__ = ["cut", "install_parts", "install_stack", "install_whole", "own_part", "pad", "sequence_dim"]
+__all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
 
 
 def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_behind: bool) -> None:
@@ -31,51 +31,58 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
             them; else every rank's gradient is complete and the join takes its slice.
     """
 
-    def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return map_inputs(args, kwargs, lambda x: _split_sequence(x, stack, context))
-
     def join(module: nn.Module, args: Any, output: Any) -> Any:
-        length = context.state.lengths[stack]
+        length, context.state.open_stack = context.state.length_of(stack), None
         return map_first(output, lambda x: _join_sequence(x, length, context, partial_behind=partial_behind))
 
-    layers[0].register_forward_pre_hook(split, with_kwargs=True)
+    change_hidden(layers[0], lambda x: _split_sequence(x, stack, context))
     for layer in layers if context.has_dropout else ():
         _install_draws(layer, context)
     layers[-1].register_forward_hook(join)
 
 
+def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
+    """Sees to it that `owner`, whose forward runs the layers of a stack, runs both ends of it.
+
+    Raises, when it runs:
+        LayoutError: it skips layers at random in training, or has left the first or the last one out.
+    """
+
+    def begin(module: nn.Module, args: Any) -> None:
+        rates = [getattr(each, "layerdrop", 0.0) for each in (module, getattr(module, "config", None))]
+        if module.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise ends_missing(stack, "in training it skips layers at random")
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        is_open = context.state.open_stack == stack
+        context.state.end_layers()
+        if is_open and output is not None:  # None: another error is on its way
+            raise ends_missing(stack, "the last of its layers has not run")
+
+    owner.register_forward_pre_hook(begin)
+    owner.register_forward_hook(end, always_call=True)
+
+
 def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
     """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
-    positions = [position for position, name in enumerate(argument_names(layer)) if name in names]
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        def part(value: Any) -> Any:
-            return own_part(value, context) if isinstance(value, Tensor) else value
-
-        return (
-            tuple(part(value) if position in positions else value for position, value in enumerate(args)),
-            {name: part(value) if name in names else value for name, value in kwargs.items()},
-        )
-
-    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    change_arguments(layer, names, lambda x: own_part(x, context))
 
 
-def install_whole(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
-    """Gives `module`, called `fqn`, inside a layer of a stack the whole sequence; it computes alike on every rank.
+def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
+    """Gives `module`, called `fqn`, inside a layer of a stack the full sequence; it computes alike on every rank.
 
     Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
     """
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        length = context.state.lengths[stack]
+    def enter(x: Tensor) -> Tensor:
         context.begin_draws("whole", module, alike=fqn)
-        return map_inputs(args, kwargs, lambda x: _join_sequence(x, length, context, partial_behind=False))
+        return _join_sequence(x, context.state.length_of(stack), context, partial_behind=False)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         context.end_draws("whole")
         return output if output is None else map_first(output, lambda x: own_part(x, context))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    change_hidden(module, enter)
     module.register_forward_hook(leave, always_call=context.has_dropout)
 
 
@@ -93,6 +100,7 @@ def _install_draws(layer: nn.Module, context: SplitContext) -> None:
 
 
 def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
+    context.state.open_stack = stack
     context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
     context.state.defer_embedding = False
     if context.state.holds_partial_rows:

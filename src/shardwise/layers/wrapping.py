@@ -2,54 +2,59 @@
 
 # [Note: where wrappers look]
 `DistributedDataParallel` makes every rank's parameters those of rank 0, and FSDP shards them again as if all ranks held
-the same. Neither asks a model whether it may. But each reads something of its own first, and finds an error there: DDP
-the names that the module wants ignored, `fully_shard` the list of what has been applied to the module, FSDP1 a mark on
-every parameter. Inside a wrapper's module, `fully_shard` leaves a model alone that "replicate" has been applied to, and
-so ours. What DDP is given inside of another module it overwrites, and only the first forward can tell.
-accelerate's `prepare` and transformers' `Trainer` end in one of these.
+the same. Neither asks a model whether it may. But each does something of its own first, and finds an error there: DDP
+puts the module, which may hold the split model, into itself, `fully_shard` reads the list of what has been applied to
+the module, FSDP1 a mark on every parameter. Inside a wrapper's module, `fully_shard` leaves a model alone that
+"replicate" has been applied to, and so ours. accelerate's `prepare` and transformers' `Trainer` end in one of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import UnsupportedError
 
 __all__ = ["refuse_flattening", "refuse_wrapping"]
 
-_IGNORED = "_ddp_params_and_buffers_to_ignore"
 _FLATTENED = "_fsdp_flattened"
 
 
 def refuse_wrapping(model: nn.Module) -> None:
     """Makes it an error to wrap a split model, or a part of it, in DDP or FSDP. Comes after our own use of them."""
     for module in model.modules():
-        module.__dict__[_IGNORED] = _Refusal("DistributedDataParallel")
         module.__dict__[REGISTRY_KEY] = _Applied(module.__dict__.get(REGISTRY_KEY, {}))
-    model.register_forward_pre_hook(_check_caller, prepend=True)
+    _watch_registrations()
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Has DDP, in this process, refuse modules with parameters of a split model."""
+    register_module_module_registration_hook(_check_parent)
+
+
+def _check_parent(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if isinstance(parent, DistributedDataParallel) and isinstance(module, nn.Module):
+        found = (each.__dict__.get(REGISTRY_KEY) for each in module.modules())
+        if any(isinstance(each, _Applied) for each in found):
+            raise _refused("DistributedDataParallel")
 
 
 def refuse_flattening(parameter: Tensor) -> None:
     """Makes it an error that FSDP1 takes a parameter."""
-    setattr(parameter, _FLATTENED, _Refusal("FSDP"))
+    setattr(parameter, _FLATTENED, _Refusal())
 
 
 class _Refusal:
     """An answer that cannot be read."""
 
-    def __init__(self, wrapper: str) -> None:
-        self.wrapper = wrapper
-
-    def __iter__(self) -> Iterator[str]:
-        raise _refused(self.wrapper)
-
     def __bool__(self) -> bool:
-        raise _refused(self.wrapper)
+        raise _refused("FSDP")
 
 
 class _Applied(dict[str, Any]):
@@ -59,12 +64,6 @@ class _Applied(dict[str, Any]):
         if name == "fully_shard":
             raise _refused("FSDP")
         return name == "replicate" or super().__contains__(name)
-
-
-def _check_caller(module: nn.Module, args: Any) -> None:
-    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
-    if wrapper is not None and any(each is module for each in wrapper.module.modules()):
-        raise _refused("DistributedDataParallel")
 
 
 def _refused(wrapper: str) -> UnsupportedError:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
-from shardwise.layers.linear import RowSplit
 from shardwise.layers.registry import Registry, named_entries
 
 __all__ = ["guard_door", "guard_hooks", "open_door"]
@@ -78,33 +77,42 @@ class _RefusePickle:
 
 
 def guard_hooks(model: nn.Module, registry: Registry) -> None:
-    """Makes modules that compute with a part of the sequence refuse hooks, to which it would look like all of it.
+    """Makes modules refuse hooks, to which a rank's part of heads, features or the sequence would look like all of it.
 
     During a forward they accept them: transformers installs its own there, for what `install_outputs` makes full.
     """
-    plan = registry.plan
-    if plan.sequence is None:
-        return
-    for name, module in model.named_modules():
-        around = next((region.fqn for region in plan.regions if name.startswith(f"{region.fqn}.")), None)
-        leaves = isinstance(module, RowSplit) and module._reduces
-        if name in plan.sequence.whole or (plan.stack_of(name) is not None and (around is None or leaves)):
-            for method in _HOOKS:
-                module.__dict__[method] = MethodType(_guarded(method, name, registry.context), module)
+    plan, sequence = registry.plan, registry.plan.sequence
+    regions = tuple(f"{region.fqn}." for region in plan.regions)
+    for name, module in model.named_modules() if plan.tp_size > 1 else ():
+        part = ""
+        if name.startswith(regions):
+            part = "what heads or features compute"
+        elif sequence is not None and (name in sequence.whole or plan.stack_of(name) is not None):
+            part = "the sequence"
+        for method in _HOOKS if part else ():
+            module.__dict__[method] = MethodType(_guarded(method, name, part, registry.context), module)
+        if plan.direct and name == plan.embedding:
+            module.__dict__["register_forward_hook"] = MethodType(_register_on_full_rows, module)
 
 
-def _guarded(method: str, name: str, context: SplitContext) -> Callable[..., Any]:
+def _guarded(method: str, name: str, part: str, context: SplitContext) -> Callable[..., Any]:
     def register(module: nn.Module, hook: Any, **options: Any) -> Any:
         if not context.is_under_way:
             raise UnsupportedError(
-                f"a hook on {name}, whose sequence is split",
-                why=f"it would be given this rank's 1 / {context.size} of the sequence, which looks like all of it",
-                fix="ask for output_hidden_states=True, whose states are full, or leave out sequence_parallel; where "
-                f"parts are wanted, call torch.nn.Module.{method}(module, hook)",
+                f"a hook on {name}, where {part} is split over tp",
+                why=f"it would be given this rank's 1 / {context.size} of {part}, which looks like all of it",
+                fix="ask for output_hidden_states=True or output_attentions=True, which are full, or leave out "
+                f"sequence_parallel; where parts are wanted, call torch.nn.Module.{method}(module, hook)",
             )
         return getattr(nn.Module, method)(module, hook, **options)
 
     return register
+
+
+def _register_on_full_rows(module: nn.Module, hook: Any, **options: Any) -> Any:
+    """Registers a hook on an embedding that might have left the sum of its rows to the layers: it no longer does."""
+    setattr(module, "_may_defer", False)  # noqa: B010
+    return nn.Module.register_forward_hook(module, hook, **options)
 
 
 @contextmanager

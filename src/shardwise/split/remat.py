@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from shardwise.comm.operations import as_values
 from shardwise.errors import ConfigError
@@ -45,41 +46,64 @@ _DEAR = frozenset(
 )
 
 
+class _Resuming:
+    """A checkpoint whose second run is given the state of the forward that it belongs to: others may have run since."""
+
+    def __init__(self, run: Callable[..., Any], context: SplitContext) -> None:
+        self.run, self.context = run, context
+
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.run(own, *args, **kwargs)
+        state = self.context.state
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.context.resumed(state):
+                return own(*args, **kwargs)
+
+        return self.run(forward, *args, **kwargs)
+
+
 class Recomputed:
     """Mixin: keeps the inputs of its forward and computes it again in backward."""
 
-    _checkpoint: Callable[..., Any]
-    _split: SplitContext
+    _checkpoint: _Resuming
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
-        if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return self._checkpoint(own, *args, **kwargs)
-        state = self._split.state
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._split.resumed(state):
-                return own(*args, **kwargs)
-
-        return self._checkpoint(forward, *args, **kwargs)
+        return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:
-    """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay.
+    """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay. What
+    transformers itself runs again (`gradient_checkpointing_enable`, before or after) belongs to its own forward, too.
 
     Raises:
         ConfigError: a pattern names no module, one module lies within another, or the model has no attention to name.
 
     Communicates: nothing; a recomputed forward repeats what it communicates.
     """
+    context = registry.context
+    for module in model.modules() if context.size > 1 else ():
+        own = vars(module)
+        if "_gradient_checkpointing_func" in own:
+            own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], context)
+        if isinstance(module, PreTrainedModel):
+            own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, context)
     if recompute.mode == "none":
         return
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
     for module in _chosen(model, registry.plan.stacks, recompute):
-        become(module, Recomputed, _checkpoint=run, _split=registry.context)
+        become(module, Recomputed, _checkpoint=_Resuming(run, context))
+
+
+def _enable_resuming(
+    model: PreTrainedModel, context: SplitContext, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
+) -> None:
+    """`PreTrainedModel._set_gradient_checkpointing`, with a function that resumes."""
+    function = _Resuming(gradient_checkpointing_func, context)
+    type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 
 def _chosen(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> list[nn.Module]:

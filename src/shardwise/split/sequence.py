@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.layers.context import SplitContext
 from shardwise.layers.modes import in_eval_mode
 from shardwise.layers.registry import Registry
-from shardwise.layers.sequence_edges import install_parts, install_stack, install_whole
+from shardwise.layers.sequence_edges import install_full, install_owner, install_parts, install_stack
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 
@@ -41,12 +41,12 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
     context.partial_behind = plan.partial_behind
     for fqn in plan.whole:
         stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
-        install_whole(model.get_submodule(fqn), fqn, stack_around, context)
+        install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
         layers = _layers(model, stack.fqn)
         install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)
         owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
-        owner.register_forward_hook(lambda *_: context.state.end_layers(), always_call=True)
+        install_owner(owner, stack.fqn, context)
         if embedding is not None:
             _defer_sum(model.get_submodule(embedding), owner, layers, context)
     inputs: dict[str, list[str]] = {}

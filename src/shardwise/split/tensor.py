@@ -15,11 +15,10 @@ from shardwise.layers.edges import Leave, install_draws_end, install_gathered, i
 from shardwise.layers.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.layers.head import install_head, install_loss, install_side_outputs
 from shardwise.layers.linear import RowSplit, become
-from shardwise.layers.local import install_shares, install_sliced
+from shardwise.layers.local import install_shares, install_sliced, install_told
 from shardwise.layers.norm import SplitNorm
 from shardwise.layers.outputs import install_outputs
 from shardwise.layers.registry import ParameterEntry, Registry
-from shardwise.layers.told import install_told
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.errors import GradientError
+from shardwise.errors import BatchError, GradientError
 from shardwise.train.config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
@@ -102,6 +102,7 @@ def run_loop(
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
     Raises:
+        BatchError: there are fewer batches than steps.
         GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
     """
     record = None
@@ -132,7 +133,14 @@ def _run_step(parts: Parts, step: int, *, lr: float, factor: float, max_grad_nor
     lr *= factor
     for group in parts.optimizer.param_groups:  # a group with a rate of its own keeps its ratio to the others
         group["lr"] = lr * group.setdefault("lr_ratio", group["lr"] / parts.optimizer.defaults["lr"])
-    result = parts.step(next(parts.batches))
+    batch = next(parts.batches, None)
+    if batch is None:
+        raise BatchError(
+            f"the batches end before step {step}",
+            why="a run takes as many batches as it has steps",
+            fix="give it an iterator that begins again at its end, or take fewer steps",
+        )
+    result = parts.step(batch)
     # An infinite bound changes nothing, and the norm is worth knowing all the same.
     grad_norm = float(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
     loss = float(result.loss)
