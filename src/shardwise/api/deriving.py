@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.refusal import explained, problem_of, refused
+from shardwise.api.refusal import explained, problem_of, refused, split_share
 from shardwise.api.trial import Trial, Verdict
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
@@ -182,8 +181,8 @@ class _Candidates:
         parts = self.trial.parts
         blocks = self._blocks()
         if passes:
-            placements = _resolved(declared, self.facts, parts)
-            covered = {fqn for fqn, placement in placements.items() if isinstance(placement, Split)}
+            planned = resolve(declared, self.facts, tp_size=parts).parameters
+            covered = {fqn for fqn, each in planned.items() if isinstance(each.placement, Split)}
             yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
         vocabulary = self._vocabulary()
         yield vocabulary | self._all_that_pass(blocks)
@@ -284,15 +283,7 @@ def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
     return list(kinds.values())
 
 
-def _resolved(plan: Plan, facts: ModelFacts, tp_size: int) -> dict[str, Any]:
-    return {fqn: planned.placement for fqn, planned in resolve(plan, facts, tp_size=tp_size).parameters.items()}
-
-
 def _share(plan: Plan, facts: ModelFacts, tp_size: int) -> float:
     """Elements of the layers' split parameters over all of the layers' elements."""
-    shapes = {fqn: shape for fqn, _, _, shape in facts.parameters()}
-    inside = {
-        fqn: placement for fqn, placement in _resolved(plan, facts, tp_size).items() if facts.layer_of(fqn) is not None
-    }
-    total = sum(math.prod(shapes[fqn]) for fqn in inside)
-    return sum(math.prod(shapes[fqn]) for fqn, place in inside.items() if isinstance(place, Split)) / max(1, total)
+    planned = resolve(plan, facts, tp_size=tp_size).parameters
+    return split_share([each for fqn, each in planned.items() if facts.layer_of(fqn) is not None])

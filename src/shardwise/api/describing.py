@@ -63,10 +63,10 @@ def describe(
         auto_class=auto_class,
         options=model_options,
     )
-    if batch is None:
-        return explain(plan, collectives=_communicated(rehearsal), memory=memory)
-    held, collectives = _rehearsed(rehearsal, batch)
-    return explain(plan, collectives=collectives, memory=f"{memory}\n{held}")
+    if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
+        return explain(plan, collectives=(), memory=memory)
+    held, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
+    return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{held}")
 
 
 def _at_rest(plan: SplitPlan, *, dtype: str) -> str:
@@ -75,13 +75,6 @@ def _at_rest(plan: SplitPlan, *, dtype: str) -> str:
     found = state_bytes(layouts, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize)
     parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
     return f"a rank keeps {_mib(found.total)} from step to step in {dtype}: {parts}"
-
-
-def _communicated(rehearsal: Rehearsal) -> tuple[str, ...]:
-    """What a microbatch of a few tokens communicates over tp, in words."""
-    if rehearsal.shape.tp_size == 1 or dist.is_initialized():
-        return ()
-    return _rehearsed(rehearsal, _FEW_TOKENS)[1]
 
 
 def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple[str, ...]]:

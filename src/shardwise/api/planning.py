@@ -69,26 +69,19 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
         return vocabulary | declared | own
     if idle:
         logger.warning("%s", _idle(model, declared, idle).summary)
+    automatic = vocabulary | declared
     try:
         derived = _examined(
-            model,
-            vocabulary | declared,
-            tp_size=tp_size,
-            sequence_parallel=spec.sequence_parallel,
-            anew=kind == "derived",
+            model, automatic, tp_size=tp_size, sequence_parallel=spec.sequence_parallel, anew=kind == "derived"
         )
-    except PlanError:
-        if not own.rules:
-            raise  # it says itself what does not fit
-        automatic = vocabulary | declared
+        automatic = derived.plan
+        if derived.problem is not None:
+            raise derived.problem
     except ShardwiseError as error:
+        if not own.rules and isinstance(error, PlanError):
+            raise  # it says itself what does not fit
         if not own.rules:
             raise (_idle(model, declared, idle) if idle else _unknown(model, str(error))) from error
-        automatic = vocabulary | declared
-    else:
-        if derived.problem is not None and not own.rules:
-            raise derived.problem
-        automatic = derived.plan
     return automatic | own
 
 

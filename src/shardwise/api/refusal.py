@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from shardwise.api.trial import Verdict
 from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
+from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.match import star_numbers
 from shardwise.plan.parameters import OUTSIDE
 from shardwise.plan.resolve import resolve
@@ -15,7 +16,7 @@ from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["explained", "problem_of", "refused"]
+__all__ = ["explained", "problem_of", "refused", "split_share"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
@@ -39,6 +40,12 @@ def explained(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, tp_s
     return plan | Plan(tuple(rules))
 
 
+def split_share(planned: Collection[ParameterPlan]) -> float:
+    """Elements of split parameters over elements of all."""
+    split = sum(math.prod(each.shape) for each in planned if isinstance(each.placement, Split))
+    return split / max(1, sum(math.prod(each.shape) for each in planned))
+
+
 def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str], *, tp_size: int) -> PlanError | None:
     """The error for the model called `name` if `plan` splits next to nothing of its layers.
 
@@ -47,9 +54,8 @@ def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str
     """
     resolved = resolve(plan, facts, tp_size=tp_size).parameters
     used = [each for fqn, each in resolved.items() if facts.layer_of(fqn) is not None and fqn in reached]
-    total = sum(math.prod(each.shape) for each in used)
-    split = sum(math.prod(each.shape) for each in used if isinstance(each.placement, Split))
-    if split > _LEAST * total:
+    share = split_share(used)
+    if share > _LEAST:
         return None
     matrices = [each for each in used if len(each.shape) > 1 and not isinstance(each.placement, Split)]
     unseen = "no product in its layer needs just a part of it"
@@ -57,7 +63,7 @@ def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str
     example = f'{{"{star_numbers(matrices[0].fqn)}": "split(0)"}}' if matrices else '{"layers.*.up_proj": "colwise"}'
     return PlanError(
         f"cannot split {name} over tp={tp_size}: "
-        f"{f'only {split / total:.1%}' if split else 'nothing'} of its layers can be split",
+        f"{f'only {share:.1%}' if share else 'nothing'} of its layers can be split",
         why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
         fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
         "and prove them with shardwise.verify(..., plan=...); or use tp_size 1",

@@ -50,9 +50,10 @@ def verify(
 
     Builds a tiny twin (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
     ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and
-    after twenty the copies that ranks hold of the same parameters, all in float32. Where the run computes in a narrower
-    dtype, a second run in it must come as near to float32 as the unsplit model in that dtype does. Starts its own
-    ranks; call it from one process.
+    after twenty the copies that ranks hold of the same parameters, all in float32. One more step runs on padded rows
+    with dropout, for which the unsplit model is given what the ranks dropped. Where the run computes in a narrower
+    dtype, another one in it must come as near to float32 as the unsplit model in that dtype does. Starts its own ranks;
+    call it from one process.
 
     Args:
         source: a model, a directory, a hub id or a config; only its architecture matters.
