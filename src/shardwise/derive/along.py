@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from shardwise.plan.structure import LayerStack, ModelFacts, parent_of
 __all__ = ["sequence_plans"]
 
 _MAX_INPUTS = 2
+_BY = "structure"
 
 
 def sequence_plans(
@@ -64,31 +64,19 @@ def sequence_plans(
             _tails(split, chosen[-1], order),
         ):
             last = "sequence_partial" if tail is not None else "sequence"
-            rules = [
-                *(
-                    _sequence(stack, "sequence" if stack != chosen[-1] else last, "its layers are split")
-                    for stack in chosen
-                ),
-                *(
-                    _sequence(name, "partial_gradient", "it runs between the layers and the head")
-                    for name in tail or ()
-                ),
-                *(_input(name, "it is used position by position") for name in inputs),
-                *(_input(name, "it is a part, as the hidden states are") for name in gathered),
-                *(_sequence(name, "whole_sequence", "it mixes positions and is not split") for name in whole),
-            ]
-            candidate = plan | Plan(tuple(rules))
+            names = {
+                "sequence": (chosen[:-1], "its layers are split"),
+                last: (chosen if last == "sequence" else chosen[-1:], "its layers are split"),
+                "partial_gradient": (tail or (), "it runs between the layers and the head"),
+                "whole_sequence": (whole, "it mixes positions and is not split"),
+            }
+            rules = [SequenceRule(fqn, style, _BY, why) for style, (fqns, why) in names.items() for fqn in fqns]
+            cut = [InputRule(fqn, "sequence", _BY, "it is used position by position") for fqn in inputs]
+            cut += [InputRule(fqn, "sequence", _BY, "it is a part, as the hidden states are") for fqn in gathered]
+            candidate = plan | Plan((*rules, *cut))
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
-
-
-def _sequence(pattern: str, style: str, reason: str) -> SequenceRule:
-    return SequenceRule(pattern, style, source="structure", reason=reason)
-
-
-def _input(pattern: str, reason: str) -> InputRule:
-    return InputRule(pattern, "sequence", source="structure", reason=reason)
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:
@@ -194,18 +182,14 @@ def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
     return False
 
 
-@dataclass
-class _Order:
+class _Order(TorchFunctionMode):
     """When what ran: `left` of every stack, by the layer that ran last; `used` of every parameter, at last."""
 
-    left: dict[str, int] = field(default_factory=dict)
-    used: dict[str, int] = field(default_factory=dict)
-
-
-class _Clock(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.order, self.now = _Order(), 0
+        self.left: dict[str, int] = {}
+        self.used: dict[str, int] = {}
+        self.now = 0
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -213,24 +197,24 @@ class _Clock(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, Tensor) and id(value) in self.names:
-                    self.order.used[self.names[id(value)]] = self.now
+                    self.used[self.names[id(value)]] = self.now
         return func(*args, **(kwargs or {}))
 
 
 def _watch_order(model: nn.Module, stacks: Sequence[LayerStack], batch: Mapping[str, Any]) -> _Order:
     model = copy.deepcopy(model)  # some models replace their modules when they run
-    clock = _Clock(model)
+    order = _Order(model)
     hooks = []
     for stack in stacks:
 
         def left(module: nn.Module, args: Any, output: Any, stack: str = stack.fqn) -> None:
-            clock.order.left[stack] = clock.now
+            order.left[stack] = order.now
 
         hooks += [model.get_submodule(layer).register_forward_hook(left) for layer in stack.items]
     try:
-        with clock, torch.no_grad():
+        with order, torch.no_grad():
             model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
     finally:
         for hook in hooks:
             hook.remove()
-    return clock.order
+    return order

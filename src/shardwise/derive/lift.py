@@ -26,15 +26,10 @@ def lifted(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
             raised.append(block)
     if not raised:
         return plan
-    kept = [
-        rule
-        for rule in plan.rules
-        if rule.style not in _EDGES or not any(f"{rule.pattern}.".startswith(f"{block}.") for block in raised)
-    ]
-    reason = "its parts add up to one sum"
-    return Plan(
-        tuple(RegionRule(block, "region_output", source="structure", reason=reason) for block in raised)
-    ) | Plan(tuple(kept))
+    blocks = [RegionRule(block, "region_output", "structure", "its parts add up to one sum") for block in raised]
+    inside = tuple(f"{block}." for block in raised)
+    kept = [rule for rule in plan.rules if rule.style not in _EDGES or not f"{rule.pattern}.".startswith(inside)]
+    return Plan(tuple(blocks)) | Plan(tuple(kept))
 
 
 def _list_around(module: str, facts: ModelFacts) -> str:

@@ -93,8 +93,7 @@ class Reach:
         # Where the whole output is left at once, products may be weighted on the way: at zero they weigh nothing.
         layer = self.layer.hollow if self.bare and self.layer.hollow is not None else self.layer
         calls = [call for call in layer.calls if call.fqn == module]
-        outputs = [value for value in layer.outputs if value.requires_grad and value.grad_fn is not None]
-        total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+        total = _weighed([value for value in layer.outputs if value.requires_grad and value.grad_fn is not None])
         found: set[str] = set()
         for call in calls:
             inputs = [value for value in call.inputs if value.requires_grad]
@@ -254,13 +253,7 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
     With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the gradients
     times the values add up to the output.
     """
-    hollow = reach.layer.hollow
-    if hollow is None:
-        return ()
-    outputs = [call.outputs[0] for call in hollow.calls if call.fqn == entry and call.outputs]
-    if not outputs or not any(value.grad_fn is not None for value in outputs):
-        return ()
-    total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+    total = _weighed(_hollow_outputs(reach, entry))
     names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
     gradients = gradients_of(total, [reach.parameters[name] for name in names])
     shares = {
@@ -279,16 +272,19 @@ def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
 def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
     """Identities inside that hand what is whole on to the partial sum (experts without weights)."""
     hollow = reach.layer.hollow
-    outputs = [value for call in hollow.calls if call.fqn == entry for value in call.outputs[:1]] if hollow else []
-    if hollow is None or not any(value.grad_fn is not None for value in outputs):
-        return ()
-    total = sum(((value * _signs(value)).sum() for value in outputs), torch.zeros(()))
+    total = _weighed(_hollow_outputs(reach, entry))
     found = []
-    for call in hollow.calls:
+    for call in hollow.calls if hollow is not None else ():
         inside = call.fqn.startswith(f"{entry}.") and isinstance(model.get_submodule(call.fqn), nn.Identity)
         if inside and call.inputs and any(_nonzero(gradient) for gradient in gradients_of(total, call.inputs)):
             found.append(call.fqn)
     return tuple(dict.fromkeys(found))
+
+
+def _hollow_outputs(reach: Reach, entry: str) -> list[Tensor]:
+    """What `entry` puts out where the row products are zero."""
+    calls = reach.layer.hollow.calls if reach.layer.hollow is not None else []
+    return [value for call in calls if call.fqn == entry for value in call.outputs[:1]]
 
 
 def _is_linear_weight(model: nn.Module, name: str) -> bool:
@@ -308,6 +304,11 @@ def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | N
 
 def _nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient != 0).any())
+
+
+def _weighed(values: Sequence[Tensor]) -> Tensor:
+    """The sum of all elements, each with a weight of its own: a number that depends on all that they depend on."""
+    return sum(((value * _signs(value)).sum() for value in values), torch.zeros(()))
 
 
 def _signs(value: Tensor) -> Tensor:

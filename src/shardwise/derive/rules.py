@@ -7,6 +7,7 @@ everything, so a block has several plans, best guess first, for whoever can run 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ _MAX_GUESSES = 6
 """How many guesses of attributes are tried at the first choice of entries."""
 _MAX_GUESSES_BELOW = 2
 """And at the others."""
+_weights = functools.partial(ParameterRule, source="structure")
+_region = functools.partial(RegionRule, source="structure")
+_input = functools.partial(InputRule, source="structure")
 _LARGE = 0.02
 """From which part of its layer's elements a linear outside of all blocks is worth a collective."""
 
@@ -42,14 +46,12 @@ class Block:
     Attributes:
         layer: FQN of the layer.
         candidates: plans that may split it, best guess first; the last one may gather what others leave split.
-        num_elements: of the parameters it splits.
-        parameters: their FQNs.
+        parameters: FQNs of those that it splits.
         key: names its kind: the row products within the layer.
     """
 
     layer: str
     candidates: tuple[Plan, ...]
-    num_elements: int
     parameters: frozenset[str] = field(default_factory=frozenset)
     key: tuple[str, ...] = ()
 
@@ -77,12 +79,8 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     Where a layer runs inside a function of its own its graph shows nothing, and these are all.
     """
     own = [block for block in blocks if block.layer == layer]
-    entries = [
-        rule.pattern
-        for block in own
-        for rule in block.candidates[0].section(RegionRule)
-        if rule.style in ("region", "region_output")
-    ]
+    rules = (rule for block in own for rule in block.candidates[0].section(RegionRule))
+    entries = [rule.pattern for rule in rules if rule.style in ("region", "region_output")]
     split = frozenset().union(*(block.parameters for block in own))
     sizes = {name: math.prod(facts.modules[name].parameters.get("weight", (0,))) for name in facts.inside(layer)}
     names = [
@@ -95,11 +93,10 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     ]
     if not names:
         return None
-    rules = (_weights(name, "colwise_gather_output", "its layer shows no structure around it") for name in names)
+    reason = "its layer shows no structure around it"
     return Block(
         layer=layer,
-        candidates=(Plan(tuple(rules)),),
-        num_elements=sum(sizes[name] for name in names),
+        candidates=(Plan(tuple(_weights(name, "colwise_gather_output", reason=reason) for name in names)),),
         parameters=frozenset(f"{name}.weight" for name in names),
         key=tuple(sorted(name.removeprefix(f"{layer}.") for name in names)),
     )
@@ -119,23 +116,6 @@ def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
         merged = [product, *(other for group in together for other in group)]
         groups = [group for group in groups if group not in together] + [merged]
     return groups
-
-
-def _weights(pattern: str, style: str, reason: str) -> Rule:
-    return ParameterRule(pattern, style, source="structure", reason=reason)
-
-
-def _region(pattern: str, style: str, reason: str) -> Rule:
-    return RegionRule(pattern, style, source="structure", reason=reason)
-
-
-def _input(pattern: str, style: str, reason: str) -> Rule:
-    return InputRule(pattern, style, source="structure", reason=reason)
-
-
-def _divided(guess: Mapping[str, str]) -> Iterator[Rule]:
-    reason = "counts what is split"
-    return (AttributeRule(name, style, source="structure", reason=reason) for name, style in guess.items())
 
 
 class _Builder:
@@ -162,7 +142,6 @@ class _Builder:
         return Block(
             layer=self.layer.fqn,
             candidates=tuple(self._candidates()),
-            num_elements=sum(math.prod(self.shapes[name]) for name in parameters),
             parameters=parameters,
             key=tuple(sorted(product.parameter.removeprefix(f"{self.layer.fqn}.") for product in self.group)),
         )
@@ -172,7 +151,7 @@ class _Builder:
         for position, entries in enumerate(find_entries(self.facts, self.reach)):
             rules, slices = self._rules(entries), tuple(self._slices(entries))
             for guess in attributes if position == 0 else attributes[:_MAX_GUESSES_BELOW]:
-                divided = tuple(_divided(guess))
+                divided = tuple(self._divided(guess))
                 # Blocks of one kind are tried in step, so each has both.
                 yield Plan((*rules, *divided, *slices))
                 yield Plan((*rules, *divided))
@@ -187,37 +166,43 @@ class _Builder:
         reason = "what is split is reshaped by its size"
         hidden = {call.fqn: hidden_name(call) for call in self.layer.calls if entries.get(call.fqn) == "region"}
         names = [f"{fqn}.{name}" for fqn, name in hidden.items() if f"{fqn}.{name}" in self.facts.inputs()]
-        told = [_input(name, "local_size", reason) for name in names]
+        told = [_input(name, "local_size", reason=reason) for name in names]
         rules, slices = self._rules(entries), tuple(self._slices(entries))
         for guess in attributes if told else ():
-            yield Plan((*rules, *_divided(guess), *slices, *told))
+            yield Plan((*rules, *self._divided(guess), *slices, *told))
+
+    def _divided(self, guess: Mapping[str, str]) -> Iterator[Rule]:
+        reason = "counts what is split"
+        return (AttributeRule(name, style, source="structure", reason=reason) for name, style in guess.items())
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
-        rules: dict[str, Rule] = {}
-        for entry, edge in entries.items():  # first: a rule on a parameter of the same module must win
-            rules[entry] = _region(entry, edge, "everything it is given is used by split parts alone")
+        """Of several on one name the last one."""
+        return list({rule.pattern: rule for rule in self._found(entries)}.values())
+
+    def _found(self, entries: Mapping[str, str]) -> Iterator[Rule]:
+        for entry, edge in entries.items():
+            yield _region(entry, edge, reason="everything it is given is used by split parts alone")
             for name in sorted(self.reach.passing(entry) or ()) if edge == "region" else ():
-                rules[f"{entry}.{name}"] = _input(f"{entry}.{name}", "aside", "it is used behind the sum")
+                yield _input(f"{entry}.{name}", "aside", reason="it is used behind the sum")
         for product in self.group:
-            rules |= self._row_rules(product, entries)
+            yield from self._row_rules(product, entries)
         weights = [name for name in self.holdings if self._is_weight(name)]
         covered = {parent_of(name) for name in weights}
         for name, holding in self.holdings.items():
             if name in weights or parent_of(name) not in covered or not name.endswith(".bias"):
-                rules |= self._column_rule(name, holding, entries)
-        for entry, edge in entries.items():
-            for name in find_added(self.reach, entry) if edge == "region_output" else ():
-                rules[name] = _weights(name, "added_once", "it is added to partial sums")
-            for name in find_passed(self.model, self.reach, entry) if edge == "region_output" else ():
-                rules[name] = _region(name, "moe_identity_expert", "what it passes on is added to partial sums")
-        return list(rules.values())
+                yield from self._column_rules(name, holding, entries)
+        for entry in (entry for entry, edge in entries.items() if edge == "region_output"):
+            for name in find_added(self.reach, entry):
+                yield _weights(name, "added_once", reason="it is added to partial sums")
+            for name in find_passed(self.model, self.reach, entry):
+                yield _region(name, "moe_identity_expert", reason="what it passes on is added to partial sums")
 
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Inputs of which a rank gets its own part; tried without, too: the layer that made them may have cut them."""
         for name, dim in find_sliced_inputs(self.facts, self.reach, entries).items():
             if self._is_aside(name, entries):
                 continue
-            yield _input(name, f"split({dim})", "each rank uses its own part of it")
+            yield _input(name, f"split({dim})", reason="each rank uses its own part of it")
 
     def _is_aside(self, name: str, entries: Mapping[str, str]) -> bool:
         owner, _, argument = name.rpartition(".")
@@ -229,40 +214,34 @@ class _Builder:
         names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
             if _can_gather(self.model, self.facts, owner, self.parts):
-                yield _weights(owner, "colwise_gather_output", "what works on its outputs cannot be split")
+                yield _weights(owner, "colwise_gather_output", reason="what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:
         return name.endswith(".weight") and self.facts.modules[parent_of(name)].kind in ("linear", "transposed")
 
-    def _row_rules(self, product: RowProduct, entries: Mapping[str, str]) -> dict[str, Rule]:
+    def _row_rules(self, product: RowProduct, entries: Mapping[str, str]) -> Iterator[Rule]:
         reason = f"its {product.features} input features fall into runs that need different rows"
+        owner = parent_of(product.parameter)
         if self._is_weight(product.parameter):
-            style = "rowwise_reenter" if product.reenters else "rowwise"
-            owner = parent_of(product.parameter)
-            return {owner: _weights(owner, style, reason)}
+            yield _weights(owner, "rowwise_reenter" if product.reenters else "rowwise", reason=reason)
+            return
         sections = self.shapes[product.parameter][product.input_dim] // product.features
-        rules = {product.parameter: _weights(product.parameter, str(SplitStyle(product.input_dim, sections)), reason)}
+        yield _weights(product.parameter, str(SplitStyle(product.input_dim, sections)), reason=reason)
         bias = f"{product.module}.bias"
-        if (
-            product.module == parent_of(product.parameter)
-            and entries.get(product.module) == "all_reduce"
-            and bias in self.shapes
-        ):
-            rules[bias] = _weights(bias, "added_once", "it is added to partial sums")
-        return rules
+        if product.module == owner and entries.get(owner) == "all_reduce" and bias in self.shapes:
+            yield _weights(bias, "added_once", reason="it is added to partial sums")
 
-    def _column_rule(self, name: str, holding: Holding, entries: Mapping[str, str]) -> dict[str, Rule]:
+    def _column_rules(self, name: str, holding: Holding, entries: Mapping[str, str]) -> Iterator[Rule]:
         owner = parent_of(name)
         if self._is_norm(owner):
-            return {owner: _weights(owner, "norm_split", "it normalises split features")}
+            yield _weights(owner, "norm_split", reason="it normalises split features")
+            return
+        names = [name]
+        if self._is_weight(name):
+            # Where the module's own rule says that it is entered, its parameters have theirs.
+            names = [f"{owner}.{own}" for own in self.facts.modules[owner].parameters] if owner in entries else [owner]
         style, reason = self.styler.style(name, holding), "each rank's features depend on their own part of it"
-        if not self._is_weight(name):
-            return {name: _weights(name, style, reason)}
-        if owner not in entries:
-            return {owner: _weights(owner, style, reason)}
-        # The module's own rule says that it is entered; then its parameters have theirs.
-        names = [f"{owner}.{own}" for own in self.facts.modules[owner].parameters]
-        return {each: _weights(each, style, reason) for each in names}
+        yield from (_weights(each, style, reason=reason) for each in names)
 
     def _is_norm(self, owner: str) -> bool:
         try:

@@ -13,7 +13,6 @@ other).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.layout.placement import Chunk, Replicate, Split
@@ -64,14 +63,15 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     held = _held(facts)
     candidates = [layer for layer in outermost_layers(facts.stacks) if held[layer]]
     for end in (facts.embedding, facts.head):
-        if end and not any(_is_within(end, each) for each in candidates):
+        if end and not any(f"{end}.".startswith(f"{each}.") for each in candidates):
             candidates.append(end)
     units: list[list[str]] = []
     for candidate in candidates:
         sharing = [unit for unit in units if any(held[candidate] & held[module] for module in unit)]
         merged = [module for unit in sharing for module in unit] + [candidate]
         units = [unit for unit in units if unit not in sharing] + [merged]
-    outside = _held_outside([module for unit in units for module in unit], facts)
+    inside = tuple(f"{module}." for unit in units for module in unit)
+    outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not fqn.startswith(inside)}
     return tuple(tuple(unit) for unit in units if not any(held[module] & outside for module in unit))
 
 
@@ -82,16 +82,3 @@ def _held(facts: ModelFacts) -> dict[str, set[str]]:
         for module in upwards(owner):
             held[module].add(facts.tied.get(fqn, fqn))
     return held
-
-
-def _held_outside(modules: Sequence[str], facts: ModelFacts) -> frozenset[str]:
-    """Canonical FQNs of the parameters that a module outside `modules` holds."""
-    return frozenset(
-        facts.tied.get(fqn, fqn)
-        for fqn, owner, *_ in facts.parameters()
-        if not any(_is_within(owner, each) for each in modules)
-    )
-
-
-def _is_within(fqn: str, ancestor: str) -> bool:
-    return f"{fqn}.".startswith(f"{ancestor}.")

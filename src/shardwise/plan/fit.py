@@ -65,38 +65,37 @@ class _Fit:
     def __init__(self, plan: Plan, facts: ModelFacts) -> None:
         modules = [name for name in facts.modules if name]
         weights = [*modules, *(fqn for fqn, *_ in facts.parameters())]
-        of_kind = {
-            ParameterRule: weights,
-            RegionRule: modules,
-            AttributeRule: list(facts.attributes()),
-            SequenceRule: weights,
-            InputRule: list(facts.inputs()),
+        self.plan = plan
+        self.known: dict[type[Rule], Mapping[str, object]] = {
+            ParameterRule: dict.fromkeys(weights),
+            RegionRule: dict.fromkeys(modules),
+            AttributeRule: facts.attributes(),
+            SequenceRule: dict.fromkeys(weights),
+            InputRule: facts.inputs(),
         }
-        self.plan, self.ordered = plan, of_kind
-        self.known: dict[type[Rule], frozenset[str]] = {kind: frozenset(names) for kind, names in of_kind.items()}
-        self.matcher = Matcher([*weights, *of_kind[AttributeRule], *of_kind[InputRule]])
-        self.names = {rule: self.matcher.governed(rule.pattern) & self.known[type(rule)] for rule in plan.rules}
+        self.matcher = Matcher(name for names in self.known.values() for name in names)
+        self.names = {rule: self.matcher.governed(rule.pattern) & self.known[type(rule)].keys() for rule in plan.rules}
 
     def governing(self, kind: type[_Kind]) -> dict[str, _Kind]:
         """The rule of a kind that governs each name: the last one that matches."""
         found: dict[str, _Kind] = {}
         for rule in self.plan.section(kind):
             found.update(dict.fromkeys(self.names[rule], rule))
-        return {name: found[name] for name in self.ordered[kind] if name in found} if found else {}
+        return {name: found[name] for name in self.known[kind] if name in found}
 
     def nothing_matched(self, rules: list[Rule]) -> PlanError:
         """The error for rules of the user's that match nothing."""
-        names = len(frozenset().union(*self.known.values()))
+        num_names = len({name for names in self.known.values() for name in names})
         return PlanError(
             "a rule matches nothing" if len(rules) == 1 else f"{len(rules)} rules match nothing",
             at="\n".join(f'rule "{rule}"' for rule in rules),
-            why=f"none of the {names} names that the sections are about fits, so the rule would be ignored",
+            why=f"none of the {num_names} names that the sections are about fits, so the rule would be ignored",
             fix="\n".join(f"{rule.pattern}: {self._remedy(rule)}" for rule in rules),
         )
 
     def _remedy(self, rule: Rule) -> str:
         found = self.matcher.governed(rule.pattern)
-        sections = [kind.section for kind, names in self.known.items() if found & names]
+        sections = [kind.section for kind, names in self.known.items() if found & names.keys()]
         if sections:
             return f"no rule of the {rule.section}; write it in a Plan's text under [{'] or ['.join(sections)}]"
         close = self.matcher.nearest(rule.pattern)

@@ -95,14 +95,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
-            value = getattr(self, name)
-            if value not in _DTYPES:
-                raise ConfigError(
-                    f"Precision {name} is {value!r}{did_you_mean(str(value), _DTYPES)}",
-                    fix=f"use one of {', '.join(_DTYPES)}",
-                )
-        if self.nonfinite not in _NONFINITE:
-            raise ConfigError(f"Precision nonfinite is {self.nonfinite!r}", fix=f"use one of {', '.join(_NONFINITE)}")
+            _check_choice(f"Precision {name}", getattr(self, name), _DTYPES)
+        _check_choice("Precision nonfinite", self.nonfinite, _NONFINITE)
         if self.params == "float16":
             raise ConfigError(
                 "Precision params is 'float16'",
@@ -124,7 +118,7 @@ class Recompute:
 
     Attributes:
         mode: "none", "full", "attention" or "selective".
-        every: recompute only every so manieth block, from the first on.
+        every: recompute only every n-th block, from the first on.
         modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), of which no
             one may lie within another.
 
@@ -137,11 +131,7 @@ class Recompute:
     modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.mode not in _RECOMPUTED:
-            raise ConfigError(
-                f"Recompute mode {self.mode!r}{did_you_mean(str(self.mode), _RECOMPUTED)}",
-                fix=f"use one of {', '.join(_RECOMPUTED)}",
-            )
+        _check_choice("Recompute mode", self.mode, _RECOMPUTED)
         if type(self.every) is not int or self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", tuple(self.modules))
@@ -164,6 +154,13 @@ class Compile:
 
     backend: str = "inductor"
     dynamic: bool | None = None
+
+
+def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"{what} is {value!r}{did_you_mean(str(value), choices)}", fix=f"use one of {', '.join(choices)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from shardwise.plan.regions import COLUMN_STYLES, Region, region_around
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.sequence import SequencePlan
 from shardwise.plan.split_style import SplitStyle
-from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of
+from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of, upwards
 
 __all__ = ["OUTSIDE", "VOCABULARY_STYLES", "ParameterRules", "complete_ties"]
 
@@ -125,11 +125,10 @@ class ParameterRules:
     def _heads_around(self, module: str) -> Heads | None:
         """The heads of the nearest module around that has any, inside of its region."""
         region = region_around(module, self.regions)
-        while module:
-            heads = self.facts.modules[module].heads
-            if heads is not None or (region is not None and module == region.fqn):
+        for name in upwards(module):
+            heads = self.facts.modules[name].heads
+            if heads is not None or (region is not None and name == region.fqn):
                 return heads
-            module = parent_of(module)
         return None
 
 

@@ -88,7 +88,7 @@ def find_sequence(
     if not stacks:
         return _implied(facts, regions, head=head)
     for name, rule in stacks.items():
-        if not _is_list(name, facts):
+        if name not in facts.modules or facts.modules[name].kind != "list":
             raise PlanError(
                 f"{name} is no list of layers",
                 at=f'rule "{rule}"',
@@ -126,10 +126,6 @@ def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) 
         stacks=(Stack(fqn=stacks[0], partial_behind=head is not None),),
         behind=frozenset(name for name in behind if not _is_within(name, stacks[0])),
     )
-
-
-def _is_list(name: str, facts: ModelFacts) -> bool:
-    return name in facts.modules and facts.modules[name].kind == "list"
 
 
 def _is_within(fqn: str, ancestor: str) -> bool:

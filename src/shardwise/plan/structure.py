@@ -122,11 +122,7 @@ class ModelFacts:
 
     def heads_around(self, module: str) -> Heads | None:
         """The heads of the nearest module at or above `module` that has any."""
-        while module:
-            if self.modules[module].heads is not None:
-                return self.modules[module].heads
-            module = parent_of(module)
-        return None
+        return next((found for name in upwards(module) if (found := self.modules[name].heads) is not None), None)
 
     def inside(self, ancestor: str) -> Iterator[str]:
         """The FQNs of the modules below `ancestor`, itself excluded."""
