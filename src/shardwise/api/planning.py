@@ -30,6 +30,7 @@ from shardwise.plan.fit import idle_rules
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
+from shardwise.proof.draws import seeded
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import declared_plan, read_request, vocabulary_plan
 
@@ -112,7 +113,8 @@ def _examined(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parall
             return Derivation(plan=Plan.from_json(json.loads(path.read_text())))
         except (ValueError, OSError):
             logger.warning("ignoring the damaged plan at %s", path)
-    derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
+        derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
     if path is not None and derived.problem is None:
         _keep(path, derived.plan)
     return derived

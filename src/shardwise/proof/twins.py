@@ -109,7 +109,7 @@ def build_twin(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedMo
     config = _config_for(cls, config)
     make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
     with torch.random.fork_rng(devices=[]), _uninitialized_as_nan():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not the devices': one rank plans, all drop alike
         try:
             model = make(config)
         except Exception as error:  # foreign constructors fail in any way; the cause is passed on
