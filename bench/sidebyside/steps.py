@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics, counters
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
@@ -104,11 +105,12 @@ def measure(
         batch = {"input_ids": ids.to(mesh.device), "labels": ids.to(mesh.device)}
         losses, compiled = {}, {}
         for name, contender in contenders.items():
-            before = count_compilation()
+            counters.clear()
+            clear_compilation_metrics()
             losses[name] = contender.step(batch)
             for _ in range(2 if contender.is_compiled else 0):  # whether later steps compile again
                 contender.step(batch)
-            compiled[name] = str(count_compilation() - before) if contender.is_compiled else ""
+            compiled[name] = str(count_compilation()) if contender.is_compiled else ""
         counts = {name: _count(contender, batch) for name, contender in contenders.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(rounds + 2):

@@ -94,12 +94,9 @@ def check_axes(shape: MeshShape) -> None:
 
 def _has_dropout(model: nn.Module) -> bool:
     """Whether anything in the model draws random numbers in training, as far as modules and configs say."""
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        return True
-    owners = [getattr(model, "config", None), *model.modules()]
+    owners = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
     return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name)
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
         for owner in owners
-        if owner is not None
         for name, value in vars(owner).items()
     )

@@ -39,14 +39,6 @@ class CompileCount:
         reasons = "".join(f"; {count} x {reason}" for reason, count in self.graph_breaks.most_common(3))
         return f"{self.graphs} graph(s), {self.recompiles} recompiled, {breaks} graph break(s){reasons}"
 
-    def __sub__(self, before: CompileCount) -> CompileCount:
-        """What has been done since `before`."""
-        return CompileCount(
-            graphs=self.graphs - before.graphs,
-            recompiles=self.recompiles - before.recompiles,
-            graph_breaks=self.graph_breaks - before.graph_breaks,
-        )
-
 
 def apply_compilation(model: nn.Module, registry: Registry, choice: Compile | None) -> None:
     """Compiles the layers of `model` when they are first run. Communicates nothing.

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.plan.match import match, star_numbers
+from shardwise.plan.structure import parent_of, upwards
 from shardwise.weights.conversion import Resolution
 
 __all__ = ["Allowed", "check_coverage"]
@@ -117,23 +118,15 @@ def _told(what: str, names: Iterable[str]) -> Iterator[str]:
 
 def _roots(names: Sequence[str], parameters: Collection[str]) -> list[str]:
     """`names`, where a module has no other parameters by its own name: the patterns that a user would write."""
-    others = {name.rpartition(".")[0] for name in {*parameters} - {*names}}
-    taken = {owner.rsplit(".", depth)[0] for owner in others for depth in range(owner.count(".") + 1)}
-    roots: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        depths = (depth for depth in range(1, len(parts)) if ".".join(parts[:depth]) not in taken)
-        roots[".".join(parts[: next(depths, len(parts))])] = None
-    return list(roots)
+    taken = {each for name in {*parameters} - {*names} for each in upwards(parent_of(name))}
+    return list(dict.fromkeys([each for each in upwards(name) if each not in taken][-1] for name in names))
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
     """Whether `name` is in an item, with a number too high, of a list of the model's."""
-    parts = name.split(".")
-    owners = (modules.get(".".join(parts[:depth])) for depth in range(len(parts)))
+    places = ((modules.get(parent_of(each)), each.rpartition(".")[2]) for each in upwards(name))
     return any(
-        isinstance(owner, nn.ModuleList) and part.isdigit() and int(part) >= len(owner)
-        for owner, part in zip(owners, parts, strict=True)
+        isinstance(owner, nn.ModuleList) and item.isdigit() and int(item) >= len(owner) for owner, item in places
     )
 
 

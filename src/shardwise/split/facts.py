@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -111,13 +111,13 @@ def counts_of(module: nn.Module) -> dict[str, int]:
     """The module's integer attributes, and as `config.NAME` those of its config that its own methods mention."""
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
-    found = {name: value for name, value in vars(module).items() if _is_count(value)}
-    config = getattr(module, "config", None)
+    found = {name: value for name, value in vars(module).items() if _is_count(value, least=2)}
+    config: Any = getattr(module, "config", None)
     own_class: Any = type(module)
     read = names_read(own_class)
     if "config" in read and config is not None:
-        values = {name: _read(config, name) for name in sorted(read) if name not in found}
-        found |= {f"config.{name}": value for name, value in values.items() if _is_count(value)}
+        values = {f"config.{name}": _read(config, name) for name in sorted(read) if name not in found}
+        found |= {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found
 
 
@@ -139,9 +139,7 @@ def _inputs(module: nn.Module) -> tuple[str, ...]:
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments that the module's forward takes, in order."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None:
-        return ()
-    return tuple(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+    return tuple(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) if code else ()
 
 
 @functools.cache
@@ -158,27 +156,19 @@ def names_read(module_class: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+def _is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        value = _read(owner, name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
+    return next((value for value in (_read(owner, name) for name in names) if _is_count(value)), None)
 
 
 def _name_of(model: nn.Module, getter: str) -> str | None:
     """FQN of the module that one of transformers' embedding getters returns, None where the model has none."""
-    get = getattr(model, getter, None)
-    if get is None:
-        return None
     try:
-        found = get()
+        found = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
-    if not isinstance(found, nn.Module) or not isinstance(getattr(found, "weight", None), torch.Tensor):
-        return None
-    return next((name for name, module in model.named_modules() if module is found), None)
+    has_weight = isinstance(getattr(found, "weight", None), torch.Tensor)
+    return next((name for name, module in model.named_modules() if has_weight and module is found), None)

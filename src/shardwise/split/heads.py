@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -40,17 +40,16 @@ class LocalConfig:
 def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[Heads, Heads]]) -> None:
     """Sets the head counts of every split attention module to this rank's."""
     for name, (full, local) in heads.items():
-        module = modules[name]
-        _set_counts(module, QUERY_HEAD_NAMES, full.num_heads, local.num_heads)
-        _set_counts(module, KEY_VALUE_HEAD_NAMES, full.num_key_value_heads, local.num_key_value_heads)
-        groups = full.num_heads // full.num_key_value_heads
-        _set_counts(module, ("num_key_value_groups",), groups, local.num_heads // local.num_key_value_heads)
-        own_class: Any = type(module)
-        read = names_read(own_class)
-        values = {name: local.num_heads for name in QUERY_HEAD_NAMES if name in read}
-        values |= {name: local.num_key_value_heads for name in KEY_VALUE_HEAD_NAMES if name in read}
-        if values and getattr(module, "config", None) is not None:
-            setattr(module, "config", LocalConfig(module.config, **values))  # noqa: B010 - torch types it a Module
+        module, own_class = modules[name], cast(Any, type(modules[name]))
+        queries = (full.num_heads, local.num_heads)
+        keys = (full.num_key_value_heads, local.num_key_value_heads)
+        groups = (queries[0] // keys[0], queries[1] // keys[1])
+        counts = dict.fromkeys(QUERY_HEAD_NAMES, queries) | dict.fromkeys(KEY_VALUE_HEAD_NAMES, keys)
+        for own, (before, after) in (counts | {"num_key_value_groups": groups}).items():
+            if vars(module).get(own) == before:
+                setattr(module, own, after)
+        for own in counts.keys() & names_read(own_class) if getattr(module, "config", None) is not None else ():
+            _set_in_config(module, own, counts[own][1])
 
 
 def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
@@ -59,8 +58,8 @@ def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int
         owner, _, name = fqn.rpartition(".")
         if owner in modules:
             setattr(modules[owner], name, value)
-            continue
-        _set_in_config(modules[owner.removesuffix(".config")], name, value)
+        else:
+            _set_in_config(modules[owner.removesuffix(".config")], name, value)
 
 
 def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[str, ParameterPlan]) -> None:
@@ -82,9 +81,3 @@ def _set_in_config(module: nn.Module, name: str, value: Any) -> None:
     if not isinstance(module.config, LocalConfig):
         setattr(module, "config", LocalConfig(module.config))  # noqa: B010 - torch types it a Module
     module.config.__dict__[name] = value
-
-
-def _set_counts(module: nn.Module, names: tuple[str, ...], full: int, local: int) -> None:
-    for name in names:
-        if name in vars(module) and getattr(module, name) == full:
-            setattr(module, name, local)

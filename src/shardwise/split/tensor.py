@@ -21,7 +21,7 @@ from shardwise.layers.outputs import install_outputs
 from shardwise.layers.registry import ParameterEntry, Registry
 from shardwise.layout.placement import Split
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import parent_of
+from shardwise.plan.structure import parent_of, upwards
 from shardwise.split.heads import apply_divided, apply_expert_widths, apply_local_heads
 
 __all__ = ["apply_tensor_parallelism", "cut_parameters"]
@@ -91,12 +91,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     """Lets every transformers model in the model hand out full tensors, those of its own stacks of layers."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
-    around = {
-        stack.fqn: max(
-            (name for name in owners if f".{stack.fqn}".startswith(f".{name}".rstrip("."))), key=len, default=""
-        )
-        for stack in stacks
-    }
+    around = {stack.fqn: next((name for name in upwards(stack.fqn) if name in owners), "") for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
         said = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
