@@ -94,7 +94,7 @@ def check_axes(shape: MeshShape) -> None:
 
 def _has_dropout(model: nn.Module) -> bool:
     """Whether anything in the model draws random numbers in training, as far as modules and configs say."""
-    owners = [*model.modules(), *([model.config] if hasattr(model, "config") else [])]
+    owners = [*model.modules(), *([model.config] if getattr(model, "config", None) else [])]
     return any(
         isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
         for owner in owners
