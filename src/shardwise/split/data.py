@@ -6,11 +6,12 @@ What is gathered together, and how every parameter is sharded, has been decided 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
@@ -62,22 +63,18 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
 
 
 def _shard(unit: Unit, registry: Registry, kept_whole: set[nn.Parameter], *, frees: bool) -> None:
-    mesh, policy = registry.mesh, registry.policy
-    options: dict[str, Any] = {
-        "mesh": mesh.data_mesh,
-        "mp_policy": _mixed_precision(registry),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-        if policy.cpu_offload
-        else OffloadPolicy(),
-        "ignored_params": kept_whole,
-    }
+    mesh, policy, precision = registry.mesh, registry.policy, registry.precision
+    options: dict[str, Any] = {"mesh": mesh.data_mesh, "ignored_params": kept_whole}
+    if policy.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    if precision is not None:
+        compute = getattr(torch, precision.compute) if precision.compute != precision.params else None
+        options["mp_policy"] = MixedPrecisionPolicy(compute, getattr(torch, precision.reduce))
     modules: Any = unit[0] if len(unit) == 1 else list(unit)
     if mesh.size("fsdp") > 1:
         fully_shard(modules, reshard_after_forward=frees, **options)
-        return
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
-    replicate(modules, **options)
+    else:
+        replicate(modules, **options)
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -94,27 +91,15 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
     return output if torch.compiler.is_compiling() else tree_map(own, output)  # a graph's outputs are its own
 
 
-def _mixed_precision(registry: Registry) -> MixedPrecisionPolicy:
-    precision = registry.precision
-    if precision is None:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, precision.compute) if precision.compute != precision.params else None,
-        reduce_dtype=getattr(torch, precision.reduce),
-    )
-
-
 def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
-    """Applies what FSDP2 is told behind `fully_shard`."""
+    """Applies what FSDP2 is told after `fully_shard`."""
     policy, plan = registry.policy, registry.plan
     layers = set(outermost_layers(plan.stacks))
-    roots: list[Any] = [unit[0] for unit in units]  # of each unit the module that FSDP2 speaks to
-    in_stack = [root for root, names in zip(roots, plan.units, strict=True) if layers.intersection(names)]
+    roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in zip(plan.units, units, strict=True)}
+    in_stack = [root for names, root in roots.items() if layers.intersection(names)]
     if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
-        embedding = next(
-            (root for root, names in zip(roots, plan.units, strict=True) if names == (plan.embedding,)), None
-        )
-        head = [root for root in roots if root not in in_stack and root is not embedding]
+        embedding = roots.get((plan.embedding or "",))
+        head = [root for root in roots.values() if root not in in_stack and root is not embedding]
         for root in (*head, *(in_stack[-1:] if policy.keep_last_block else [])):  # backward follows forward at once
             root.set_reshard_after_forward(False, recurse=False)
         if embedding is not None and _is_plain_embedding(embedding):
@@ -122,9 +107,9 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     for number, root in enumerate(in_stack if policy.prefetch > 1 else []):
         root.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
         root.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
-    for unit, root in zip(units, roots, strict=True):
-        if _REDUCES_UNUSED and any(_chooses_modules(module) for module in unit):
-            root.set_reduce_scatter_unused_params(True, recurse=False)
+    for unit in units if _REDUCES_UNUSED else ():
+        if any(map(_chooses_modules, unit)):
+            cast(Any, unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if policy.gradient_divide_factor is not None:
