@@ -43,7 +43,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
         install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
-        layers = _layers(model, stack.fqn)
+        layers: Any = model.get_submodule(stack.fqn)
         install_stack(layers, stack.fqn, context, partial_behind=stack.partial_behind)
         owner = model.get_submodule(parent_of(stack.fqn))  # its forward embeds, then runs the layers
         install_owner(owner, stack.fqn, context)
@@ -52,18 +52,11 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
     inputs: dict[str, list[str]] = {}
     regions = {region.fqn for region in registry.plan.regions}  # these see to their own inputs
     for fqn in plan.inputs:
-        if parent_of(fqn) in regions:
-            continue
-        inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
+        if parent_of(fqn) not in regions:
+            inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
     for layer, names in inputs.items():
         install_parts(model.get_submodule(layer), names, context)
     return model
-
-
-def _layers(model: nn.Module, fqn: str) -> nn.ModuleList:
-    layers = model.get_submodule(fqn)
-    assert isinstance(layers, nn.ModuleList)
-    return layers
 
 
 def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, context: SplitContext) -> None:
@@ -87,7 +80,8 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
     if len(stacks) != 1 or embedding is None or plan.modules.get(embedding) != "embedding_rowwise":
         return False
-    layers, module = _layers(model, stacks[0].fqn), model.get_submodule(embedding)
+    layers: Any = model.get_submodule(stacks[0].fqn)
+    module = model.get_submodule(embedding)
     weight = module.get_parameter("weight")
     # Of mixed signs and magnitudes, and drawn from no stream of the caller's.
     rows = torch.arange(4 * weight.shape[1], device=weight.device).cos().to(weight.dtype).view(1, 4, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,8 @@ class TrainStep:
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
+        # A step needs no cache of keys and values. Other forwards build none in training mode (`split/caches.py`).
+        self._defaults = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
         self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
 
@@ -169,7 +172,7 @@ class TrainStep:
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
             # count nothing.
             part = part | {"labels": part["labels"].clamp(min=0)}
-        loss = self.model(**part).loss
+        loss = self.model(**self._defaults | part).loss
         factor = weight * self._loss_factor * scale
         (loss if factor == 1.0 else loss * factor).backward()
         return loss.detach().float() * weight
