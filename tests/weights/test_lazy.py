@@ -9,9 +9,15 @@ from hypothesis import strategies as st
 from shardwise.errors import UnsupportedError
 from shardwise.layout.tensor import Piece
 from shardwise.weights.lazy import LazyTensor
+from shardwise.weights.nodes import Computed
 from shardwise.weights.read import read_local
 
 pytestmark = pytest.mark.single
+
+
+def has_calls(lazy):
+    """Whether something on the way is no rearrangement of elements."""
+    return any(isinstance(node, Computed) for node in lazy.node.walk())
 
 
 class MemoryStore:
@@ -107,7 +113,7 @@ def test_a_box_of_a_lazy_chain_is_the_box_of_the_chain(data: st.DataObject) -> N
     got = lazy.read(box)
     assert torch.equal(got, eager[tuple(slice(*i) for i in box)])
     assert got.untyped_storage().nbytes() == got.nbytes
-    if not lazy.fallbacks and lazy.dtype == torch.float32:
+    if not has_calls(lazy) and lazy.dtype == torch.float32:
         assert store.bytes_read == got.nbytes  # of what is only rearranged, nothing but the box is read
 
 
@@ -142,7 +148,7 @@ def test_a_dtype_on_the_way_rounds() -> None:
 def test_operations_outside_the_algebra_are_named_and_run_once_per_reading() -> None:
     store = MemoryStore(a=torch.arange(8.0))
     lazy = store.lazy("a").exp().view(2, 4)
-    assert lazy.fallbacks == ("aten.exp.default",)
+    assert has_calls(lazy)
     pieces = [Piece(((0, 1), (0, 2)), ((0, 1), (0, 2))), Piece(((1, 2), (2, 4)), ((1, 2), (0, 2)))]
     got = read_local(lazy, pieces, (2, 2))
     expected = torch.arange(8.0).exp().view(2, 4)

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,14 +70,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
     Communicates: a few small gathers over all ranks: a fault of one is raised on all, and models must be the same.
     """
-    spec = ParallelSpec.of(
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-        fsdp=fsdp,
-        precision=precision,
-        recompute=recompute,
-        compilation=compilation,
-    )
+    spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = precision.params
     return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, options=options)
@@ -92,52 +84,30 @@ def _load(
     auto_class: Any,
     dtype: torch.dtype | str | None,
     seed: int,
-    options: Mapping[str, Any],
+    options: dict[str, Any],
 ) -> PreTrainedModel:
     with raise_on_all_ranks(mesh.group(), "reading the model's configuration"):
-        found = _open_source(source, options)
-    with found.index or nullcontext():
+        allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
+        where = {name: options[name] for name in HUB_OPTIONS if name in options}
+        index = None
+        if isinstance(source, PreTrainedConfig):
+            config = copy.deepcopy(source)
+        else:
+            config, options = read_config(source, options)
+            index = CheckpointIndex.open(source, **where)
+    with index or nullcontext():
         with raise_on_all_ranks(mesh.group(), "building the model"):
-            chosen = as_dtype(dtype) or found.config.dtype or _stored_dtype(found.index)
-            build = functools.partial(build_meta_model, found.config, auto_class, dtype=chosen, options=found.options)
+            chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
+            build = functools.partial(build_meta_model, config, auto_class, dtype=chosen, options=options)
             model = build()
         registry = prepare(model, mesh, spec)
         with raise_on_all_ranks(mesh.group(), "loading"):
-            if found.index is not None and not isinstance(source, PreTrainedConfig):
-                load_weights(model, registry, found.index, dtype=chosen, **found.reading)
+            if index is not None and not isinstance(source, PreTrainedConfig):
+                load_weights(model, registry, index, dtype=chosen, allowed=allowed, key_mapping=key_mapping)
                 model.config.name_or_path = model.name_or_path = os.fspath(source)
-                read_generation_config(model, source, found.where)
+                read_generation_config(model, source, where)
             initialize_missing(model, registry, build=build, seed=seed)
     return model
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """Where a model comes from.
-
-    Attributes:
-        index: of its weights, None where there are none.
-        options: of `load` that are the model class's.
-        where: of `load` that are the hub's.
-        reading: of `load` that are about names and shapes of weights.
-    """
-
-    config: PreTrainedConfig
-    index: CheckpointIndex | None
-    options: dict[str, Any]
-    where: dict[str, Any]
-    reading: dict[str, Any]
-
-
-def _open_source(source: str | os.PathLike[str] | PreTrainedConfig, given: Mapping[str, Any]) -> _Source:
-    options = dict(given)
-    reading = {"key_mapping": options.pop("key_mapping", None), "allowed": Allowed.pop(options)}
-    where = {name: options[name] for name in HUB_OPTIONS if name in options}
-    if isinstance(source, PreTrainedConfig):
-        return _Source(config=copy.deepcopy(source), index=None, options=options, where=where, reading=reading)
-    config, options = read_config(source, options)
-    index = CheckpointIndex.open(source, **where)
-    return _Source(config=config, index=index, options=options, where=where, reading=reading)
 
 
 def _stored_dtype(index: CheckpointIndex | None) -> torch.dtype | None:
@@ -182,14 +152,7 @@ def parallelize(  # noqa: PLR0913 - as above
 
     Communicates: a few small gathers over all ranks: their models and options must be the same.
     """
-    spec = ParallelSpec.of(
-        plan=plan,
-        sequence_parallel=sequence_parallel,
-        fsdp=fsdp,
-        precision=precision,
-        recompute=recompute,
-        compilation=compilation,
-    )
+    spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = as_dtype(precision.params)
     prepare(model, mesh, spec, dtype=dtype)

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
-from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.canonical import canonical_tensor, state_tensors
 from shardwise.layers.registry import find_parameters, named_entries, registry_of, reshard
-from shardwise.split.door import open_door
 from shardwise.train.gradients import gradients_of
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
@@ -26,21 +25,19 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     """
     registry = registry_of(model)
     reshard(model)
-    with open_door(model):
-        local = model.state_dict()
     entries = named_entries(model)
     state: dict[str, Tensor] = {}
     done: dict[str, Tensor | None] = {}
-    for fqn, value in local.items():
+    for fqn, value in state_tensors(model, remove_duplicate=False).items():
         entry = entries.get(fqn)
-        if entry is not None:
-            if entry.fqn not in done:
-                done[entry.fqn] = canonical_tensor(value, entry.layout, registry.mesh, rank0_only=rank0_only)
-            whole = done[entry.fqn]
+        if entry is None:
+            full = None if rank0_only and registry.mesh.rank else value.detach().to("cpu", copy=True)
         else:
-            whole = None if rank0_only and registry.mesh.rank else value.detach().to("cpu", copy=True)
-        if whole is not None:
-            state[fqn] = whole
+            if entry.fqn not in done:
+                done[entry.fqn] = canonical_tensor(value.detach(), entry.layout, registry.mesh, rank0_only=rank0_only)
+            full = done[entry.fqn]
+        if full is not None:
+            state[fqn] = full
     return state
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.layers.canonical import canonical_tensor
+from shardwise.layers.canonical import canonical_tensor, state_tensors
 from shardwise.layers.registry import ParameterEntry, named_entries, registry_of, reshard
 from shardwise.layers.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
@@ -37,7 +37,7 @@ def write_pretrained(
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
             )
-        values, entries = _tensors(model), named_entries(model)
+        values, entries = state_tensors(model), named_entries(model)
         groups = plan_export(model, {name: _canonical_meta(value, entries.get(name)) for name, value in values.items()})
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
     try:
@@ -69,15 +69,11 @@ def _stream(
     for group in groups:
         state = {}
         for fqn in group.fqns:
-            entry = entries.get(fqn)
-            local = values[fqn]
-            whole = (
-                local.detach().cpu()
-                if entry is None
-                else canonical_tensor(local, entry.layout, entry.registry.mesh, rank0_only=True)
-            )
-            if whole is not None:
-                state[fqn] = whole
+            entry, local = entries.get(fqn), values[fqn]
+            if entry is None:
+                state[fqn] = local.detach().cpu()
+            elif (full := canonical_tensor(local, entry.layout, entry.registry.mesh, rank0_only=True)) is not None:
+                state[fqn] = full
         if writer is None or fault is not None:
             continue
         try:
@@ -88,16 +84,6 @@ def _stream(
     return fault
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by name, tied names included, as they lie here."""
-    found: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        for own, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None and own not in module._non_persistent_buffers_set:
-                found[f"{name}.{own}" if name else own] = value
-    return found
-
-
 def _canonical_meta(value: Tensor, entry: ParameterEntry | None) -> Tensor:
     shape = value.shape if entry is None else entry.layout.shape
     return torch.empty(shape, dtype=value.dtype, device="meta")
@@ -106,7 +92,9 @@ def _canonical_meta(value: Tensor, entry: ParameterEntry | None) -> Tensor:
 def _wholes(model: nn.Module) -> list[Tensor]:
     """What an export writes, each tied tensor once, as meta tensors."""
     entries, tied = named_entries(model), registry_of(model).tied
-    return [_canonical_meta(value, entries.get(name)) for name, value in _tensors(model).items() if name not in tied]
+    return [
+        _canonical_meta(value, entries.get(name)) for name, value in state_tensors(model).items() if name not in tied
+    ]
 
 
 def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:

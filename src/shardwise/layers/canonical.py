@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_gather_list, gather_list
 from shardwise.layers.registry import ParameterEntry, local_part
@@ -14,7 +14,19 @@ from shardwise.layout.placement import Replicate
 from shardwise.layout.tensor import Layout
 from shardwise.mesh import Mesh
 
-__all__ = ["canonical_tensor", "local_tensor", "owned_parts"]
+__all__ = ["canonical_tensor", "local_tensor", "owned_parts", "state_tensors"]
+
+
+def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores them; of
+    modules that have several names one name, with `remove_duplicate`.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=remove_duplicate):
+        for own, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and own not in module._non_persistent_buffers_set:
+                found[f"{name}.{own}" if name else own] = value
+    return found
 
 
 def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: bool = False) -> Tensor | None:

@@ -25,10 +25,8 @@ def to_json(value: Any) -> Any:
     if hasattr(value, "to_json"):
         return value.to_json()
     if is_dataclass(value):
-        kind = next((name for name, each in _KINDS.items() if isinstance(value, each)), None)
-        return ({"kind": kind} if kind else {}) | {
-            each.name: to_json(getattr(value, each.name)) for each in fields(value)
-        }
+        kind = {"kind": type(value).__name__.lower()} if isinstance(value, Placement) else {}
+        return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, Mapping):
         return {name: to_json(each) for name, each in value.items()}
     if isinstance(value, frozenset):

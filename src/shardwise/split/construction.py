@@ -46,15 +46,14 @@ class Construction:
         self._modes = ExitStack()
 
     def __enter__(self) -> Construction:
-        self._modes.enter_context(_DataRecorder(self))
-        self._modes.enter_context(_OperationRecorder(self))
+        self._modes.enter_context(_DataRecorder(self._record))
+        self._modes.enter_context(_OperationRecorder(self._record))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._modes.close()
 
-    def record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Notes a call, where it made or changed a tensor."""
+    def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = frozenset(map(_storage, _tensors(out)))
         if written:
             self._operations.append(_Operation(function, args, kwargs, out, written))
@@ -77,26 +76,26 @@ class Construction:
 
 
 class _DataRecorder(TorchFunctionMode):
-    def __init__(self, construction: Construction) -> None:
+    def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
-        self._construction = construction
+        self._record = record
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in _FROM_DATA:
-            self._construction.record(func, args, kwargs or {}, out)
+            self._record(func, args, kwargs or {}, out)
         return out
 
 
 class _OperationRecorder(TorchDispatchMode):
-    def __init__(self, construction: Construction) -> None:
+    def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
-        self._construction = construction
+        self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and "empty" not in func.__name__:  # neither gives a tensor any value
-            self._construction.record(func, args, kwargs or {}, out)
+            self._record(func, args, kwargs or {}, out)
         return out
 
 

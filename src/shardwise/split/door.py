@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -17,7 +15,7 @@ from shardwise.layers.canonical import local_tensor
 from shardwise.layers.context import SplitContext
 from shardwise.layers.registry import Registry, named_entries
 
-__all__ = ["guard_door", "guard_hooks", "open_door"]
+__all__ = ["guard_door", "guard_hooks"]
 
 _HOOKS = (
     "register_forward_pre_hook",
@@ -26,7 +24,7 @@ _HOOKS = (
     "register_full_backward_hook",
 )
 
-_ALLOWED: ContextVar[bool] = ContextVar("local_state_allowed", default=False)
+_EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save"
 
 
 def guard_door(model: nn.Module, registry: Registry) -> None:
@@ -42,13 +40,12 @@ def guard_door(model: nn.Module, registry: Registry) -> None:
         return
     name, tp_size = type(model).__name__, registry.plan.tp_size
 
-    def refuse(module: nn.Module, prefix: str, keep_vars: Any) -> None:
-        if not _ALLOWED.get():
-            raise UnsupportedError(
-                f"state_dict() of a {name} that is split over tp={tp_size}",
-                why="this rank holds parts of its parameters, which would pass for whole ones",
-                fix="use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save",
-            )
+    def refuse(*_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"state_dict() of a {name} that is split over tp={tp_size}",
+            why="this rank holds parts of its parameters, which would pass for whole ones",
+            fix=_EXPORT,
+        )
 
     fqns = [fqn for fqn in (*registry.entries, *registry.tied) if registry.entry(fqn).split is not None]
     for owner in sorted({fqn.rpartition(".")[0] for fqn in fqns}):
@@ -69,7 +66,7 @@ class _RefusePickle:
         raise UnsupportedError(
             f"pickling a {self._name} that is split (pickle, torch.save)",
             why="it is parts on several ranks and hooks that communicate",
-            fix="use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save",
+            fix=_EXPORT,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _RefusePickle:
@@ -113,16 +110,6 @@ def _register_on_full_rows(module: nn.Module, hook: Any, **options: Any) -> Any:
     """Registers a hook on an embedding that might have left the sum of its rows to the layers: it no longer does."""
     setattr(module, "_may_defer", False)  # noqa: B010
     return nn.Module.register_forward_hook(module, hook, **options)
-
-
-@contextmanager
-def open_door(model: nn.Module) -> Iterator[None]:
-    """Inside, `model.state_dict()` gives this rank's parts."""
-    token = _ALLOWED.set(True)
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
 
 
 def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

@@ -9,14 +9,14 @@ import re
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from shardwise.errors import LoadError
+from shardwise.layers.canonical import state_tensors
 from shardwise.layers.registry import Registry
-from shardwise.layout.boxes import full_box
-from shardwise.layout.tensor import Piece
+from shardwise.layout.tensor import Layout
 from shardwise.split.coverage import Allowed, check_coverage
 from shardwise.split.materialize import put_tensor
 from shardwise.weights.conversion import Resolution, resolve_keys
@@ -24,7 +24,7 @@ from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.read import adopt_local, read_local
 
-__all__ = ["canonical_shapes", "load_weights"]
+__all__ = ["load_weights"]
 
 logger = logging.getLogger("shardwise.load")
 
@@ -50,17 +50,20 @@ def load_weights(
 
     Communicates: nothing.
     """
-    shapes = canonical_shapes(model, registry)
+    shapes = {}
+    for fqn, value in state_tensors(model).items():
+        entry = registry.entries.get(registry.tied.get(fqn, fqn))
+        shapes[fqn] = tuple(value.shape) if entry is None else entry.layout.shape
     resolution = _resolve(model, index, shapes, key_mapping)
     names = {registry.tied.get(fqn, fqn) for fqn in shapes}
     check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
-    dtypes = _DtypePlan(model, dtype)
+    kept = model._get_dtype_plan(dtype) if dtype is not None else {}
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
-        value = _read(fqn, lazy, registry, dtypes.of(fqn, lazy.dtype))
+        value = _read(fqn, lazy, registry, _dtype_of(fqn, lazy.dtype, dtype, kept))
         if value.is_floating_point():
             sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
         put_tensor(model, registry, fqn, value)
@@ -105,48 +108,25 @@ def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointI
         )
 
 
-def canonical_shapes(model: nn.Module, registry: Registry) -> dict[str, tuple[int, ...]]:
-    """FQN of every tensor of the model's state dict to its whole shape, tied names included."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for module_name, module in model.named_modules():
-        for own, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is None or own in module._non_persistent_buffers_set:
-                continue
-            fqn = f"{module_name}.{own}" if module_name else own
-            canonical = registry.tied.get(fqn, fqn)
-            entry = registry.entries.get(canonical)
-            shapes[fqn] = tuple(value.shape) if entry is None else entry.layout.shape
-    return shapes
-
-
 def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
-    device = registry.home(fqn)
-    entry = registry.entries.get(fqn)
+    entry, device, coords = registry.entries.get(fqn), registry.home(fqn), registry.mesh.coords
+    layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
+    pieces, shape = layout.pieces(coords), layout.local_shape(coords)
     if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:
-        coords = registry.mesh.coords
-        adopted = adopt_local(lazy, entry.layout.pieces(coords), entry.layout.local_shape(coords))
+        adopted = adopt_local(lazy, pieces, shape)
         if adopted is not None:
             registry.mapped.add(fqn)
             return adopted
-    if entry is None:
-        box = full_box(tuple(lazy.shape))
-        return read_local(lazy, (Piece(box, box),), tuple(lazy.shape), dtype=dtype, device=device)
-    coords = registry.mesh.coords
-    return read_local(lazy, entry.layout.pieces(coords), entry.layout.local_shape(coords), dtype=dtype, device=device)
+    return read_local(lazy, pieces, shape, dtype=dtype, device=device)
 
 
-class _DtypePlan:
-    """The dtype each tensor is loaded in: the one asked for, except where the model keeps float32."""
-
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-        kept = model._get_dtype_plan(dtype) if dtype is not None else {}
-        self._kept = [(re.compile(pattern.replace("*", ".*")), kept_dtype) for pattern, kept_dtype in kept.items()]
-
-    def of(self, fqn: str, stored: torch.dtype) -> torch.dtype:
-        if self._dtype is None or not stored.is_floating_point:
-            return stored
-        return next((dtype for pattern, dtype in self._kept if pattern.search(fqn)), self._dtype)
+def _dtype_of(
+    fqn: str, stored: torch.dtype, wanted: torch.dtype | None, kept: Mapping[str, torch.dtype]
+) -> torch.dtype:
+    """The dtype a tensor is loaded in: the one asked for, except where the model keeps float32."""
+    if wanted is None or not stored.is_floating_point:
+        return stored
+    return next((dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), fqn)), wanted)
 
 
 def _check_ties(resolution: Resolution, registry: Registry) -> None:

@@ -8,6 +8,7 @@ keeps its part (see [Note: recorded construction]). So the values depend on the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -53,38 +54,26 @@ def initialize_missing(
 
     Communicates: nothing.
     """
-    missing = {owner: names for owner, module in model.named_modules() if (names := _missing(owner, module, registry))}
+    missing: dict[str, list[str]] = {}
+    state = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for fqn, value in state:
+        if value.is_meta and fqn not in registry.tied:
+            missing.setdefault(fqn.rpartition(".")[0], []).append(fqn)
     if not missing:
         return
     with Construction() as construction:
         unsplit = build()
-        wanted = {owner: _own(unsplit.get_submodule(owner), names) for owner, names in missing.items()}
+        wanted = {owner: [unsplit.get_parameter_or_buffer(fqn) for fqn in fqns] for owner, fqns in missing.items()}
         needed = {id(tensor) for tensors in wanted.values() for tensor in tensors}
         for tensor in (*unsplit.parameters(), *unsplit.buffers()):
             tensor._is_hf_initialized = id(tensor) not in needed  # transformers leaves those alone
         unsplit.initialize_weights()
     for owner, tensors in wanted.items():
-        for name, value in zip(missing[owner], _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
-            fqn = f"{owner}.{name}" if owner else name
+        for fqn, value in zip(missing[owner], _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
             _check_initialized(fqn, value)
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
             put_tensor(model, registry, fqn, own.to(registry.home(fqn)))
-
-
-def _own(module: nn.Module, names: list[str]) -> list[Tensor]:
-    tensors = {**module._parameters, **module._buffers}
-    return [tensor for name in names if (tensor := tensors[name]) is not None]
-
-
-def _missing(owner: str, module: nn.Module, registry: Registry) -> list[str]:
-    """The module's own tensors that are still on the meta device; of tied ones the first."""
-    own = (*module._parameters.items(), *module._buffers.items())
-    return [
-        name
-        for name, tensor in own
-        if tensor is not None and tensor.is_meta and (f"{owner}.{name}" if owner else name) not in registry.tied
-    ]
 
 
 def _drawn(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:

@@ -7,12 +7,9 @@ only the bytes it is made of.
 # [Note: operations outside the algebra]
 What is not a rearrangement (arithmetic, gathers by index, strided slices) is recorded as a call and run when read, on
 its whole arguments: right, but it reads and holds more than the box. The call's result is kept while one tensor is
-read. `LazyTensor.fallbacks` names these calls, and the first of each kind is logged at debug level. A call whose result
-depends on values (`item()`, comparisons that branch) is run at once.
+read. A call whose result depends on values (`item()`, comparisons that branch) is run at once.
 """
 
-import functools
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +35,6 @@ from shardwise.weights.nodes import (
 
 __all__ = ["LazyTensor"]
 
-_log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 
 
@@ -81,18 +77,10 @@ class LazyTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, keys={list(self.keys)})"
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError("a lazy tensor cannot be pickled", fix="read() it first")
-
     @property
     def keys(self) -> tuple[str, ...]:
         """The stored tensors it is made of, in order of use."""
         return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, Source)))
-
-    @property
-    def fallbacks(self) -> tuple[str, ...]:
-        """Operations on the way that need their whole arguments; see [Note: operations outside the algebra]."""
-        return tuple(sorted({node.call.name for node in self.node.walk() if isinstance(node, Computed)}))
 
     def read(
         self, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
@@ -143,7 +131,6 @@ def _meta_of(leaf: Any) -> Any:
 
 
 def _run_now(func: Any, leaves: list[Any], structure: Any) -> Any:
-    _log_once(str(func))
     results: Results = {}
     args, kwargs = tree_unflatten(
         [read_whole(leaf.node, results) if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], structure
@@ -152,7 +139,6 @@ def _run_now(func: Any, leaves: list[Any], structure: Any) -> Any:
 
 
 def _call_later(func: Any, leaves: list[Any], structure: Any, metas: Any) -> Any:
-    _log_once(str(func))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, LazyTensor)]
 
     def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -162,18 +148,13 @@ def _call_later(func: Any, leaves: list[Any], structure: Any, metas: Any) -> Any
         args, kwargs = tree_unflatten(filled, structure)
         return tuple(leaf for leaf in tree_flatten(func(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor))
 
-    call = Call(str(func), run, tuple(leaves[place].node for place in places))
+    call = Call(run, tuple(leaves[place].node for place in places))
     positions = iter(range(len(tree_flatten(metas)[0])))
     return tree_map_only(
         torch.Tensor,
         lambda meta: LazyTensor(Computed(call, next(positions), tuple(meta.shape), meta.dtype), meta),
         metas,
     )
-
-
-@functools.cache
-def _log_once(name: str) -> None:
-    _log.debug("%s is not a rearrangement of elements: it reads its whole arguments", name)
 
 
 # Rules: what an operation does to nodes. Called with the result's metadata and the operation's arguments; None where

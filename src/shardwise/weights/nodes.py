@@ -182,7 +182,6 @@ class Cast(Node):
 class Call:
     """An operation outside the algebra: run on its whole arguments when a result is wanted."""
 
-    name: str
     run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
     arguments: tuple[Node, ...]
 

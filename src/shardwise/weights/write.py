@@ -12,9 +12,9 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from safetensors import SafetensorError
@@ -52,14 +52,14 @@ class PretrainedWriter:
         self._max_shard_bytes = max_shard_bytes
         self._tensors: dict[str, torch.Tensor] = {}
         self._tensors_bytes = 0
-        self._shards: list[list[str]] = []
         self._names: set[str] = set()
+        self._shards: list[list[str]] = []
         self._total_bytes = 0
         try:
             self._target = Path(directory).resolve()  # so that a symbolic link stays one
-            self._aside = self._target.with_name(f".{self._target.name}.replaced")
             if self._target.is_file():
-                raise LoadError(f"{self._target.name} is a file", at=str(self._target), fix="pass a directory")
+                raise NotADirectoryError(f"{self._target} is a file")
+            self._aside = self._target.with_name(f".{self._target.name}.replaced")
             self._target.parent.mkdir(parents=True, exist_ok=True)
             if self._aside.exists() and not self._target.exists():  # [Note: replacing a checkpoint]
                 self._aside.rename(self._target)
@@ -68,8 +68,6 @@ class PretrainedWriter:
             if self._target.exists():
                 shutil.copymode(self._target, self.staging)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
-            if isinstance(error, LoadError):
-                raise
             raise LoadError(
                 f"cannot write beside {str(directory)[:100]!r}",
                 why=str(error)[:300],
@@ -79,9 +77,7 @@ class PretrainedWriter:
     def __enter__(self) -> "PretrainedWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.abort()
 
     def abort(self) -> None:
@@ -98,7 +94,8 @@ class PretrainedWriter:
         if name in self._names:
             raise LoadError(f"{name!r} is written twice", at=str(self._target))
         if self._tensors and self._tensors_bytes + tensor.nbytes > self._max_shard_bytes:
-            self._write_shard()
+            with self._writing():
+                self._write_shard()
         self._names.add(name)
         self._tensors[name] = tensor
         self._tensors_bytes += tensor.nbytes
@@ -112,18 +109,21 @@ class PretrainedWriter:
         Raises:
             LoadError: nothing was added, or a file cannot be written; the target is then as it was.
         """
-        if self._tensors:
-            self._write_shard()
-        if not self._shards:
+        if not self._tensors:
             raise LoadError("no tensor was added", at=str(self._target))
-        try:
+        with self._writing():
+            self._write_shard()
             self._name_shards(metadata or {})
             self._take_other_files()
-            for path in self.staging.rglob("*"):
+            for path in (*self.staging.rglob("*"), self.staging):
                 _flush_path(path)
-            _flush_path(self.staging)
             self._replace_target()
-        except OSError as error:
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
             self.abort()
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
 
@@ -138,11 +138,7 @@ class PretrainedWriter:
             storage = value.untyped_storage().data_ptr()
             written[name] = value.clone() if storage in storages else value  # each name has a copy of its own in a file
             storages.add(storage)
-        try:
-            save_file(written, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
-            self.abort()
-            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
+        save_file(written, self._shard_path(len(self._shards)), metadata={"format": "pt"})
         self._shards.append(list(self._tensors))
         self._total_bytes += self._tensors_bytes
         self._tensors, self._tensors_bytes = {}, 0
