@@ -71,7 +71,7 @@ class PretrainedWriter:
             raise LoadError(
                 f"cannot write beside {str(directory)[:100]!r}",
                 why=str(error)[:300],
-                fix="name a directory that can be made",
+                fix="pass a directory that can be made",
             ) from error
 
     def __enter__(self) -> "PretrainedWriter":
