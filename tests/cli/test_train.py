@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -79,7 +78,7 @@ def config_of(tree):
 
 
 def train_rank(tree):
-    record = train(config_of(tree), local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    record = train(config_of(tree))
     return record.loss
 
 

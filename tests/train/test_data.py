@@ -79,7 +79,7 @@ def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monk
     (tmp_path / "b.txt").write_text("")
     (tmp_path / "c.txt").write_text("end")
     source = file_source(find_files(tmp_path, PATTERNS))
-    assert len(list(source.pieces())) > 10
+    assert len(list(source.read(lambda done: None))) > 10
     done = []
     write_tokens(tmp_path / "out", source, encoder=BYTES, on_progress=done.append)
     assert decoded(tmp_path / "out") == [text, "end"]

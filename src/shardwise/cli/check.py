@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.cli.config import parse_config
-from shardwise.errors import MeshError
+from shardwise.cli.config import Problems, parse_config
 from shardwise.topology.shape import MeshShape
 from shardwise.train.config import Problem, TrainConfig
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "check_run", "run"]
 
 HELP = """\
 Look a training run over without starting it: spelling and types of its keys, files and packages it needs, whether the
@@ -29,24 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks the run will have (default: what the layout needs)"
     )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     config, problems = parse_config(arguments.config, arguments.overrides)
-    broken = {problem.key for problem in problems}
-    if "layout" not in broken:
-        problems += _check_world_size(config, arguments.world_size)
-    from shardwise.cli.inputs import check_inputs, check_outputs  # torch is slow to import
-
-    found = [*check_inputs(config), *check_outputs(config)]
-    problems += [problem for problem in found if problem.key not in broken]
-    if "layout" not in broken and not any(problem.key.split(".")[0] == "model" for problem in problems):
-        from shardwise.cli.models import check_model
-
-        is_sound = not any(problem.key.startswith("optimizer") for problem in problems)
-        problems += check_model(config, with_optimizer=is_sound)
+    problems = check_run(config, known=problems, world_size=arguments.world_size)
     if not problems:
         num_ranks = MeshShape.parse(config.layout).world_size
         print(f"{arguments.config}: no problems found ({config.layout}, {num_ranks} ranks)")
@@ -57,11 +45,19 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _check_world_size(config: TrainConfig, world_size: int | None) -> list[Problem]:
-    if world_size is None:
-        return []
-    try:
-        MeshShape.parse(config.layout).check_world_size(world_size)
-    except MeshError as error:
-        return [Problem("layout", f"{error.summary} ({error.why})" if error.why else error.summary, error.fix or "")]
-    return []
+def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> list[Problem]:
+    """Everything wrong with a run, behind the problems that are `known`, on `world_size` ranks if it is given."""
+    from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
+    from shardwise.cli.models import check_model
+    from shardwise.cli.places import check_outputs
+
+    problems = Problems(known)
+    broken = {problem.key for problem in known}
+    if world_size is not None and "layout" not in broken:
+        with problems.of("layout"):
+            MeshShape.parse(config.layout).check_world_size(world_size)
+    problems += [each for each in [*check_inputs(config), *check_outputs(config)] if each.key not in broken]
+    groups = {problem.key.split(".")[0] for problem in problems}
+    if "model" not in groups and "layout" not in broken:
+        problems += check_model(config, with_optimizer="optimizer" not in groups)
+    return problems

@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mea
 from shardwise.train.config import Problem, TrainConfig, check_config
 
 __all__ = [
+    "Problems",
     "build_config",
     "config_error",
     "config_reference",
     "dump_config",
     "parse_config",
-    "problem_of",
     "read_config",
 ]
 
@@ -35,6 +36,18 @@ _WORDS = {
     "a valid integer": "an integer",
     "a valid": "a",
 }  # JSON's -> YAML's
+
+
+class Problems(list[Problem]):
+    """What has been found so far."""
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Takes the error of the block as a problem of `key`."""
+        try:
+            yield
+        except ShardwiseError as error:
+            self.append(Problem(key, str(error)))
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -86,11 +99,6 @@ def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
     count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
     fix = "`shardwise train --help` lists the keys" if any("unknown key" in line for line in lines) else None
     return ConfigError(f"{place} has {count}", why="\n".join(lines), fix=fix)
-
-
-def problem_of(key: str, error: ShardwiseError) -> Problem:
-    """An error as a problem of `key`."""
-    return Problem(key, error.summary + (f" ({error.why})" if error.why else ""), error.fix or "")
 
 
 def dump_config(config: TrainConfig) -> str:
@@ -149,7 +157,7 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
         for word, ours in _WORDS.items():
             what = what.replace(word, ours)
         if isinstance(cause := each.get("ctx", {}).get("error"), ShardwiseError):
-            found[key] = problem_of(key, cause)  # a value that checks itself
+            found[key] = Problem(key, str(cause))  # a value that checks itself
         elif each["type"] == "dataclass_type" and each["input"] is None:
             found[key] = None
         elif (earlier := found.get(key)) is not None:

@@ -8,17 +8,14 @@ import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from shardwise.errors import ConfigError
+from shardwise.train.loop import StepRecord
 
-if TYPE_CHECKING:  # the launcher looks into this module before it starts ranks, and has no use for what they train with
-    from shardwise.train.loop import StepRecord
-
-__all__ = ["JsonlLog", "Screen", "TensorBoardLog", "check_tensorboard"]
+__all__ = ["JsonlLog", "Screen", "TensorBoardLog"]
 
 SHOWN_STEPS = 20
 """Speed on the screen is the mean of this many steps: single ones jump."""
@@ -55,7 +52,6 @@ class TensorBoardLog:
     """One scalar curve a quantity, in a directory of its own for each run."""
 
     def __init__(self, directory: Path) -> None:
-        check_tensorboard()
         from torch.utils.tensorboard import SummaryWriter  # an optional third party, and slow to import
 
         self._writer: Any = SummaryWriter(str(directory / time.strftime("%Y%m%d-%H%M%S")))
@@ -72,21 +68,6 @@ class TensorBoardLog:
         self._writer.close()
 
 
-def check_tensorboard() -> None:
-    """Check that TensorBoard can be written.
-
-    Raises:
-        ConfigError: the `tensorboard` package is missing.
-    """
-    try:
-        import tensorboard  # noqa: F401 - an optional third party; only its presence matters
-    except ImportError as error:
-        raise ConfigError(
-            "log.tensorboard is true, but the package tensorboard is not installed",
-            fix="pip install tensorboard, or set log.tensorboard=false (train.jsonl has the same numbers)",
-        ) from error
-
-
 class Screen:
     """A progress bar on a terminal; elsewhere a line every few steps.
 
@@ -101,43 +82,36 @@ class Screen:
         self._num_steps = num_steps
         self._every = every
         self._speeds: deque[float] = deque(maxlen=SHOWN_STEPS)
-        self._bar = _build_bar(console) if console.is_terminal else None
-        if self._bar is not None:
-            self._task = self._bar.add_task("training", total=num_steps, loss="", rest="")
-            self._bar.start()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}", style="bold"),
+            TextColumn("{task.fields[rest]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("training", total=num_steps, loss="", rest="")
+        self._bar.start()
 
     def report(self, record: StepRecord) -> None:
         """Move the bar, or print a line if one is due."""
         self._speeds.append(record.tokens_per_second)
         speed = sum(self._speeds) / len(self._speeds)
         rest = f"{speed:,.0f} tok/s  {record.memory_bytes / 2**30:.2f} GiB"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
-        elif record.step % self._every == 0 or record.step in (1, self._num_steps):
+        self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
+        is_due = record.step % self._every == 0 or record.step in (1, self._num_steps)
+        if is_due and not self._console.is_terminal:
             width = len(str(self._num_steps))
             self._console.print(
                 f"step {record.step:>{width}}/{self._num_steps}  loss {record.loss:.4f}  lr {record.lr:.2e}  "
-                f"grad {record.grad_norm:.3f}  {rest}",
-                highlight=False,
-                soft_wrap=True,
+                f"grad {record.grad_norm:.3f}  {rest}"
             )
         if record.eval_loss is not None:
             held_out = f"loss {record.eval_loss:.4f}  perplexity {record.eval_perplexity:,.2f}"
-            self._console.print(f"held out, step {record.step}: {held_out}", highlight=False, soft_wrap=True)
+            self._console.print(f"held out, step {record.step}: {held_out}")
 
     def close(self) -> None:
         """Leave the bar as it stands."""
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _build_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}", style="bold"),
-        TextColumn("{task.fields[rest]}"),
-        TimeRemainingColumn(),
-        console=console,
-    )
+        self._bar.stop()

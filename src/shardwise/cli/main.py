@@ -7,7 +7,7 @@ import atexit
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardwise
@@ -30,7 +30,10 @@ examples:
   shardwise check run.yaml --world-size 64    every problem of a run, before it starts
   shardwise train run.yaml                    train
 
-`shardwise COMMAND --help` teaches each. Exit codes: 0 well, 1 failed, 2 misused, 130 interrupted.
+`shardwise COMMAND --help` teaches each.
+
+exit codes: 0 well; 1 failed, or check and verify found something; 2 misused; 130 interrupted (Ctrl-C); 141 its reader
+has gone; 143 terminated.
 """
 
 COMMANDS: dict[str, tuple[Any, str]] = {
@@ -43,13 +46,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse whose errors read like ours, with a page of reference behind the help that is made when it is shown."""
-
-    reference: Callable[[], str] | None = None
-
-    def format_help(self) -> str:
-        """The help text."""
-        return super().format_help() + (f"\n{self.reference()}\n" if self.reference is not None else "")
+    """argparse whose errors read like ours."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n  fix: see `{self.prog} --help`\n")
@@ -97,7 +94,7 @@ def command() -> NoReturn:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser, commands = _build_parser()
+    parser, commands = _build_parser(with_keys=not {"-h", "--help"}.isdisjoint(words))
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
     arguments, rest = parser.parse_known_args(words)
@@ -112,28 +109,19 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def _build_parser() -> tuple[_Parser, dict[str, _Parser]]:
-    parser = _Parser(
-        prog="shardwise",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _build_parser(*, with_keys: bool) -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser, and those of the commands; help `with_keys` of a run, which take a moment to list."""
+    texts: Any = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = _Parser(prog="shardwise", description=DESCRIPTION, epilog=EXAMPLES, **texts)
     parser.add_argument("--version", action="version", version=f"shardwise {shardwise.__version__}")
     found = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     commands: dict[str, _Parser] = {}
     for name, (module, summary) in COMMANDS.items():
-        commands[name] = found.add_parser(
-            name,
-            help=summary,
-            description=module.HELP,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        keys = config_reference() if with_keys and module is train else None
+        commands[name] = found.add_parser(name, help=summary, description=module.HELP, epilog=keys, **texts)
         module.add_arguments(commands[name])
+        commands[name].add_argument("--traceback", action="store_true", help="show where in the code an error arose")
         commands[name].set_defaults(run=module.run)
-    commands["train"].reference = config_reference
     return parser, commands
 
 

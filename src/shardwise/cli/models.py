@@ -11,21 +11,21 @@ import transformers
 from shardwise.api.building import load
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
-from shardwise.cli.config import config_error
+from shardwise.cli.config import Problems, config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
-from shardwise.cli.places import check_export
+from shardwise.cli.places import check_place
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.layers.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, ParallelSpec, Precision
 from shardwise.split.build import model_class_of, num_positions, read_config
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import Problem, TrainConfig
-from shardwise.train.corpus import Encoder, text_fingerprint
+from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
+from shardwise.train.corpus import Encoder, digest
 from shardwise.train.optimizer import build_optimizer
 from shardwise.weights.locate import locate_source
 
-__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "spec_of"]
+__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "make_optimizer", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -65,7 +65,7 @@ def build_encoder(tokenizer: Any) -> Encoder:
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    fingerprint = text_fingerprint(f"{type(tokenizer).__name__} {rules}")
+    fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
     return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)
 
 
@@ -78,8 +78,7 @@ def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Mod
     """
     given = config.model
     model_config = _read_model_config(config, tokenizer)
-    problems = _check_fit(model_config, config, tokenizer)
-    if problems:
+    if problems := _check_fit(model_config, config, tokenizer):
         raise config_error("the configuration", problems)
     return load(
         model_config if given.path is None else given.path,
@@ -110,19 +109,22 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
 
 def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:
     """What does not fit together in model, tokenizer, rows, layout and optimizer; reads no weights."""
-    key = "model"
-    try:
+    problems = Problems()
+    with problems.of("model"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
             _check_task(read_config(config.model.path, {})[0])
-        key = "model.tokenizer"
-        tokenizer = load_tokenizer(config)
-        build_encoder(tokenizer)
-        key = "model"
-        found = _read_model_config(config, tokenizer)
-        _check_task(found)
-    except ShardwiseError as error:
-        return [Problem(key, str(error))]
-    return [*_check_fit(found, config, tokenizer), *_rehearse(config, found, with_optimizer=with_optimizer)]
+    if not problems:
+        with problems.of("model.tokenizer"):
+            tokenizer = load_tokenizer(config)
+            build_encoder(tokenizer)
+    if not problems:
+        with problems.of("model"):
+            found = _read_model_config(config, tokenizer)
+            _check_task(found)
+    if not problems:
+        problems += _check_fit(found, config, tokenizer)
+        problems += _rehearse(config, found, with_optimizer=with_optimizer)
+    return problems
 
 
 def _check_task(model_config: Any) -> None:
@@ -136,31 +138,33 @@ def _check_task(model_config: Any) -> None:
 
 def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -> list[Problem]:
     """What goes wrong when the model and its optimizer are built as the run would build them."""
-    rehearsal = Rehearsal(
-        source=model_config,
-        shape=MeshShape.parse(config.layout),
-        spec=spec_of(config),
-        dtype=getattr(torch, config.model.dtype),
-    )
-    optimizer_class = find_optimizer(config.optimizer.name) if with_optimizer else None
-    key = "model"
+    dtype = getattr(torch, config.model.dtype)
+    rehearsal = Rehearsal(source=model_config, shape=MeshShape.parse(config.layout), spec=spec_of(config), dtype=dtype)
+    problems = Problems()
     try:
         with rehearsal.open() as model:
-            check_label_use(model)
-            key = "export"
+            with problems.of("model"):
+                check_label_use(model)
+            if with_optimizer:
+                try:
+                    make_optimizer(config.optimizer, model)
+                except (ShardwiseError, TypeError, ValueError) as error:  # a class refuses its options
+                    problems.append(Problem("optimizer", str(error)))
             if config.export is not None:
-                check_export(config.export, num_bytes=export_bytes(model))
-            key = "optimizer"
-            if optimizer_class is not None:
-                arguments = optimizer_arguments(config.optimizer, optimizer_class)
-                build_optimizer(model, optimizer_class, groups=config.optimizer.groups, **arguments)
+                with problems.of("export"):
+                    check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
     except ShardwiseError as error:
-        return [Problem("recompute" if key == "model" and isinstance(error, ConfigError) else key, str(error))]
-    except Exception as error:  # noqa: BLE001 - a class refuses its options, or something cannot be rehearsed
-        if key == "optimizer" and isinstance(error, TypeError | ValueError):
-            return [Problem(key, str(error))]
+        problems.append(Problem("recompute" if isinstance(error, ConfigError) else "model", str(error)))
+    except Exception as error:  # noqa: BLE001 - something cannot be rehearsed
         logger.info("cannot rehearse the run, which may work all the same: %s", error)
-    return []
+    return problems
+
+
+def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that a run names, over the parameters of the split `model`."""
+    optimizer_class = find_optimizer(config.name)
+    assert optimizer_class is not None, "check_inputs has found it"
+    return build_optimizer(model, optimizer_class, groups=config.groups, **optimizer_arguments(config, optimizer_class))
 
 
 def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
@@ -176,8 +180,7 @@ def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
 
 def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> list[Problem]:
     problems = []
-    text_config = model_config.get_text_config()
-    vocab_size = getattr(text_config, "vocab_size", None)
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     if vocab_size is not None and len(tokenizer) > vocab_size:
         what = f"has {len(tokenizer):,} tokens, the model {vocab_size:,}"
         fix = "use the model's own tokenizer, or a model with a larger vocab_size"

@@ -5,39 +5,68 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
+from shardwise.cli.config import Problems
 from shardwise.errors import LoadError
-from shardwise.weights.write import PretrainedWriter
+from shardwise.train.config import Problem, TrainConfig
 
-__all__ = ["check_export", "check_place", "unexported"]
+__all__ = ["check_outputs", "check_place", "unexported"]
 
 
-def check_place(directory: str) -> None:
-    """Makes `directory` and writes a file in it; leaves nothing behind.
+def check_outputs(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with the places that the run writes to. Makes them and writes there, in one process of a run."""
+    problems = Problems()
+    for key, directory in (("log.dir", config.log.dir), ("data.cache_dir", config.data.cache_dir)):
+        if directory is not None:
+            with problems.of(key):
+                check_place(directory)
+    if config.export is None:
+        return problems
+    with problems.of("export"):
+        check_place(config.export, is_beside=True)
+    export = Path(config.export)
+    if not problems and export.exists() and not (export.is_dir() and not any(export.iterdir())):
+        what = f"the directory {export} is not empty" if export.is_dir() else f"{export} is a file"
+        problems.append(Problem("export", what, "remove it or name another; nothing is overwritten"))
+    if not problems and unexported(config.log.dir).exists():
+        what = f"{unexported(config.log.dir)} holds the weights that an earlier run could not export"
+        problems.append(Problem("log.dir", what, "move them, or name another directory"))
+    return problems
+
+
+def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) -> None:
+    """Makes `directory`, writes a file in it and measures the room there; leaves nothing behind.
+
+    Args:
+        directory: the place.
+        is_beside: whether to make a directory beside it instead, where an export is written until it is complete.
+        num_bytes: the room needed.
 
     Raises:
-        LoadError: it cannot be made, or not be written to.
+        LoadError: it cannot be made, or not be written to, or has no room.
     """
-    with _made(directory) as path:
-        _write_probe(path)
-
-
-def check_export(directory: str, *, num_bytes: int = 0) -> None:
-    """Does what an export to `directory` will do, but for the weights, and measures the room for them.
-
-    Raises:
-        LoadError: it cannot be done, or there are fewer than `num_bytes` free.
-    """
-    with _made(str(Path(directory).parent)):
-        writer = PretrainedWriter(directory, max_shard_bytes=1)
-        try:
-            _write_probe(writer.staging)
-            free = shutil.disk_usage(writer.staging).free
-        finally:
-            writer.abort()
+    path = Path(f"{directory}.probe" if is_beside else directory)
+    made: list[Path] = []
+    try:
+        for each in (*reversed(path.parents), path):
+            if not each.is_dir():
+                each.mkdir()
+                made.append(each)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(path).free
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
+        why = f"{error.strerror}: {str(error.filename)[:100]!r}" if isinstance(error, OSError) else str(error)
+        fix = "name a directory that can be made and written"
+        raise LoadError(f"cannot write to {directory[:100]!r}", why=why, fix=fix) from error
+    finally:
+        for each in reversed(made):
+            with suppress(OSError):
+                each.rmdir()
     if free < num_bytes:
         raise LoadError(
             f"no room for the export to {directory!r}",
@@ -49,34 +78,3 @@ def check_export(directory: str, *, num_bytes: int = 0) -> None:
 def unexported(log_dir: str) -> Path:
     """Where weights are put that could not be exported."""
     return Path(log_dir) / "unexported"
-
-
-@contextmanager
-def _made(directory: str) -> Iterator[Path]:
-    """Makes `directory`, and afterwards removes what was made and is still empty."""
-    path = Path(directory)
-    made: list[Path] = []
-    try:
-        for each in (*reversed(path.parents), path):
-            if not each.is_dir():
-                each.mkdir()
-                made.append(each)
-        yield path
-    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
-        if isinstance(error, LoadError):
-            raise
-        why = str(error) if isinstance(error, ValueError) else f"{error.strerror}: {str(error.filename)[:100]!r}"
-        raise LoadError(
-            f"cannot write to {directory[:100]!r}", why=why, fix="name a directory that can be made and written"
-        ) from error
-    finally:
-        for each in reversed(made):
-            with suppress(OSError):
-                each.rmdir()
-
-
-def _write_probe(directory: Path) -> None:
-    with tempfile.TemporaryFile(dir=directory) as file:
-        file.write(bytes(4096))
-        file.flush()
-        os.fsync(file.fileno())

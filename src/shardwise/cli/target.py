@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (a run's file names its own)"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 
 
 def find_target(arguments: argparse.Namespace) -> Target:
@@ -53,27 +52,19 @@ def find_target(arguments: argparse.Namespace) -> Target:
         LoadError: the file is not there or not readable.
         MeshError: the layout is malformed.
     """
-    name, layout = str(arguments.model), arguments.layout
-    spec = ParallelSpec()
-    model: Any = name
-    config: TrainConfig | None = None
-    if Path(name).suffix in (".yaml", ".yml"):
-        from shardwise.cli.models import spec_of  # torch is slow to import
+    from shardwise.cli.models import spec_of  # torch and transformers are slow to import
+    from shardwise.split.build import read_config as read_model_config
 
-        config = read_config(Path(name))
-        model = config.model.path or _new_config(config.model.config)
-        layout = layout or config.layout
-        spec = spec_of(config)
-    elif Path(name).suffix == ".json":
-        model = _new_config(name)
+    model: Any = str(arguments.model)
+    layout, spec, config = arguments.layout, ParallelSpec(), None
+    suffix = Path(model).suffix
+    if suffix in (".yaml", ".yml"):
+        config = read_config(Path(model))
+        model, layout, spec = config.model.path or config.model.config, layout or config.layout, spec_of(config)
+    if suffix == ".json" or (config is not None and config.model.path is None):
+        model = read_model_config(model, {})[0]
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
     if arguments.sequence_parallel:
         spec = replace(spec, sequence_parallel=True)
     return Target(model=model, shape=MeshShape.parse(layout), spec=spec, run=config)
-
-
-def _new_config(given: Any) -> Any:
-    from shardwise.split.build import read_config  # torch and transformers are slow to import
-
-    return read_config(given, {})[0]

@@ -6,17 +6,12 @@ import argparse
 import os
 from pathlib import Path
 
-from shardwise.cli.config import config_error, parse_config
-from shardwise.cli.launch import (
-    end_with_launcher,
-    exit_on_terminate,
-    is_rank,
-    launch,
-    local_rank,
-    record_failures,
-)
+from shardwise.cli.check import check_run
+from shardwise.cli.config import config_error, read_config
+from shardwise.cli.launch import end_with_launcher, exit_on_terminate, is_rank, launch, record_failures
 from shardwise.errors import ConfigError
 from shardwise.topology.shape import MeshShape
+from shardwise.train.config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -50,60 +45,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc", type=int, metavar="N", help="ranks to start on this machine (default: what the layout needs)"
     )
-    parser.add_argument("--traceback", action="store_true", help="show where in the code an error arose")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     exit_on_terminate()
-    if is_rank() and arguments.nproc is not None:
-        raise ConfigError(
-            f"--nproc {arguments.nproc} inside a launcher",
-            why="WORLD_SIZE is set, so the ranks have been started already",
-            fix="leave it out",
-        )
     if is_rank():
         end_with_launcher()
         with record_failures():
             _run_rank(arguments)
         return 0
-    config, problems = parse_config(arguments.config, arguments.overrides)
-    if problems:
+    config = read_config(arguments.config, arguments.overrides)
+    shape = MeshShape.parse(config.layout)
+    if arguments.nproc is not None:
+        shape.check_world_size(arguments.nproc)
+    if problems := check_run(config):
         raise config_error(str(arguments.config), problems)
-    # After the quick checks: torch and transformers are slow to import.
-    from shardwise.cli.inputs import check_inputs, check_outputs
-    from shardwise.cli.models import check_model
-
-    problems = [*check_inputs(config), *check_outputs(config)]
-    if problems:
-        raise config_error(str(arguments.config), problems)
-    num_ranks = _num_ranks(MeshShape.parse(config.layout), arguments.nproc)
-    problems = check_model(config)  # a rehearsal costs a second or two; a run that fails behind its start costs more
-    if problems:
-        raise config_error(str(arguments.config), problems)
-    if num_ranks == 1:
-        _run_rank(arguments)
+    if shape.world_size == 1:
+        _train(config)
         return 0
     words = ["train", str(arguments.config), *arguments.overrides, *(["--traceback"] if arguments.traceback else [])]
-    return launch(words, num_ranks=num_ranks, show_traceback=arguments.traceback)
-
-
-def _num_ranks(shape: MeshShape, asked: int | None) -> int:
-    if asked is not None and asked < 1:
-        raise ConfigError(f"--nproc is {asked}, must be at least 1")
-    if asked is not None:
-        shape.check_world_size(asked)
-    return shape.world_size
+    return launch(words, num_ranks=shape.world_size, show_traceback=arguments.traceback)
 
 
 def _run_rank(arguments: argparse.Namespace) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, or forks of the process draw a warning
+    """Every rank finds the same problems before any of them communicates, so none waits for another."""
+    if arguments.nproc is not None:
+        raise ConfigError(
+            f"--nproc {arguments.nproc} inside a launcher",
+            why="WORLD_SIZE is set, so the ranks have been started already",
+            fix="leave it out",
+        )
     from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
-    from shardwise.cli.training import train
 
-    config, problems = parse_config(arguments.config, arguments.overrides)
-    # Every rank finds the same problems before any of them communicates, so none waits for another.
-    problems = problems or check_inputs(config)
-    if problems:
+    config = read_config(arguments.config, arguments.overrides)
+    if problems := check_inputs(config):
         raise config_error(str(arguments.config), problems)
-    train(config, local_rank=local_rank())
+    _train(config)
+
+
+def _train(config: TrainConfig) -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, or forks of the process draw a warning
+    from shardwise.cli.training import train  # torch and transformers are slow to import
+
+    train(config)

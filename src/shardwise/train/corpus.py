@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +24,13 @@ from shardwise.train.atomic_file import atomic_file
 
 __all__ = [
     "Encoder",
-    "Piece",
     "Source",
     "cache_path",
     "dataset_source",
+    "digest",
     "file_source",
     "find_files",
     "read_tokens",
-    "text_fingerprint",
     "write_tokens",
 ]
 
@@ -46,13 +45,6 @@ ENCODE_CHARS = 4 << 20
 """Text handed to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
 
 
-class Piece(NamedTuple):
-    """A run of text from one document; the separator follows it if it `ends_document`."""
-
-    text: str
-    ends_document: bool = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Documents in a fixed order.
@@ -60,12 +52,13 @@ class Source:
     Attributes:
         fingerprint: a digest that changes when they do.
         size: how much there is to read, in the source's own unit: what progress is a share of.
-        pieces: gives each piece, with how much of `size` has been read before it.
+        read: gives the runs of text of every document that is not empty, each document followed by None, and tells its
+            argument how much of `size` has been read.
     """
 
     fingerprint: str
     size: int
-    pieces: Callable[[], Iterator[tuple[Piece, int]]]
+    read: Callable[[Callable[[int], None]], Iterator[str | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,39 +120,36 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
     stats = [(str(file.resolve()), file.stat()) for file in files]
     times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
-    def pieces() -> Iterator[tuple[Piece, int]]:
+    def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
         done = 0
         for file, (_, stat) in zip(files, stats, strict=True):
-            for piece in _read_file(file, text_key):
-                yield piece, done
+            try:
+                yield from _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
+            except UnicodeDecodeError as error:
+                fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
+                raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
+            except LoadError:
+                raise
+            except OSError as error:
+                raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
             done += stat.st_size
+            on_progress(done)
 
     size = sum(stat.st_size for _, stat in stats)
-    return Source(fingerprint=_digest("files", text_key, times), size=size, pieces=pieces)
+    return Source(fingerprint=digest("files", text_key, times), size=size, read=read)
 
 
-def _read_file(file: Path, text_key: str) -> Iterator[Piece]:
-    try:
-        yield from _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
-    except UnicodeDecodeError as error:
-        fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
-        raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
-    except OSError as error:
-        if isinstance(error, LoadError):
-            raise
-        raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
-
-
-def _blocks(file: Path) -> Iterator[Piece]:
+def _blocks(file: Path) -> Iterator[str | None]:
     with file.open(encoding="utf-8", newline="") as lines:
         block = "".join(lines.readlines(PIECE_CHARS))
+        ends = [None] if block else []
         while block:
-            following = "".join(lines.readlines(PIECE_CHARS))
-            yield Piece(block, ends_document=not following)
-            block = following
+            yield block
+            block = "".join(lines.readlines(PIECE_CHARS))
+        yield from ends
 
 
-def _lines(file: Path, text_key: str) -> Iterator[Piece]:
+def _lines(file: Path, text_key: str) -> Iterator[str | None]:
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -168,7 +158,7 @@ def _lines(file: Path, text_key: str) -> Iterator[Piece]:
                 document = json.loads(line)
             except json.JSONDecodeError as error:
                 raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
-            yield Piece(_text_of(document, text_key, f"{file}:{number}"))
+            yield from _text_of(document, text_key, f"{file}:{number}")
 
 
 def dataset_source(rows: Any, *, text_key: str) -> Source:
@@ -182,16 +172,17 @@ def dataset_source(rows: Any, *, text_key: str) -> Source:
         LoadError: while reading: a row holds no text.
     """
 
-    def pieces() -> Iterator[tuple[Piece, int]]:
+    def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
         for number, row in enumerate(rows):
-            yield Piece(_text_of(row, text_key, f"row {number}")), number
+            yield from _text_of(row, text_key, f"row {number}")
+            on_progress(number + 1)
 
-    return Source(fingerprint=_digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), pieces=pieces)
+    return Source(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
 
 
 def cache_path(directory: Path, source: Source, encoder: Encoder) -> Path:
     """Where the tokens of `source` under `encoder` are kept."""
-    return directory / f"{_digest(FORMAT, source.fingerprint, encoder.fingerprint, encoder.separator)}.tokens"
+    return directory / f"{digest(FORMAT, source.fingerprint, encoder.fingerprint, encoder.separator)}.tokens"
 
 
 def write_tokens(
@@ -203,7 +194,7 @@ def write_tokens(
         path: where to write.
         source: the documents.
         encoder: the tokenizer.
-        on_progress: told how much of `source.size` has been encoded.
+        on_progress: told how much of `source.size` has been read.
 
     Raises:
         LoadError: the source could not be read, or holds no text at all, or `path` cannot be written.
@@ -211,23 +202,20 @@ def write_tokens(
     num_tokens = checksum = 0
     try:
         with atomic_file(path) as partial, partial.open("wb") as out:
-            for pieces, done in _batches(source):
-                rows = encoder.encode([piece.text for piece in pieces])
-                for piece, row in zip(pieces, rows, strict=True):
-                    tokens = [*row, encoder.separator] if piece.ends_document else row
-                    encoded = np.asarray(tokens, dtype=TOKEN_TYPE).tobytes()
-                    out.write(encoded)
-                    num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(encoded, checksum)
-                on_progress(done)
+            for texts in _batches(source.read(on_progress)):
+                rows = iter(encoder.encode([text for text in texts if text is not None]))
+                for text in texts:
+                    tokens = np.asarray([encoder.separator] if text is None else next(rows), dtype=TOKEN_TYPE)
+                    out.write(tokens.data)
+                    num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(tokens.data, checksum)
             if num_tokens == 0:
                 raise LoadError("the data holds no text", at="data", why="every file or line is empty")
             out.write(TRAILER.pack(MARK, num_tokens, checksum))
+    except LoadError:
+        raise
     except OSError as error:
-        if isinstance(error, LoadError):
-            raise
         fix = "make room, or name another place with data.cache_dir"
         raise LoadError(f"cannot write the tokens to {path}", why=str(error.strerror), fix=fix) from error
-    on_progress(source.size)
 
 
 def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
@@ -257,28 +245,20 @@ def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
     return tokens
 
 
-def _batches(source: Source) -> Iterator[tuple[list[Piece], int]]:
-    pieces: list[Piece] = []
+def _batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
+    batch: list[str | None] = []
     num_chars = 0
-    done = 0
-    for piece, done in source.pieces():
-        if not piece.text:
-            continue
-        pieces.append(piece)
-        num_chars += len(piece.text)
+    for text in texts:
+        batch.append(text)
+        num_chars += len(text or "")
         if num_chars >= ENCODE_CHARS:
-            yield pieces, done
-            pieces, num_chars = [], 0
-    if pieces:
-        yield pieces, done
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
 
 
-def text_fingerprint(text: str) -> str:
-    """A short digest of `text`."""
-    return _digest(text)
-
-
-def _text_of(document: object, key: str, place: str) -> str:
+def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
+    """The document as runs of text."""
     if not isinstance(document, Mapping):
         raise LoadError(
             f"expected an object with the key {key!r}, found {type(document).__name__}",
@@ -294,8 +274,9 @@ def _text_of(document: object, key: str, place: str) -> str:
     text = document[key]
     if not isinstance(text, str):
         raise LoadError(f"{key!r} holds {type(text).__name__}, not text", at=place)
-    return text
+    return (text, None) if text else ()
 
 
-def _digest(*parts: object) -> str:
+def digest(*parts: object) -> str:
+    """A short digest of `parts`."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]

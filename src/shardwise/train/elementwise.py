@@ -39,7 +39,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         options: what it was built with; by default as far as it says.
 
     Raises:
-        UnsupportedError: it computes other updates from parts, or cannot be tried.
+        UnsupportedError: it computes other updates from parts, or cannot be tried, or updates no dense gradients.
 
     Communicates: nothing.
     """
@@ -51,6 +51,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         build = _builder(optimizer, {**(options or {}), **group})
         device = group["params"][0].device
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            _check_dense(name, build, device=device)
             splits = {(len(entry.layout.shape), dim) for entry in entries for dim in _split_dims(entry)}
             for num_dims, dim in sorted(splits):
                 _check_parts(name, build, num_dims=num_dims, dim=dim, device=device)
@@ -81,6 +82,19 @@ def _builder(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> _B
 def _split_dims(entry: ParameterEntry) -> set[int]:
     """The dims along which ranks hold parts of a parameter."""
     return {part.dim for part in (entry.split, entry.chunk) if part is not None}
+
+
+def _check_dense(name: str, build: _Build, *, device: torch.device) -> None:
+    """Raises where it cannot update a full tensor either, such as `SparseAdam`."""
+    ones = torch.ones(_SIZE, _SIZE, device=device)
+    try:
+        _train(build, ones, [ones])
+    except UnsupportedError:
+        raise
+    except Exception as error:  # an optimizer refuses in any way
+        raise UnsupportedError(
+            f"{name} cannot update a dense parameter", why=f"{type(error).__name__}: {error}", fix="use another"
+        ) from error
 
 
 def _check_parts(name: str, build: _Build, *, num_dims: int, dim: int, device: torch.device) -> None:

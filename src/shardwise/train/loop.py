@@ -88,17 +88,15 @@ def run_loop(
     num_steps: int,
     settings: OptimizerConfig,
     reporters: Sequence[Reporter] = (),
-    first_step: int = 0,
     eval_every: int = 0,
 ) -> StepRecord | None:
-    """Runs steps `first_step` to `num_steps` (counted from 0) and returns the last one's record.
+    """Runs `num_steps` steps and returns the last one's record.
 
     Args:
         parts: the step, the optimizer and their surroundings.
-        num_steps: length of the whole run, which the learning rate schedule spans.
+        num_steps: length of the run, which the learning rate schedule spans.
         settings: the learning rate, its schedule and the clipping.
         reporters: told of each step, in this order; usually on one rank only. One that cannot write is told no more.
-        first_step: steps already taken.
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
     Raises:
@@ -107,7 +105,7 @@ def run_loop(
     """
     record = None
     open_reporters = list(reporters)
-    for index in range(first_step, num_steps):
+    for index in range(num_steps):
         factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
         record = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
         is_due = eval_every and ((index + 1) % eval_every == 0 or index + 1 == num_steps)

@@ -49,7 +49,7 @@ def build_optimizer(
         TypeError: `optimizer_class` is no optimizer class, or does not take the options.
         ConfigError: a rule names no parameter, or does not say which.
         UnsupportedError: the class does not update parts of parameters as it would update full ones (Muon, Adafactor),
-            or cannot update what FSDP2 holds (Rprop).
+            or cannot update what FSDP2 holds (Rprop), or dense gradients (SparseAdam).
         LayoutError: the model is not split by Shardwise.
 
     Communicates: nothing itself; with a `Precision`, unless `clip_grad_norm_` has just done so, `step` all-reduces one
