@@ -6,7 +6,6 @@ torchrun that somebody else started is the same program.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -63,7 +62,10 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _silence_agent()
+    # The agent tells of every failure and signal it passes on; the user gets one line from us instead.
+    for name in list(logging.root.manager.loggerDict):  # each of its loggers sets a level of its own
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -96,15 +98,12 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
 
 @contextmanager
 def record_failures() -> Iterator[None]:
-    """In a rank that was launched, ends the process: without a word, and with what went wrong where the launcher looks.
+    """In a rank, ends the process at a failure: without a word, and with what went wrong where the launcher looks.
 
-    Where no launcher asked for a file, the code goes on and errors take their usual way.
+    Where no launcher asked for a file, errors take their usual way.
     """
     try:
         yield
-        if ERROR_FILE in os.environ:
-            atexit._run_exitfuncs()
-            leave(0)
     except KeyboardInterrupt:
         leave(INTERRUPTED)
     except SystemExit as error:
@@ -159,17 +158,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _silence_agent() -> None:
-    """The agent tells of every failure and signal it passes on; the user gets one line from us instead."""
-    for name in list(logging.root.manager.loggerDict):  # each of its loggers sets a level of its own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
 def _record(error: BaseException) -> None:
     """Notes an error where the launcher looks for it; without one, or when it has gone, nowhere."""
-    path = os.environ.get(ERROR_FILE)
-    if path is None:
+    if (path := os.environ.get(ERROR_FILE)) is None:
         return
     failure = Failure.of(error)
     # The part that torchrun itself reads and shows.
@@ -199,9 +190,8 @@ def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
     if (silent and not is_found) or not reported:
         rank = min(silent or failures)
         failure = failures[rank]
-        how = (
-            f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"
-        )
+        has_exited = failure.exitcode >= 0
+        how = f"exited with code {failure.exitcode}" if has_exited else f"was ended by {failure.signal_name()}"
         hint = "\n  why: the machine may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
     rank, first = min((own or reported).items(), key=lambda item: item[1].at_seconds)

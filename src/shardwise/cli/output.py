@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
 __all__ = ["Output", "lasting_stdout"]
@@ -14,31 +14,32 @@ __all__ = ["Output", "lasting_stdout"]
 class Output:
     """A stream that takes whatever is written to it, also when it can pass nothing on any more.
 
-    Args:
-        stream: where to pass it on.
-        is_lasting: whether the work goes on when the reader of a pipe ends: where the text is all there is, it ends.
-
     Attributes:
+        is_lasting: whether the work goes on when the reader of a pipe ends: where the text is all there is, it ends,
+            with a `BrokenPipeError`.
         error: why it passes nothing on; None while it does.
     """
 
-    def __init__(self, stream: TextIO, *, is_lasting: bool = False) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.is_lasting = is_lasting
+        self.is_lasting = False
         self.error: OSError | None = None
 
     def write(self, text: str) -> int:
-        """Pass `text` on. Raises `BrokenPipeError` where nobody reads and the work is not to go on."""
-        self._attempt(lambda: self._stream.write(text))
+        """Pass `text` on."""
+        with self._guarded():
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what is buffered; raises as `write` does."""
-        self._attempt(self._stream.flush)
+        """Pass on what is buffered."""
+        with self._guarded():
+            self._stream.flush()
 
-    def _attempt(self, action: Callable[[], object]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            action()
+            yield
         except OSError as error:
             # What is buffered still has to go somewhere when the process ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())

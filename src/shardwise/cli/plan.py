@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from shardwise.cli import target
+from shardwise.cli.config import read_config
 from shardwise.errors import ConfigError
-from shardwise.plan.options import Precision, Recompute
+from shardwise.plan.options import ParallelSpec, Precision, Recompute
+from shardwise.topology.shape import MeshShape
+from shardwise.train.config import TrainConfig
 
-__all__ = ["HELP", "add_arguments", "run"]
+__all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
 HELP = """\
 Print how a model is split: the rule for every parameter and where it comes from, what each rank holds, and what stays
@@ -24,9 +29,20 @@ backward of one microbatch.
 """
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `find_target` reads."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, hub id, config.json, or the YAML file of a run"
+    )
+    parser.add_argument(
+        "--layout", metavar="LAYOUT", help="ranks along each axis, such as tp2 (a run's file names its own)"
+    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise plan`."""
-    target.add_arguments(parser)
+    add_target(parser)
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="one microbatch of a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention or selective")
@@ -34,25 +50,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    found = target.find_target(arguments)
+    model, shape, spec, config = find_target(arguments)
     from shardwise.api.describing import describe  # torch and transformers are slow to import
 
-    spec, batch = found.spec, None
-    if found.run is not None:
-        rows = found.run.batch_size // (found.shape.data_size * found.run.num_microbatches)
-        batch = max(1, rows), found.run.data.seq_length  # --layout may need more rows
+    batch = None
+    if config is not None:
+        rows = config.batch_size // (shape.data_size * config.num_microbatches)
+        batch = max(1, rows), config.data.seq_length  # --layout may need more rows
     if arguments.batch is not None:
-        batch = _read_batch(arguments.batch)
+        sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", arguments.batch)
+        if sizes is None:
+            fix = "write rows x tokens, such as --batch 2x4096"
+            raise ConfigError(f"--batch {arguments.batch} is no microbatch", fix=fix)
+        batch = int(sizes[1]), int(sizes[2])
     if arguments.compute is not None:
         spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
-    print(describe(found.model, found.shape, batch=batch, **vars(spec)))
+    print(describe(model, shape, batch=batch, **vars(spec)))
     return 0
 
 
-def _read_batch(text: str) -> tuple[int, int]:
-    num_rows, times, seq_length = text.partition("x")
-    if not (times and num_rows.isdigit() and seq_length.isdigit() and int(num_rows) and int(seq_length)):
-        raise ConfigError(f"--batch {text} is no microbatch", fix="write rows x tokens, such as --batch 2x4096")
-    return int(num_rows), int(seq_length)
+def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
+    """What `plan` and `verify` are pointed at: the model (a directory, a hub id or a transformers configuration), the
+    layout, what else is asked for, and the run, where its file was named. Options go over what the file says.
+
+    Raises:
+        ConfigError: there is no layout, or the run's file has problems.
+        LoadError: the file is not there or not readable.
+        MeshError: the layout is malformed.
+    """
+    from shardwise.cli.models import spec_of  # torch and transformers are slow to import
+    from shardwise.split.build import read_config as read_model_config
+
+    model: Any = str(arguments.model)
+    layout, spec, config = arguments.layout, ParallelSpec(), None
+    suffix = Path(model).suffix
+    if suffix in (".yaml", ".yml"):
+        config = read_config(Path(model))
+        model, layout, spec = config.model.path or config.model.config, layout or config.layout, spec_of(config)
+    if suffix == ".json" or (config is not None and config.model.path is None):
+        model = read_model_config(model, {})[0]
+    if layout is None:
+        raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
+    if arguments.sequence_parallel:
+        spec = replace(spec, sequence_parallel=True)
+    return model, MeshShape.parse(layout), spec, config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from shardwise.cli import target
+from shardwise.cli.plan import add_target, find_target
 from shardwise.testing.pool import default_pool
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -21,17 +21,17 @@ compare loss, logits, every gradient and the replicas. Prints a table; the exit 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise verify`."""
-    target.add_arguments(parser)
+    add_target(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     default_pool().warm()  # imports for the ranks what we import meanwhile
-    found = target.find_target(arguments)
+    model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
 
-    num_microbatches = found.run.num_microbatches if found.run is not None else 1
-    report = verify(found.model, found.shape, num_microbatches=num_microbatches, **vars(found.spec))
+    num_microbatches = config.num_microbatches if config is not None else 1
+    report = verify(model, shape, num_microbatches=num_microbatches, **vars(spec))
     print(report)
     return 0 if report.passed else 1
