@@ -146,27 +146,32 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
         place = [str(part) for part in each["loc"]]
         if each["type"] == "unexpected_keyword_argument":
             key = ".".join(place)
-            beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
-            elsewhere = next((name for name in known if name.endswith(f".{place[-1]}")), None)
-            close = did_you_mean(place[-1], beside) or (f" (did you mean {elsewhere!r}?)" if elsewhere else "")
-            found[key] = Problem(key, f"unknown key{close}")
+            found[key] = Problem(key, f"unknown key{_similar(key, known)}")
             continue
         # A place goes on below its key: into lists, and along the types that a value might have.
         key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
-        what = each["msg"].removeprefix("Input should be ")
+        wanted = each["msg"].removeprefix("Input should be ")
         for word, ours in _WORDS.items():
-            what = what.replace(word, ours)
+            wanted = wanted.replace(word, ours)
         if isinstance(cause := each.get("ctx", {}).get("error"), ShardwiseError):
             found[key] = Problem(key, str(cause))  # a value that checks itself
         elif each["type"] == "dataclass_type" and each["input"] is None:
             found[key] = None
         elif (earlier := found.get(key)) is not None:
-            found[key] = Problem(key, f"{earlier.what} or {what}")
+            found[key] = Problem(key, f"{earlier.what} or {wanted}", earlier.fix)
         else:
-            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", what))
-            meaning = "" if "$ref" in known[key] else " ".join(known[key]["description"].split()).rstrip(".")
-            found[key] = Problem(key, f"is {_kind(each['input'])}, must be {what}{close}", meaning)
+            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", wanted))
+            meaning = " ".join(known[key]["description"].split()).rstrip(".")
+            found[key] = Problem(key, f"is {_kind(each['input'])}, must be {wanted}{close}", meaning)
     return found
+
+
+def _similar(key: str, known: Iterable[str]) -> str:
+    """Points to a key of the same group, or else to one of this very name in another."""
+    group, _, last = key.rpartition(".")
+    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
+    elsewhere = [name for name in known if name.endswith(f".{last}")]
+    return did_you_mean(last, beside) or (f" (did you mean {elsewhere[0]!r}?)" if elsewhere else "")
 
 
 class _Loader(yaml.SafeLoader):

@@ -22,8 +22,15 @@ def open_source(config: DataConfig) -> Source:
     if config.path is not None:
         return file_source(find_files(Path(config.path), config.include), text_key=config.text_key)
     rows = _open_dataset(config)
-    columns = list(rows.column_names)
-    if config.text_key not in columns:
+    if isinstance(rows, dict):  # `save_to_disk` writes one split, or a dictionary of them
+        if config.split not in rows:
+            raise ConfigError(
+                f"data.split is {config.split!r}, which {config.dataset} does not have"
+                f"{did_you_mean(config.split, rows)}",
+                why=f"its splits are {', '.join(rows)}",
+            )
+        rows = rows[config.split]
+    if config.text_key not in (columns := list(rows.column_names)):
         raise ConfigError(
             f"data.text_key is {config.text_key!r}, which is no column of {config.dataset}"
             f"{did_you_mean(config.text_key, columns)}",
@@ -43,21 +50,7 @@ def _open_dataset(config: DataConfig) -> Any:
     name = str(config.dataset)
     try:
         if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):
-            return _pick_split(datasets.load_from_disk(name), config.split, name)
+            return datasets.load_from_disk(name)
         return datasets.load_dataset(name, config.subset, split=config.split)
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise LoadError(f"datasets cannot open {name!r}", at="data.dataset", why=str(error)) from error
-
-
-def _pick_split(saved: Any, split: str, name: str) -> Any:
-    """What `save_to_disk` wrote is one split, or a dictionary of them."""
-    if not isinstance(saved, dict):
-        return saved
-    if split not in saved:
-        raise ConfigError(
-            f"data.split is {split!r}, which {name} does not have{did_you_mean(split, saved)}",
-            why=f"its splits are {', '.join(saved)}",
-        )
-    return saved[split]
