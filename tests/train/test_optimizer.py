@@ -52,6 +52,14 @@ def test_rules_that_mean_nothing_are_errors(rule, message):
         build([rule])
 
 
+@pytest.mark.single
+def test_an_optimizer_that_makes_no_step_is_an_error_when_it_is_built():
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        with pytest.raises(UnsupportedError, match="does not support dense gradients"):
+            shardwise.build_optimizer(model, torch.optim.SparseAdam, lr=1e-3)
+
+
 CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 

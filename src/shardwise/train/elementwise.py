@@ -8,6 +8,7 @@ matrix as a whole: its spectrum (Muon), its rows and columns (Adafactor), its no
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["check_optimizer"]
 _Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 _SIZE = 4  # of each dim of a tiny parameter
+_MANY = 2**16  # elements
 _NUM_STEPS = 3
 _LR = 0.01
 _ALLOWED = 1e-3  # of the largest update
@@ -36,7 +38,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     parameters are parts, and on `DTensor`s where they are.
 
     Args:
-        options: what it was built with; by default as far as it says.
+        options: what it was built with, and that it makes a step at all is tried too; by default as far as it says.
 
     Raises:
         UnsupportedError: it computes other updates from parts, or cannot be tried, or updates no dense gradients.
@@ -51,7 +53,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
         build = _builder(optimizer, {**(options or {}), **group})
         device = group["params"][0].device
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            _check_dense(name, build, device=device)
+            if options is not None:
+                shape = min((parameter.shape for parameter in group["params"]), key=math.prod)
+                small = shape if math.prod(shape) <= _MANY else [_SIZE] * len(shape)
+                _check_dense(name, build, torch.ones(small, device=device))
             splits = {(len(entry.layout.shape), dim) for entry in entries for dim in _split_dims(entry)}
             for num_dims, dim in sorted(splits):
                 _check_parts(name, build, num_dims=num_dims, dim=dim, device=device)
@@ -84,16 +89,15 @@ def _split_dims(entry: ParameterEntry) -> set[int]:
     return {part.dim for part in (entry.split, entry.chunk) if part is not None}
 
 
-def _check_dense(name: str, build: _Build, *, device: torch.device) -> None:
+def _check_dense(name: str, build: _Build, ones: Tensor) -> None:
     """Raises where it cannot update a full tensor either, such as `SparseAdam`."""
-    ones = torch.ones(_SIZE, _SIZE, device=device)
     try:
         _train(build, ones, [ones])
-    except UnsupportedError:
-        raise
     except Exception as error:  # an optimizer refuses in any way
         raise UnsupportedError(
-            f"{name} cannot update a dense parameter", why=f"{type(error).__name__}: {error}", fix="use another"
+            f"{name} cannot update parameters of this model",
+            why=f"{type(error).__name__}: {str(error).strip()}",
+            fix="use an optimizer for dense gradients (SGD, Adam, AdamW, …)",
         ) from error
 
 
