@@ -66,16 +66,7 @@ def train(config: TrainConfig) -> StepRecord | None:
                 raise config_error("the configuration", problems)
         tokenizer = load_tokenizer(config)
         encoder = build_encoder(tokenizer)
-        batches = PackedBatches(
-            _prepare_tokens(config, config.data, encoder, console),
-            seq_length=config.data.seq_length,
-            batch_size=config.batch_size,
-            data_rank=mesh.data_rank,
-            data_size=mesh.data_size,
-            seed=config.seed,
-        )
-        if config.data.state is not None:
-            batches.load_state_dict(read_data_state(config.data.state))
+        batches = _open_batches(config, mesh, encoder, console)
         model = build_model(config, mesh, tokenizer).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         parts = Parts(
@@ -111,6 +102,20 @@ def train(config: TrainConfig) -> StepRecord | None:
                 with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
                     partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
         return record
+
+
+def _open_batches(config: TrainConfig, mesh: Mesh, encoder: Encoder, console: Console) -> PackedBatches:
+    batches = PackedBatches(
+        _prepare_tokens(config, config.data, encoder, console),
+        seq_length=config.data.seq_length,
+        batch_size=config.batch_size,
+        data_rank=mesh.data_rank,
+        data_size=mesh.data_size,
+        seed=config.seed,
+    )
+    if config.data.state is not None:
+        batches.load_state_dict(read_data_state(config.data.state))
+    return batches
 
 
 def _export(model: torch.nn.Module, directory: str, log_dir: str, tokenizer: Any) -> None:
