@@ -12,8 +12,7 @@ import shardwise
 from shardwise.errors import ConfigError, GradientError
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import gradients_of
-from shardwise.train.loss_scale import LossScale
+from shardwise.train.gradients import LossScale, gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 4

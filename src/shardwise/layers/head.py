@@ -14,6 +14,7 @@ from shardwise.layers.arguments import Arguments, edit_arguments
 from shardwise.layers.context import SplitContext
 from shardwise.layers.logits import SplitLogits, as_logits
 from shardwise.layers.loss import SplitLossMode
+from shardwise.layers.outputs import map_fields
 from shardwise.layers.same_batch import check_same_batch
 
 __all__ = ["install_head", "install_loss", "install_side_outputs"]
@@ -80,12 +81,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
                 why="the plan sums what blocks side by side compute together, but the forward ran only one of them",
                 fix="give the first of them the style without _into",
             )
-        if isinstance(output, dict):
-            for name, value in list(output.items()):
-                if isinstance(value, DTensor):
-                    output[name] = _handed_out(value)
-            return output
-        return tuple(map(_handed_out, output)) if type(output) is tuple else output
+        return map_fields(output, lambda name, value: _handed_out(value))
 
     edit_arguments(model, enter)
     model.register_forward_hook(leave, always_call=True)
@@ -99,13 +95,12 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
     """
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        for name in _SIDE_OUTPUTS:
-            values = output.get(name) if isinstance(output, dict) else None
-            if isinstance(values, tuple):
-                output[name] = tuple(
-                    scale_gradient(value, 1 / context.size) if isinstance(value, Tensor) else value for value in values
-                )
-        return output
+        def share(name: str, value: Any) -> Any:
+            if name not in _SIDE_OUTPUTS or not isinstance(value, tuple):
+                return value
+            return tuple(scale_gradient(x, 1 / context.size) if isinstance(x, Tensor) else x for x in value)
+
+        return map_fields(output, share)
 
     base.register_forward_hook(leave)
 

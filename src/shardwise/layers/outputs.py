@@ -23,7 +23,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.layers.context import SplitContext
 from shardwise.layers.sequence_edges import cut
 
-__all__ = ["install_outputs"]
+__all__ = ["install_outputs", "map_fields"]
 
 _TAKEN_APART = ("_GatherFullBackward", "_FromTorchTensorBackward", "_SplitCrossEntropyBackward")
 _HIDING = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
@@ -66,9 +66,9 @@ def install_outputs(
             is_tuple = type(value) is tuple and any(isinstance(each, Tensor) for each in value)
             return tuple(full(name, x) if isinstance(x, Tensor) else x for x in value) if is_tuple else value
 
-        output = _map_fields(output, change)
+        output = map_fields(output, change)
         if context.partial_behind and context.is_outermost(module):
-            output = _map_fields(output, _scaled(context, ends_alike=ends_alike))
+            output = map_fields(output, _scaled(context, ends_alike=ends_alike))
         return output
 
     module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
@@ -76,7 +76,7 @@ def install_outputs(
     module.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
 
 
-def _map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
+def map_fields(output: Any, change: Callable[[str, Any], Any]) -> Any:
     """Changes the values of a model's output by their names, which those of a tuple do not have."""
     if isinstance(output, dict):
         for name, value in list(output.items()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,30 @@ from shardwise.layers.added import adopt_parameters, note_inputs
 from shardwise.layers.local_gradient import know_full
 from shardwise.layers.registry import ParameterEntry, Registry, entry_of, find_parameters, local_part, mark, registry_of
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.loss_scale import LossScale
 
-__all__ = ["Gradients", "gradients_of", "track_gradients"]
+__all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
 
 _ATTRIBUTE = "_shardwise_gradients"
 _WATCHED = "_shardwise_watched"
+
+
+@dataclass
+class LossScale:
+    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
+    after `interval` steps in which they did not (as torch's GradScaler does).
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Notes how a step went."""
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 class Gradients:
