@@ -247,6 +247,12 @@ class _StateStore:
         self.tensors: Mapping[str, torch.Tensor] = {}
 
     def map_tensor(self, key: str) -> torch.Tensor:
+        if key not in self.tensors:
+            raise UnsupportedError(
+                f"a weight conversion computes with {key} where it should only rearrange it",
+                why="an export converts tensors one group at a time, as they are gathered",
+                fix="use shardwise.full_state_dict(model)",
+            )
         return self.tensors[key]
 
     def count(self, nbytes: int) -> None:

@@ -5,32 +5,27 @@ each operation becomes a node that knows how to pull a box back to its sources (
 only the bytes it is made of.
 
 # [Note: operations outside the algebra]
-What is not a rearrangement (arithmetic, gathers by index, strided slices) is recorded as a call and run when read, on
-its whole arguments: right, but it reads and holds more than the box. The call's result is kept while one tensor is
-read. A call whose result depends on values (`item()`, comparisons that branch) is run at once.
+What is not a rearrangement (arithmetic, gathers by index, strided slices, what depends on values) is run at once, on
+its whole arguments: right, but it reads and holds more than any box. No conversion of transformers' does so.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import UnsupportedError
 from shardwise.layout.boxes import Box, full_box, shape_of
 from shardwise.weights.nodes import (
-    Call,
     Cast,
-    Computed,
     Joined,
     Narrowed,
     Node,
     Permuted,
     Reshaped,
-    Results,
     Source,
     Store,
-    read_whole,
 )
 
 __all__ = ["LazyTensor"]
@@ -88,13 +83,13 @@ class LazyTensor(torch.Tensor):
         """The elements `box` (default: all) as a new tensor that owns its storage."""
         box = full_box(tuple(self.shape)) if box is None else box
         out = torch.empty(shape_of(box), dtype=dtype or self.dtype, device=device)
-        self.fill(box, out, {})
+        self.fill(box, out)
         return out
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
-        """Copy the elements `box` into `out`, which has their shape; pass one `results` to all fills of a tensor."""
+    def fill(self, box: Box, out: torch.Tensor) -> None:
+        """Copy the elements `box` into `out`, which has their shape."""
         with torch.no_grad():
-            self.node.fill(box, out, results)
+            self.node.fill(box, out)
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,23 +98,18 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} would write into a lazy tensor", at=repr(args[0]), why="its elements are in a checkpoint"
         )
     leaves, structure = tree_flatten((args, kwargs))
-    if func._schema.is_mutable:
-        return _run_now(func, leaves, structure)
-    meta_args, meta_kwargs = tree_unflatten([_meta_of(leaf) for leaf in leaves], structure)
-    try:
-        metas = func(*meta_args, **meta_kwargs)
-    except (RuntimeError, NotImplementedError):
-        # Either the result depends on values, or the arguments are wrong; the real call tells, in its own words.
-        return _run_now(func, leaves, structure)
     rule = _RULES.get(func)
-    nodes = rule(metas, *args, **kwargs) if rule is not None else None
-    return _call_later(func, leaves, structure, metas) if nodes is None else _wrap(nodes, metas)
-
-
-def _wrap(nodes: Node | list[Node], metas: Any) -> Any:
-    if isinstance(nodes, Node):
-        return LazyTensor(nodes, metas)
-    return type(metas)(LazyTensor(node, meta) for node, meta in zip(nodes, metas, strict=True))
+    if rule is not None:
+        meta_args, meta_kwargs = tree_unflatten([_meta_of(leaf) for leaf in leaves], structure)
+        metas = func(*meta_args, **meta_kwargs)
+        nodes = rule(metas, *args, **kwargs)
+        if isinstance(nodes, Node):
+            return LazyTensor(nodes, metas)
+        if nodes is not None:
+            return type(metas)(LazyTensor(node, meta) for node, meta in zip(nodes, metas, strict=True))
+    # See [Note: operations outside the algebra].
+    args, kwargs = tree_unflatten([leaf.read() if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], structure)
+    return func(*args, **kwargs)
 
 
 def _meta_of(leaf: Any) -> Any:
@@ -128,33 +118,6 @@ def _meta_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to("meta")
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
-
-def _run_now(func: Any, leaves: list[Any], structure: Any) -> Any:
-    results: Results = {}
-    args, kwargs = tree_unflatten(
-        [read_whole(leaf.node, results) if isinstance(leaf, LazyTensor) else leaf for leaf in leaves], structure
-    )
-    return func(*args, **kwargs)
-
-
-def _call_later(func: Any, leaves: list[Any], structure: Any, metas: Any) -> Any:
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, LazyTensor)]
-
-    def run(arguments: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        filled = list(leaves)
-        for place, argument in zip(places, arguments, strict=True):
-            filled[place] = argument
-        args, kwargs = tree_unflatten(filled, structure)
-        return tuple(leaf for leaf in tree_flatten(func(*args, **kwargs))[0] if isinstance(leaf, torch.Tensor))
-
-    call = Call(run, tuple(leaves[place].node for place in places))
-    positions = iter(range(len(tree_flatten(metas)[0])))
-    return tree_map_only(
-        torch.Tensor,
-        lambda meta: LazyTensor(Computed(call, next(positions), tuple(meta.shape), meta.dtype), meta),
-        metas,
-    )
 
 
 # Rules: what an operation does to nodes. Called with the result's metadata and the operation's arguments; None where

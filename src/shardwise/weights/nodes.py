@@ -1,11 +1,11 @@
 """What a lazy tensor is made of: a graph of layout operations over stored tensors, from which boxes can be pulled.
 
-`fill(box, out, results)` copies the elements `box` of a node into `out`, asking its sources for what the box needs and
+`fill(box, out)` copies the elements `box` of a node into `out`, asking its sources for what the box needs and
 for nothing else. `out` may have any strides, dtype and device; it is filled as by `out.copy_(value)`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,22 +15,15 @@ from shardwise.layout.boxes import Box, full_box, intersect, move, shape_of
 from shardwise.weights.views import reshape_boxes
 
 __all__ = [
-    "Call",
     "Cast",
-    "Computed",
     "Joined",
     "Narrowed",
     "Node",
     "Permuted",
     "Reshaped",
-    "Results",
     "Source",
     "Store",
-    "read_whole",
 ]
-
-# Results of calls outside the algebra, kept while one tensor is being read.
-Results = dict["Call", tuple[torch.Tensor, ...]]
 
 
 class Store(Protocol):
@@ -57,7 +50,7 @@ class Node(ABC):
     sources: "tuple[Node, ...]" = ()
 
     @abstractmethod
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         """Copy the elements `box` into `out`."""
 
     def walk(self) -> "Iterator[Node]":
@@ -81,7 +74,7 @@ class Source(Node):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         part = self.store.map_tensor(self.key)[_slices(box)]
         out.copy_(part)
         self.store.count(part.nbytes)
@@ -102,9 +95,9 @@ class Permuted(_Unary):
 
     dims: tuple[int, ...]
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         inverse = sorted(range(len(self.dims)), key=self.dims.__getitem__)
-        self.source.fill(tuple(box[dim] for dim in inverse), out.permute(inverse), results)
+        self.source.fill(tuple(box[dim] for dim in inverse), out.permute(inverse))
 
 
 @dataclass(eq=False)
@@ -114,21 +107,21 @@ class Narrowed(_Unary):
     dim: int
     start: int
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         start, stop = box[self.dim]
         shifted = (start + self.start, stop + self.start)
-        self.source.fill((*box[: self.dim], shifted, *box[self.dim + 1 :]), out, results)
+        self.source.fill((*box[: self.dim], shifted, *box[self.dim + 1 :]), out)
 
 
 @dataclass(eq=False)
 class Reshaped(_Unary):
     """The source's elements, in row-major order, in another shape."""
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         for source_box, part in reshape_boxes(box, self.shape, self.source.shape):
             target = out[_slices(move(part, box, full_box(out.shape)))]
             seen = target.reshape(shape_of(source_box))
-            self.source.fill(source_box, seen, results)
+            self.source.fill(source_box, seen)
             # `reshape` gives a view where the strides of `out` allow one, else a copy that has to be put back.
             if seen.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
                 target.copy_(seen.reshape(target.shape))
@@ -145,7 +138,7 @@ class Joined(Node):
     def __post_init__(self) -> None:
         self.dtype, self.sources = self.parts[0].dtype, self.parts
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         start = 0
         for part in self.parts:
             stop = start + part.shape[self.dim]
@@ -155,7 +148,7 @@ class Joined(Node):
                 first, last = common[self.dim]
                 wanted = (*common[: self.dim], (first - start, last - start), *common[self.dim + 1 :])
                 offset = first - box[self.dim][0]
-                part.fill(wanted, out.narrow(self.dim, offset, last - first), results)
+                part.fill(wanted, out.narrow(self.dim, offset, last - first))
             start = stop
 
 
@@ -169,46 +162,10 @@ class Cast(Node):
     def __post_init__(self) -> None:
         self.shape, self.sources = self.source.shape, (self.source,)
 
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
+    def fill(self, box: Box, out: torch.Tensor) -> None:
         if out.dtype == self.dtype:
-            self.source.fill(box, out, results)  # the copy out of the source converts
+            self.source.fill(box, out)  # the copy out of the source converts
         else:  # two conversions, and the first may round
             rounded = torch.empty(out.shape, dtype=self.dtype, device=out.device)
-            self.source.fill(box, rounded, results)
+            self.source.fill(box, rounded)
             out.copy_(rounded)
-
-
-@dataclass(eq=False)
-class Call:
-    """An operation outside the algebra: run on its whole arguments when a result is wanted."""
-
-    run: Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-    arguments: tuple[Node, ...]
-
-    def result(self, results: Results) -> tuple[torch.Tensor, ...]:
-        if self not in results:
-            results[self] = self.run([read_whole(node, results) for node in self.arguments])
-        return results[self]
-
-
-@dataclass(eq=False)
-class Computed(Node):
-    """Result `position` of a call."""
-
-    call: Call
-    position: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __post_init__(self) -> None:
-        self.sources = self.call.arguments
-
-    def fill(self, box: Box, out: torch.Tensor, results: Results) -> None:
-        out.copy_(self.call.result(results)[self.position][_slices(box)])
-
-
-def read_whole(node: Node, results: Results) -> torch.Tensor:
-    """All of `node`, in its own dtype, on the CPU."""
-    out = torch.empty(node.shape, dtype=node.dtype)
-    node.fill(full_box(node.shape), out, results)
-    return out

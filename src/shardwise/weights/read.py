@@ -8,7 +8,7 @@ from shardwise.layout.boxes import shape_of, volume
 from shardwise.layout.tensor import Piece
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import Results, Source
+from shardwise.weights.nodes import Source
 
 __all__ = ["adopt_local", "read_local"]
 
@@ -48,7 +48,6 @@ def read_local(
     """
     out = torch.empty(tuple(local_shape), dtype=dtype or lazy.dtype, device=device)
     assert sum(volume(piece.local) for piece in pieces) == out.numel(), "pieces that leave a gap"
-    results: Results = {}
     for piece in pieces:
-        lazy.fill(piece.full, out[tuple(slice(*interval) for interval in piece.local)], results)
+        lazy.fill(piece.full, out[tuple(slice(*interval) for interval in piece.local)])
     return out
