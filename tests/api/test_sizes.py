@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from shardwise.api import deriving
 from shardwise.api.deriving import derive_plan
+from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
@@ -37,3 +42,106 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
     resolved = resolve(derived.plan, read_facts(model), tp_size=2).parameters
     inside = [planned for fqn, planned in resolved.items() if ".layers.0." in fqn and len(planned.shape) > 1]
     assert any(isinstance(planned.placement, Split) for planned in inside)
+
+
+def planned(model_type, name, *, tp_size, **fields):
+    """What a plan found on a smaller twin does to each parameter of the model with these fields."""
+    config = shrink_config(default_config(model_type))
+    vars(config).update(fields)
+    model = build_meta_model(config, model_class(name), dtype=None, options={})
+    return resolve(derive_plan(model, Plan(()), tp_size=tp_size).plan, read_facts(model), tp_size=tp_size)
+
+
+# Sizes of which no rank's share is a whole number of heads, or of groups of them, while the twin's are.
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("model_type", "name", "fields", "attention", "mlp"),
+    [
+        (
+            "megatron-bert",
+            "MegatronBertForMaskedLM",
+            {"num_attention_heads": 3, "hidden_size": 54},
+            "bert.encoder.layer.0.attention.self",
+            "bert.encoder.layer.0.intermediate",
+        ),
+        (
+            "diffllama",
+            "DiffLlamaForCausalLM",
+            {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48},
+            "model.layers.0.self_attn",
+            "model.layers.0.mlp",
+        ),
+    ],
+)
+def test_a_twin_s_plan_gives_way_where_it_does_not_fit_the_model(model_type, name, fields, attention, mlp, monkeypatch):
+    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
+    assert attention not in rows
+    assert mlp in rows
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(("tp_size", "heads", "key_value_heads"), [(16, 64, 16), (16, 64, 8), (3, 12, 6)])
+def test_a_twin_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
+    """The twin of two ranks has eight heads, too few for sixteen ranks."""
+    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
+    found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
+    assert {region.fqn for region in found.regions if region.edge == "row"} >= {"model.layers.0.self_attn"}
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("model_type", "name", "limit", "fields"),
+    [
+        ("xlstm", "xLSTMForCausalLM", 8_000_000, {"chunk_size": 16}),  # its states are 8 by 16, a head on each
+        ("mobilebert", "MobileBertForMaskedLM", 0, {"num_feedforward_networks": 1}),
+        ("zamba", "ZambaForCausalLM", 0, {"layers_block_type": ["linear_attention"], "num_hidden_layers": 1}),
+        ("trocr", "TrOCRForCausalLM", 0, {"decoder_attention_heads": 4}),  # reshapes by its input's size
+    ],
+)
+def test_other_sizes_than_the_twin_s_are_planned(model_type, name, limit, fields, monkeypatch):
+    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", limit)
+    found = planned(model_type, name, tp_size=2, **fields).parameters.values()
+    assert any(isinstance(each.placement, Split) for each in found)
+
+
+class FragileConfig(PreTrainedConfig):
+    model_type = "fragile"
+
+    def __init__(self, width=16, vocab_size=32, **kwargs):
+        super().__init__(**kwargs)
+        self.width, self.vocab_size = width, vocab_size
+
+
+class Crack(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.glass = nn.Linear(width, width)
+
+    def forward(self, x):
+        raise RuntimeError("crack")
+
+
+class FragileModel(PreTrainedModel):
+    config_class = FragileConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(32, config.width)
+        self.panes = nn.ModuleList(Crack(config.width) for _ in range(2))
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids)
+        for pane in self.panes:
+            hidden = pane(hidden)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+
+@pytest.mark.single
+def test_what_fails_inside_planning_is_an_error_that_names_the_module():
+    torch.manual_seed(0)
+    with pytest.raises(PlanError, match="FragileModel does not run unsplit") as caught:
+        derive_plan(FragileModel(FragileConfig()), Plan(()), tp_size=2)
+    assert caught.value.at == "panes.0"
+    assert caught.value.why.startswith("RuntimeError: crack")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.layers.context import SplitContext
 from shardwise.layers.local import install_told
@@ -34,3 +35,13 @@ def test_every_way_to_ask_for_the_size_tells_the_same(by_name):
     assert told == [4] * 6
     assert others == [3, 3, 8]
     assert type(product) is torch.Tensor and torch.equal(product, x * 2)
+
+
+def test_a_tensor_without_values_tells_it_too():
+    module = Asks()
+    install_told(module, "hidden_states", SplitContext(size=2))
+    with FakeTensorMode():
+        told, others, product = module(2.0, torch.empty(2, 3, 8))
+    assert told == [4] * 6
+    assert others == [3, 3, 8]
+    assert type(product) is FakeTensor

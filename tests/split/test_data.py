@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausalLM
 
 import shardwise
 from shardwise.errors import UnsupportedError
 from shardwise.plan.data_axes import find_units
+from shardwise.proof.twins import build_twin, default_config, shrink_config
 from shardwise.split import data
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn
@@ -136,6 +137,16 @@ def test_units_are_blocks_and_ends_and_modules_that_share_are_one():
     units = find_units(read_facts(tiny_model("llama")))
     assert units == (("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("lm_head",))
     assert find_units(read_facts(tiny_model("llama", tied=True)))[-1] == ("model.embed_tokens", "lm_head")
+
+
+@pytest.mark.single
+def test_an_embedding_stays_with_the_model_where_the_head_gives_no_logits():
+    """DeBERTa's newer head multiplies with the weight of the embedding, outside of the embedding's forward."""
+    config = shrink_config(default_config("deberta"))
+    config.legacy = False
+    facts = read_facts(build_twin(config, DebertaForMaskedLM, seed=0))
+    assert (facts.embedding,) not in find_units(facts)
+    assert (facts.head,) in find_units(facts)
 
 
 class Choosing(torch.nn.Module):

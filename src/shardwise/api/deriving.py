@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.api.real_sizes import RealSizes
 from shardwise.api.refusal import explained, problem_of, refused, split_share
-from shardwise.api.trial import Trial, Verdict
+from shardwise.api.trial import Trial, Verdict, failed
 from shardwise.derive.along import sequence_plans
 from shardwise.derive.generalize import generalize
 from shardwise.derive.influence import find_row_products
@@ -22,12 +23,13 @@ from shardwise.derive.join import joined
 from shardwise.derive.lift import lifted
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.trace import Layer, watch
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.twin_config import apply_repeatable
+from shardwise.proof.twin_fields import read_field
 from shardwise.proof.twins import build_twin, make_batch, randomize, settle, shrink_config
 from shardwise.split.facts import read_facts
 from shardwise.split.plans import vocabulary_plan
@@ -77,37 +79,83 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         declared: what is known already; kept where it passes.
 
     Raises:
-        PlanError: no plan at all passes.
+        PlanError: no plan at all passes, or the model's code fails where it is tried; names the module.
         UnsupportedError: no twin of the model can be built.
     """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{name} is no transformers model", why="no twin of it can be built")
+    try:
+        return _derive(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way where it is watched and tried
+        verdict = failed(error)
+        raise PlanError(
+            f"{name} cannot be planned over tp={tp_size}",
+            at=verdict.module or None,
+            why=verdict.reason,
+            fix="use tp_size 1, or give rules of your own",
+        ) from error
+
+
+def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
+    name = type(model).__name__
     own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    twin = _build_twin(model, own_size=own_size)
+    twin = _build_twin(model, own_size=own_size, parts=tp_size)
+    trial = _trial_of(twin, parts=tp_size)
+    facts = read_facts(twin)
+    candidates = _Candidates(twin, facts, trial, portable=not own_size)
+    best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+    if best is not None and not own_size:
+        confirm = functools.partial(RealSizes(model, parts=tp_size).run, twin=twin)
+        if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
+            trial.confirm = confirm
+            best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+    if best is None:
+        raise refused(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    reached = trial.gradients.keys()
+    unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
+    unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
+    plan = explained(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
+    problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
+    return Derivation(plan=generalize(plan, twin, model), problem=problem)
+
+
+def _trial_of(twin: PreTrainedModel, *, parts: int) -> Trial:
     batch = make_batch(twin, seed=0)
     settle(twin, batch)
     padded = split_rows(make_batch(twin, seed=0, padding="right"), 2, 2)[1]
-    trial = Trial(twin, batch, parts=tp_size, padded=padded)
-    facts = read_facts(twin)
-    candidates = _Candidates(twin, facts, trial, portable=not own_size)
+    try:
+        return Trial(twin, batch, parts=parts, padded=padded)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way
+        verdict, own = failed(error), twin.config.get_text_config()
+        sizes = (f"{name} {read_field(own, name)}" for name in ("hidden_size", "num_attention_heads", "head_dim"))
+        raise PlanError(
+            f"{type(twin).__name__} does not run unsplit, so nothing shows how to split it",
+            at=verdict.module or None,
+            why=f"{verdict.reason}\n(tried with {', '.join(sizes)} and tokens [2, 16])",
+            fix="correct the sizes in its config until it runs, or give rules of your own",
+        ) from error
+
+
+def _best(candidates: _Candidates, declared: Plan, *, sequence_parallel: bool) -> tuple[_Passed | None, list[Verdict]]:
+    """The best plan that passes, and what trying each showed."""
+    candidates.in_training = False
     best, verdicts = _search(candidates, declared, sequence_parallel=sequence_parallel)
     if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
         candidates.in_training = True
         again, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
         verdicts += more
         best = max((each for each in (best, again) if each is not None), key=lambda each: each.rank, default=None)
-    if best is None:
-        raise refused(type(model).__name__, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    reached = trial.gradients.keys()
-    unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
-    unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
-    plan = explained(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
-    problem = problem_of(type(model).__name__, plan, facts, reached, tp_size=tp_size)
-    return Derivation(plan=generalize(plan, twin, model), problem=problem)
+    return best, verdicts
 
 
 def _search(
     candidates: _Candidates, declared: Plan, *, sequence_parallel: bool
 ) -> tuple[_Passed | None, list[Verdict]]:
-    """The best plan that passes, and what trying each showed."""
     facts, trial, best = candidates.facts, candidates.trial, None
     verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
@@ -130,10 +178,8 @@ def _search(
     return best, verdicts
 
 
-def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
+def _build_twin(model: PreTrainedModel, *, own_size: bool, parts: int) -> PreTrainedModel:
     """The model with other weights, or a tiny one of its architecture where the model is large."""
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(f"{type(model).__name__} is no transformers model", why="no twin of it can be built")
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         twin = copy.deepcopy(model).float().eval()
         apply_repeatable(twin.config)
@@ -142,7 +188,7 @@ def _build_twin(model: nn.Module, *, own_size: bool) -> nn.Module:
     if own_size:
         config = apply_repeatable(copy.deepcopy(model.config))
     else:
-        config = shrink_config(model.config, without_dropout=True)
+        config = shrink_config(model.config, without_dropout=True, parts=parts)
     return build_twin(config, type(model), seed=0).eval()
 
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
@@ -24,6 +23,7 @@ from shardwise.proof.counting import counted_layers
 from shardwise.proof.twin_batch import make_batch
 from shardwise.split.apply import apply_plan
 from shardwise.split.build import build_meta_model
+from shardwise.split.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.split.held import MemoryCount
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
@@ -64,8 +64,8 @@ class Rehearsal:
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
-        with pretended_mesh(self.shape) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
-            _materialize(model)
+        with pretended_mesh(self.shape) as mesh, fake_tensors():
+            materialize_fake(model)
             registry = apply_plan(model, mesh, plan, spec)
             registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
             with unset_fake_temporarily():
@@ -123,39 +123,10 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     group = mesh.group("tp")
     over_tp, over_all = CommunicationCount(group=group), CommunicationCount()
     with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers:
-        with MemoryCount(model) as count, _AsOnDevices():
+        with MemoryCount(model) as count, AsOnDevices():
             loss = model(**batch).loss
             held = count.held()
-        with _AsOnDevices(), gradients_of(model).together():
+        with AsOnDevices(), gradients_of(model).together():
             loss.backward()
             tp, total = over_tp.traffic(), over_all.traffic()
     return RehearsedStep(held=held, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run)
-
-
-class _AsOnDevices(TorchDispatchMode):
-    """Mends two descriptions of torch: products of experts exist in every dtype, not in bfloat16 alone, and waiting for
-    a collective's result makes no other tensor of it.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
-            described = func(*(each.bfloat16() for each in args[:2]), *args[2:], **(kwargs or {}))
-            return described.to(args[0].dtype)
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _materialize(model: nn.Module) -> None:
-    """Puts every meta tensor on the CPU, as a fake one; what is shared stays shared."""
-    made: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, value in held.items():
-                if value is None or not value.is_meta:
-                    continue
-                if value not in made:
-                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    is_parameter = held is module._parameters
-                    made[value] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
-                held[name] = made[value]  # type: ignore[assignment]

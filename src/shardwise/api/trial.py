@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts
 from shardwise.train.gradients import track_gradients
 
-__all__ = ["Trial", "Verdict"]
+__all__ = ["Trial", "Verdict", "failed"]
 
 _LOSS = 1e-4
 _GRADIENT = 1e-3
@@ -64,6 +64,9 @@ class Trial:
         parts: number of simulated ranks.
         padded: one padded row, for runs in training mode with dropout.
 
+    Attributes:
+        confirm: what plans must pass besides; None where nothing else is asked.
+
     Raises:
         UnsupportedError: it computes other numbers when it runs again.
     """
@@ -72,6 +75,7 @@ class Trial:
         self, twin: nn.Module, batch: Mapping[str, Any], *, parts: int, padded: Mapping[str, Any] | None = None
     ) -> None:
         self.batch, self.parts = batch, parts
+        self.confirm: Callable[..., Verdict] | None = None
         self._twin, self._padded = twin, padded
         self._training_twin = None if padded is None else training_copy(twin, padded)
         self._truth, again = _train(copy.deepcopy(twin), batch), _train(copy.deepcopy(twin), batch)
@@ -102,9 +106,13 @@ class Trial:
         if reason:
             return Verdict(passed=False, reason=reason)
         if in_training and self._training_twin is not None and self._padded is not None:
-            failed = self._run_in_training(plan, self._training_twin, self._padded, sequence_parallel=sequence_parallel)
-            if failed is not None:
-                return replace(failed, reason=f"with padding and dropout: {failed.reason}", in_training=True)
+            wrong = self._run_in_training(plan, self._training_twin, self._padded, sequence_parallel=sequence_parallel)
+            if wrong is not None:
+                return replace(wrong, reason=f"with padding and dropout: {wrong.reason}", in_training=True)
+        if self.confirm is not None:
+            confirmed = self.confirm(plan, sequence_parallel=sequence_parallel)
+            if not confirmed.passed:
+                return confirmed
         return Verdict(passed=True, num_collectives=results[0].num_collectives)
 
     def _run_in_training(
@@ -123,11 +131,9 @@ class Trial:
         self, twin: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
     ) -> list[_Result] | Verdict:
         """What each rank computes of the batch; the verdict where it fails."""
-        models: list[nn.Module] = []
 
         def rank(group: SimulatedGroup) -> _Result:
             model, mesh, draws = copy.deepcopy(twin), SimulatedMesh(group), Draws()
-            models.append(model)
             decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
             gradients = track_gradients(model, apply_plan(model, mesh, decided, ParallelSpec()))
             with draws if model.training else nullcontext():
@@ -145,13 +151,8 @@ class Trial:
 
         try:
             return run_ranks(rank, self.parts)
-        except ShardwiseError as error:
-            lacks_stack = isinstance(error, NoStackError)
-            reason = " ".join(str(error).split())[:_REASON]
-            return Verdict(passed=False, reason=reason, lacks_stack=lacks_stack, module=_running(error, models))
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
-            reason = f"{type(error).__name__}: {str(error)[:_REASON]}"
-            return Verdict(passed=False, reason=reason, module=_running(error, models))
+            return failed(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +187,22 @@ def _difference(found: _Result, truth: _Result) -> str:
     return ""
 
 
-def _running(error: BaseException, models: Sequence[nn.Module]) -> str:
-    """FQN of the innermost module whose code was running when the error was raised."""
-    names = {id(module): name for model in models for name, module in model.named_modules()}
-    found, trace = "", error.__traceback__
+def failed(error: Exception) -> Verdict:
+    """The verdict on a plan with which running a model raised `error`."""
+    text = " ".join(str(error).split())[:_REASON]
+    reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
+    return Verdict(passed=False, reason=reason, lacks_stack=isinstance(error, NoStackError), module=_running(error))
+
+
+def _running(error: BaseException) -> str:
+    """FQN of the innermost module whose code was running when the error was raised, "" where none was."""
+    running, trace = [], error.__traceback__
     while trace is not None:
-        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        owner = trace.tb_frame.f_locals.get("self")
+        running += [owner] if isinstance(owner, nn.Module) else []
         trace = trace.tb_next
-    return found
+    names = {id(module): name for name, module in running[0].named_modules()} if running else {}
+    return next((names[id(module)] for module in reversed(running) if id(module) in names), "")
 
 
 def _full_gradients(model: nn.Module) -> dict[str, Tensor]:

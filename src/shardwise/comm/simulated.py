@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardwise.errors import RankError
 
-__all__ = ["SimulatedGroup", "run_ranks"]
+__all__ = ["LoneGroup", "SimulatedGroup", "run_ranks"]
 
 Result = TypeVar("Result")
 
@@ -101,6 +101,23 @@ class SimulatedGroup(_Base):
 
     _allgather_base = all_gather_single  # as torch called them up to 2.12
     _reduce_scatter_base = reduce_scatter_single
+
+
+class LoneGroup(SimulatedGroup):
+    """One rank's handle on a group whose other ranks are not there, and would all hold what it holds: for shapes."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, _Shared(1), _Turns(1), 0)
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """As many copies of `x` as there are ranks."""
+        self.num_exchanges += 1
+        return [x.detach().clone() for _ in range(self.size())]
+
+    def subgroup(self, blocks: tuple[tuple[int, ...], ...]) -> SimulatedGroup | None:
+        """This rank's handle on its block."""
+        block = next(block for block in blocks if self.rank() in block)
+        return LoneGroup(block.index(self.rank()), len(block)) if len(block) > 1 else None
 
 
 class _Shared:

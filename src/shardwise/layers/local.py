@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.collectives import copy_to_region
 from shardwise.layers.arguments import change_arguments
@@ -85,8 +86,14 @@ def _with_last(sizes: Any, told: _Told, args: Any, kwargs: Any) -> Any:
     return told._told_size if dim % told.dim() == told.dim() - 1 else sizes
 
 
+class _ToldFake(_Told, FakeTensor):
+    """The same of a tensor without values, which must stay one."""
+
+
 def _tell(x: Tensor, size: int) -> Tensor:
-    told = x.as_subclass(_Told)
+    told: Any = x.view_as(x) if isinstance(x, FakeTensor) else x.as_subclass(_Told)
+    if isinstance(x, FakeTensor):
+        told.__class__ = _ToldFake
     told._told_size = size
     return told
 

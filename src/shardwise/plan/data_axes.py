@@ -13,6 +13,7 @@ other).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardwise.layout.placement import Chunk, Replicate, Split
@@ -62,8 +63,8 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
         return ()
     held = _held(facts)
     candidates = [layer for layer in outermost_layers(facts.stacks) if held[layer]]
-    for end in (facts.embedding, facts.head):
-        if end and not any(f"{end}.".startswith(f"{each}.") for each in candidates):
+    for end in _ends(facts):
+        if not any(f"{end}.".startswith(f"{each}.") for each in candidates):
             candidates.append(end)
     units: list[list[str]] = []
     for candidate in candidates:
@@ -73,6 +74,17 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     inside = tuple(f"{module}." for unit in units for module in unit)
     outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not fqn.startswith(inside)}
     return tuple(tuple(unit) for unit in units if not any(held[module] & outside for module in unit))
+
+
+def _ends(facts: ModelFacts) -> Iterator[str]:
+    """The input embedding and the output head.
+
+    A head that gives something else than logits leaves those to the embedding's weight, which is then used where no
+    call of the embedding gathers it: it stays with the model.
+    """
+    ends = [end for end in (facts.embedding, facts.head) if end]
+    rows = {facts.modules[end].parameters["weight"][0] for end in ends if "weight" in facts.modules[end].parameters}
+    yield from ends if len(rows) < 2 else ends[1:]
 
 
 def _held(facts: ModelFacts) -> dict[str, set[str]]:

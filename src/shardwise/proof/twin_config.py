@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -15,7 +16,7 @@ from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, 
 from shardwise.proof.twin_layers import choose_layers, shrink_layer_lists
 from shardwise.proof.twin_rotary import shrink_rotary
 
-__all__ = ["apply_repeatable", "default_config", "shrink_config"]
+__all__ = ["apply_repeatable", "default_config", "keep_layers", "shrink_config"]
 
 # Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
 _RANDOM = (
@@ -57,7 +58,12 @@ def default_config(model_type: str, *, task: str | None = None) -> PreTrainedCon
 
 
 def shrink_config(
-    config: PreTrainedConfig, *, num_layers: int = 2, vocab_size: int = 131, without_dropout: bool = False
+    config: PreTrainedConfig,
+    *,
+    num_layers: int = 2,
+    vocab_size: int = 131,
+    without_dropout: bool = False,
+    parts: int = 1,
 ) -> PreTrainedConfig:
     """A tiny copy of `config` with the same structure; `config` itself is left as it is.
 
@@ -70,15 +76,20 @@ def shrink_config(
         num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers.
         vocab_size: rows of the embedding.
         without_dropout: sets every dropout, and whatever else makes training random, to 0.
+        parts: what heads divide by in the twin if they do in the original.
 
     Raises:
         UnsupportedError: the tiny configuration does not pass the checks of its class.
     """
     tiny = copy.deepcopy(config)
     hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
-    for original, part in zip(sub_configs(config), list(sub_configs(tiny)), strict=True):
-        shrink = _Shrink(original, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size)
-        new = shrink.values()
+    shrinks = [
+        _Shrink(each, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size, parts=parts)
+        for each in sub_configs(config)
+    ]
+    width = _width_of(heads for shrink in shrinks for heads in shrink.query_heads())
+    for original, part, shrink in zip(sub_configs(config), list(sub_configs(tiny)), shrinks, strict=True):
+        new = shrink.values(width)
         # Not through setattr: configurations check each assignment, and in between the values do not fit together.
         vars(part).update(new)
         vars(part).update(shrink_rotary(original, part))
@@ -87,6 +98,17 @@ def shrink_config(
     apply_repeatable(tiny, without_dropout=without_dropout)
     _check(tiny)
     return tiny
+
+
+def keep_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time."""
+    short = copy.deepcopy(config)
+    for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
+        shrink = _Shrink(original, set(), num_layers=2, vocab_size=0, parts=1)
+        vars(part).update(shrink.layers())
+        if shrink.overrides:
+            part.per_layer_config = shrink.kept_overrides()
+    return apply_repeatable(short)
 
 
 def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) -> PreTrainedConfig:
@@ -119,7 +141,9 @@ def _check(config: PreTrainedConfig) -> None:
 class _Shrink:
     """Computes the new values of one configuration, without its sub-configurations."""
 
-    def __init__(self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int, parts: int
+    ) -> None:
         self._config = config
         self._old = fields_of(config)
         self.overrides = layer_overrides(config)
@@ -129,10 +153,18 @@ class _Shrink:
         self._family = rules.FAMILIES.get(config.model_type)
         self._num_layers = num_layers
         self._vocab_size = vocab_size
+        self._parts = parts
+        self._width = 0
 
-    def values(self) -> dict[str, Any]:
-        """Attribute -> new value, for those that change."""
-        new = self._layers()
+    def query_heads(self) -> list[int]:
+        """How many query heads the twin has, of every kind."""
+        counts = (value for name, value in self._old.items() if name in rules.QUERY_HEADS)
+        return [self._query_heads(value) for value in counts if _is_size(value)]
+
+    def values(self, width: int) -> dict[str, Any]:
+        """Attribute -> new value, for those that change, in a twin whose hidden states are `width` wide."""
+        self._width = width
+        new = self.layers()
         sizes = {**self._old, **new}
         for name, value in sizes.items():
             if isinstance(value, list | tuple) and value and all(_is_size(each) for each in value):
@@ -145,10 +177,14 @@ class _Shrink:
     def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Layer -> fields in which it differs, in the original's proportion to the rest."""
         return {
-            place: {name: self._override(name, value, new) for name, value in self.overrides[index].items()}
-            for place, index in enumerate(self._chosen)
-            if index in self.overrides
+            place: {name: self._override(name, value, new) for name, value in fields.items()}
+            for place, fields in self.kept_overrides().items()
         }
+
+    def kept_overrides(self) -> dict[int, Mapping[str, Any]]:
+        """Layer -> fields in which it differs, as they are."""
+        kept = enumerate(self._chosen)
+        return {place: self.overrides[index] for place, index in kept if index in self.overrides}
 
     def _override(self, name: str, value: Any, new: Mapping[str, Any]) -> Any:
         rest = self._old.get(name)
@@ -158,33 +194,37 @@ class _Shrink:
             return new.get(name, rest) if value == rest else self._size(name, value)
         if name in rules.CAPS:
             return self._size(name, value)
-        return max(1, round(new.get(name, rest) * value / rest))
+        unit = 2 if value % 2 == 0 else 1  # halves of heads rotate
+        return max(1, round(new.get(name, rest) * value / rest / unit) * unit)
 
-    def _layers(self) -> dict[str, Any]:
+    def layers(self) -> dict[str, Any]:
+        """Attribute -> new value, for those that count layers or say what each is."""
         total = read_field(self._config, "num_hidden_layers")
         new: dict[str, Any] = {}
         count = self._num_layers
         if isinstance(total, int) and total > 0:
             differing = {"overrides": [self.overrides.get(index) for index in range(total)]} if self.overrides else {}
-            self._chosen = choose_layers(self._old | differing, total, self._num_layers)
+            repeats = self._family.repeats if self._family else 1
+            self._chosen = choose_layers(self._old | differing, total, self._num_layers, repeats=repeats)
             new = shrink_layer_lists(self._old, total, self._chosen)
             count = len(self._chosen)
         for name, value in self._old.items():
             if name in rules.LAYER_COUNTS and _is_size(value):
                 new[name] = min(value, count) if value != total else count
-        return new
+        fixed = self._family.set if self._family else {}
+        return new | {name: value for name, value in fixed.items() if name in rules.LAYER_COUNTS}
 
     def _size(self, name: str, value: int) -> int:
         if name in rules.QUERY_HEADS:
-            return _query_heads(value)
+            return self._query_heads(value)
         if name in rules.KEY_VALUE_HEADS:
             return self._key_value_heads(name, value)
         if name in rules.HEAD_DIMS:
             return self._head_dim(name, value)
         if name in rules.RANKED_WIDTHS:
-            return self._width(value, multiple=16)
+            return self._scaled(value, multiple=16)
         if name in rules.FEED_FORWARDS:
-            return self._width(value, multiple=16, distinct=True)
+            return self._scaled(value, multiple=16, distinct=True)
         if name in rules.VOCABULARIES:
             return min(value, self._vocab_size)
         return min(value, rules.CAPS.get(name, value))
@@ -196,8 +236,22 @@ class _Shrink:
         )
         query = max(query) if isinstance(query, list | tuple) else query
         if value >= query:
-            return _query_heads(query)
-        return 1 if value == 1 else min(_query_heads(query) // 2, 4 if value >= 4 else 2)
+            return self._query_heads(query)
+        if self._parts % value == 0 and query % self._parts == 0:
+            return value  # every part holds one of them, and how many hold the same is part of the plan
+        if value == 1:
+            return 1
+        fewer = min(self._query_heads(query) // 2, 4 if value >= 4 else 2)
+        return self._parts if value % self._parts == 0 and fewer % self._parts else fewer
+
+    def _query_heads(self, value: int) -> int:
+        """8, or as many as parts need that divide them, with a key/value head in each part if those divide too."""
+        if value in (1, 2, 4):
+            return value
+        shared = [each for name in rules.KEY_VALUE_HEADS if isinstance(each := self._old.get(name), int)]
+        per_part = any(1 < each < value and each % self._parts == 0 for each in shared)
+        unit = 2 * self._parts if per_part else self._parts
+        return rules.HEADS if value % self._parts else -(-rules.HEADS // unit) * unit
 
     def _head_dim(self, name: str, value: int) -> int:
         coupled, decoupled = rules.HEAD_DIMS[name]
@@ -207,17 +261,17 @@ class _Shrink:
         heads = read_field(self._config, "num_attention_heads")
         if coupled == decoupled or not _is_size(heads) or not _is_size(self._hidden):
             return coupled
-        return rules.HIDDEN // _query_heads(heads) if heads * value == self._hidden else decoupled
+        return self._width // self._query_heads(heads) if heads * value == self._hidden else decoupled
 
-    def _width(self, value: int, *, multiple: int, distinct: bool = False) -> int:
+    def _scaled(self, value: int, *, multiple: int, distinct: bool = False) -> int:
         """In the same ratio to the hidden size, between a quarter of it and four times it."""
         if value in self._hidden_sizes and not (distinct and value != self._hidden):
-            return rules.HIDDEN
+            return self._width
         if value == 0:
             return 0
         hidden = self._hidden if _is_size(self._hidden) else max(self._hidden_sizes, default=value)
-        scaled = round(value * rules.HIDDEN / hidden / multiple) * multiple
-        return min(max(scaled, multiple), 4 * rules.HIDDEN)
+        scaled = round(value * self._width / hidden / multiple) * multiple
+        return min(max(scaled, multiple), 4 * self._width)
 
     def _tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Special tokens inside the vocabulary, distinct as they were."""
@@ -238,8 +292,11 @@ def _zero(value: Any) -> Any:
     return type(value)(0.0 for _ in value) if isinstance(value, list | tuple) else 0.0
 
 
-def _query_heads(value: int) -> int:
-    return value if value in (1, 2, 4) else 8
+def _width_of(heads: Iterable[int]) -> int:
+    """What all these numbers of heads divide, with 4 channels or more for each head."""
+    counts = {1, *heads}
+    together = math.lcm(*counts)
+    return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together
 
 
 def _is_size(value: object) -> bool:

@@ -12,8 +12,8 @@ __all__ = ["choose_layers", "shrink_layer_lists"]
 _MAX_COMBINATIONS = 6  # above this many combinations of kinds, each kind occurs, but not in every combination
 
 
-def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int) -> list[int]:
-    """Indices of original layers the twin keeps, ascending: at least `wanted`, one of each kind.
+def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:
+    """Indices of original layers the twin keeps, ascending: at least `wanted`, `repeats` of each kind.
 
     Args:
         values: the attributes of the configuration.
@@ -21,11 +21,10 @@ def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int) -> li
         wanted: how many the twin has if there is only one kind.
     """
     kinds = [_kind(values, num_layers, index) for index in range(num_layers)]
-    first = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    if len(first) > _MAX_COMBINATIONS:
+    if len(set(kinds)) > _MAX_COMBINATIONS:
         chosen = _cover(kinds)
     else:
-        chosen = set(first.values())
+        chosen = {index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < repeats}
     chosen |= set(range(_cycle(values)))
     for index in range(num_layers):
         if len(chosen) >= wanted:

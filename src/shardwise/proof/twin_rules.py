@@ -14,6 +14,7 @@ __all__ = [
     "CAPS",
     "FAMILIES",
     "FEED_FORWARDS",
+    "HEADS",
     "HEAD_DIMS",
     "HIDDEN",
     "KEY_VALUE_HEADS",
@@ -40,6 +41,7 @@ def _caps(text: str) -> dict[str, int]:
     return {name: int(cap) for cap, names in pairs for name in names.split()}
 
 
+HEADS = 8
 HIDDEN = 64  # the twin's width: 8 heads of 8
 
 # Number of query heads. Each becomes 8; 1, 2 and 4 stay.
@@ -180,6 +182,7 @@ class Family:
     Attributes:
         construct: arguments without which the default configuration does not exist.
         set: attribute -> value of the twin.
+        repeats: how many layers of each kind a twin has, where the original has as many.
         inputs: optional arguments of the forward without which there is no loss.
         masks_frames: whether the forward needs a mask over frames of audio.
         id_rows: the field that says how many rows of input ids make one sequence; labels then have them last.
@@ -188,6 +191,7 @@ class Family:
 
     construct: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
+    repeats: int = 1
     inputs: tuple[str, ...] = ()
     masks_frames: bool = False
     id_rows: str | None = None
@@ -275,14 +279,6 @@ FAMILIES: Mapping[str, Family] = {
     "wav2vec2-conformer": Family(construct={"vocab_size": 32}, why=_LACKS),
     "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
     "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
-    "zamba": Family(set={"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4}, why=_SHARED),
-    "zamba2": Family(
-        set={
-            "layers_block_type": ["linear_attention", "hybrid"] * 2,
-            "num_hidden_layers": 4,
-            "hybrid_layer_ids": [1, 3],
-            "mamba_headdim": 16,
-        },
-        why=_SHARED,
-    ),
+    "zamba": Family(repeats=2, why=_SHARED),
+    "zamba2": Family(repeats=2, set={"mamba_headdim": 16}, why=_SHARED),
 }

@@ -157,7 +157,8 @@ def names_read(module_class: Any) -> frozenset[str]:
 
 
 def _is_count(value: object, *, least: int = 1) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    """Whether a value may count heads or features; seeds and the like are larger."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31
 
 
 def _first_int(owner: object, names: tuple[str, ...]) -> int | None:

@@ -1,0 +1,51 @@
+"""Models on fake tensors: they have shapes and no values, so that a model of any size runs in no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["AsOnDevices", "fake_tensors", "materialize_fake"]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Inside, every tensor that is made is a fake one."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+class AsOnDevices(TorchDispatchMode):
+    """Mends two descriptions of torch: products of experts exist in every dtype, not in bfloat16 alone, and waiting for
+    a collective's result makes no other tensor of it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._grouped_mm.default:
+            described = func(*(each.bfloat16() for each in args[:2]), *args[2:], **(kwargs or {}))
+            return described.to(args[0].dtype)
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def materialize_fake(model: nn.Module) -> nn.Module:
+    """Puts every meta tensor of `model` on the CPU, as a fake one, in place; what is shared stays shared."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is None or not value.is_meta:
+                    continue
+                if value not in made:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+                    is_parameter = held is module._parameters
+                    made[value] = nn.Parameter(empty, requires_grad=value.requires_grad) if is_parameter else empty
+                held[name] = made[value]  # type: ignore[assignment]
+    return model
