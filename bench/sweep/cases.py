@@ -24,7 +24,7 @@ from shardwise.proof.twins import (
 )
 from shardwise.testing.spawn import spawn
 
-__all__ = ["GROUPS", "Case", "Variant", "cases_of", "prove"]
+__all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
 
 GROUPS = {
     "text": ("causal_lm", "masked_lm", "seq2seq_lm"),
@@ -91,9 +91,9 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     try:
         (config,) = spawn(_tiny_config, 1, case, timeout=timeout_seconds)
     except ShardwiseError as error:
-        row |= {"result": "no twin", "cause": _one_line(error)}
+        row |= {"result": "no twin", "cause": one_line(error)}
     except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
-        row |= {"result": "no twin", "cause": f"it does not run whole: {type(error).__name__}: {_one_line(error)}"}
+        row |= {"result": "no twin", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
     else:
         row |= _proved(case, config, timeout_seconds)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
@@ -122,9 +122,9 @@ def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
     try:
         report = proof.run(case.class_name, timeout_seconds=timeout_seconds)
     except (PlanError, UnsupportedError) as error:
-        return {"result": "refused", "cause": _one_line(error)}
+        return {"result": "refused", "cause": one_line(error)}
     except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
-        return {"result": "error", "cause": f"{type(error).__name__}: {_one_line(error)}"}
+        return {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
     found = report.measurements[0]
     return {
         "result": "ok" if report.passed else "wrong",
@@ -152,5 +152,6 @@ def _failures(report: Report) -> str:
     return "; ".join(found)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error's text as it fits a row."""
     return " ".join(str(error).split())[:600]

@@ -1,0 +1,129 @@
+"""One random configuration under one layout, proved on gloo ranks at the tolerances of `shardwise.verify`."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+
+import shardwise
+from shardwise.api import deriving, verifying
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.plan.options import ParallelSpec
+from shardwise.proof.parity import Measurement
+from shardwise.proof.report import Report
+from shardwise.proof.twins import architectures, build_twin, model_class
+from shardwise.testing.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from sweep.cases import GROUPS, one_line
+from sweep.configs import random_config
+
+__all__ = ["FuzzCase", "draw_cases", "prove_random"]
+
+WAYS = ("auto", "shrunk", "loaded")
+"""How the split model comes about: as a user's would; with a plan derived on a twin of other sizes than its own; read
+from a directory, with such a plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzCase:
+    """One random configuration to be proved, and what tells it from every other."""
+
+    model_type: str
+    task: str
+    class_name: str
+    seed: int
+    layout: str = "tp2"
+    sequence_parallel: bool = False
+    way: str = "auto"
+    transformers_version: str = transformers.__version__
+
+
+def draw_cases(number: int, *, layout: str, sequence_parallel: bool, seed: int) -> list[FuzzCase]:
+    """That many cases, of as many architectures as there are."""
+    rng = random.Random(seed)
+    known = list(architectures(*GROUPS["text"]))
+    drawn: list[tuple[str, str, str]] = []
+    while len(drawn) < number:
+        drawn += rng.sample(known, len(known))
+    return [
+        FuzzCase(
+            model_type=model_type,
+            task=task,
+            class_name=name,
+            seed=rng.randrange(10**6),
+            layout=layout,
+            sequence_parallel=sequence_parallel,
+            way=rng.choice(WAYS),
+        )
+        for model_type, task, name in drawn[:number]
+    ]
+
+
+def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
+    """The row of a case: its fields, the result and its cause.
+
+    Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no twin" where the
+    architecture has none that trains; "error" for anything else.
+    """
+    row: dict[str, Any] = asdict(case)
+    start = time.perf_counter()
+    try:
+        config, row["changes"] = random_config(case.model_type, case.task, case.class_name, seed=case.seed)
+    except ShardwiseError as error:
+        return row | {"result": "no twin", "cause": one_line(error)}
+    if not row["changes"]:
+        return row | {"result": "no twin", "cause": "no change of its twin's configuration trains"}
+    num_ranks = MeshShape.parse(case.layout).world_size
+    try:
+        found = spawn(_prove_on_this_rank, num_ranks, case, config, timeout=timeout_seconds)
+    except (PlanError, UnsupportedError) as error:
+        row |= {"result": "refused", "cause": one_line(error)}
+    except Exception as error:  # noqa: BLE001 - one configuration's failure is a row, not the end
+        row |= {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
+    else:
+        report = Report(subject=case.class_name, layout=case.layout, measurements=tuple(found), seconds=0.0)
+        row |= {"result": "ok" if report.passed else "wrong", "cause": "" if report.passed else str(report)}
+        row["block_share"] = round(found[0].block_share, 4)
+    return row | {"seconds": round(time.perf_counter() - start, 2)}
+
+
+def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement:
+    """Runs in a process of its own, so that what is patched here stays here."""
+    spec = ParallelSpec(plan="auto" if case.way == "auto" else "derived", sequence_parallel=case.sequence_parallel)
+    proof = verifying.Proof(
+        config=config, model_class=model_class(case.class_name), layout=case.layout, spec=spec, num_steps=3
+    )
+    if case.way != "auto":
+        deriving._SMALL_ENOUGH = 0
+    if case.way == "loaded":
+        verifying._splitter = lambda spec, dtype=None: functools.partial(_saved_and_loaded, spec=spec)
+    return verifying._prove_on_this_rank(proof)
+
+
+def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn.Module:
+    with tempfile.TemporaryDirectory() as own:
+        directory = all_gather_objects(_saved(model, own) if mesh.rank == 0 else None, mesh.group())[0]
+        if directory is None:
+            return shardwise.parallelize(model, mesh, **vars(spec))
+        loaded = shardwise.load(directory, mesh, auto_class=type(model), dtype=model.dtype, **vars(spec))
+        return loaded.train(model.training)
+
+
+def _saved(model: Any, directory: str) -> str | None:
+    """Where the model is saved, as it was before it ran; None where transformers cannot read what it writes."""
+    try:
+        build_twin(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
+        type(model.config).from_pretrained(directory)
+    except Exception:  # noqa: BLE001 - that is all there is to know
+        return None
+    return directory

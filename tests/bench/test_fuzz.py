@@ -1,0 +1,36 @@
+"""Two dozen random configurations: each is right under its layout, or refused in words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# How many configurations of each layout; `make coverage` proves hundreds.
+LAYOUTS = {("tp2", False): 12, ("tp4", False): 4, ("tp2", True): 4, ("fsdp2.tp2", False): 4}
+
+
+@pytest.fixture(autouse=True)
+def _bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "sweep"]:
+        del sys.modules[name]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel", "number"),
+    [(*variant, number) for variant, count in LAYOUTS.items() for number in range(count)],
+)
+def test_a_random_configuration_is_right_or_refused(layout, sequence_parallel, number):
+    from sweep.fuzz import draw_cases, prove_random
+
+    case = draw_cases(number + 1, layout=layout, sequence_parallel=sequence_parallel, seed=2026)[number]
+    row = prove_random(case, timeout_seconds=120)
+    assert row["result"] in ("ok", "refused", "no twin"), f"{case}\n{row.get('changes')}\n{row['cause']}"
+    if row["result"] == "refused":
+        assert any(letter.isdigit() for letter in row["cause"])
