@@ -6,6 +6,7 @@ import functools
 import random
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,10 +49,12 @@ class FuzzCase:
     transformers_version: str = transformers.__version__
 
 
-def draw_cases(number: int, *, layout: str, sequence_parallel: bool, seed: int) -> list[FuzzCase]:
-    """That many cases, of as many architectures as there are."""
-    rng = random.Random(seed)
-    known = list(architectures(*GROUPS["text"]))
+def draw_cases(
+    number: int, *, layout: str, sequence_parallel: bool, seed: int, of: Collection[str] = ()
+) -> list[FuzzCase]:
+    """That many cases, of as many architectures as there are, or of these model types."""
+    rng = random.Random(f"{seed} {layout} {sequence_parallel}")
+    known = [each for each in architectures(*GROUPS["text"]) if not of or each[0] in of]
     drawn: list[tuple[str, str, str]] = []
     while len(drawn) < number:
         drawn += rng.sample(known, len(known))
