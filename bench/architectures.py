@@ -29,9 +29,8 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 from rich.progress import Progress
 from sweep.cases import GROUPS, Case, Variant, cases_of, prove
+from sweep.known import TASKS
 from sweep.table import summarize, write_table
-
-from shardwise.proof.twins import TASKS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,16 +13,9 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.objective import objective_of
 from shardwise.proof.report import Report
-from shardwise.proof.twins import (
-    architectures,
-    build_twin,
-    default_config,
-    make_batch,
-    model_class,
-    settle,
-    shrink_config,
-)
+from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.testing.spawn import spawn
+from sweep.known import architectures, default_config, model_class
 
 __all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
 
@@ -31,7 +24,7 @@ GROUPS = {
     "vision": ("image_classification", "video_classification"),
     "audio": ("audio_classification", "ctc", "speech_seq2seq"),
 }
-"""Names that stand for several tasks of `shardwise.proof.twins.TASKS`."""
+"""Names that stand for several tasks of `sweep.known.TASKS`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from shardwise.proof import twin_rules as rules
 from shardwise.proof.objective import objective_of
 from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, sub_configs
 from shardwise.proof.twin_layers import shrink_layer_lists
-from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, settle, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
+from sweep.known import default_config, model_class
 
 __all__ = ["random_config"]
 

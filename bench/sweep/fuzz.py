@@ -22,11 +22,12 @@ from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
-from shardwise.proof.twins import architectures, build_twin, model_class
+from shardwise.proof.twins import build_twin
 from shardwise.testing.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from sweep.cases import GROUPS, one_line
 from sweep.configs import random_config
+from sweep.known import architectures, model_class
 
 __all__ = ["FuzzCase", "draw_cases", "prove_random"]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from bench.sweep.known import default_config, model_class
 from shardwise.api import deriving
 from shardwise.api.deriving import derive_plan
 from shardwise.api.refusal import refused
 from shardwise.api.trial import Verdict
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
-from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
+from shardwise.proof.twins import build_twin, shrink_config
 
 pytestmark = pytest.mark.single
 

@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from bench.sweep.known import default_config, model_class
 from shardwise.api import deriving
 from shardwise.api.deriving import derive_plan
 from shardwise.errors import PlanError
 from shardwise.layout.placement import Split
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.proof.twins import default_config, model_class, shrink_config
+from shardwise.proof.twins import shrink_config
 from shardwise.split.build import build_meta_model
 from shardwise.split.facts import read_facts
 

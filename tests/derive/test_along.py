@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from bench.sweep.known import default_config, model_class
 from shardwise.api.deriving import derive_plan
 from shardwise.api.trial import Trial
 from shardwise.derive.generalize import generalize
@@ -19,7 +20,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.sequence import Stack, find_sequence
 from shardwise.plan.spec import Plan
-from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
 from shardwise.split.facts import read_facts
 
 pytestmark = pytest.mark.single

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import shardwise
+from bench.sweep.known import default_config, model_class
 from shardwise.comm.count import CommunicationCount
-from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
+from shardwise.proof.twins import build_twin, shrink_config
 from shardwise.testing.spawn import spawn
 from tests.families import checkpoint_layers
 

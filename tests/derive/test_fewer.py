@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+from bench.sweep.known import default_config, model_class
 from shardwise.api.deriving import derive_plan
 from shardwise.api.trial import Trial
 from shardwise.comm.simulated import run_ranks
@@ -17,7 +18,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.simulate import SimulatedMesh
-from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, settle, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
 from shardwise.split.apply import apply_plan
 from shardwise.split.decide import decide_split
 from shardwise.split.facts import read_facts

@@ -6,8 +6,9 @@ import functools
 
 import pytest
 
+from bench.sweep.known import default_config, model_class
 from shardwise.derive.influence import Holding, RowProduct, find_row_products
-from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
 
 pytestmark = pytest.mark.single
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from bench.sweep.known import default_config, model_class
 from shardwise.api.trial import Trial
 from shardwise.derive.influence import find_row_products
 from shardwise.derive.rules import Block, find_blocks
 from shardwise.derive.sizes import Count, Equation, solve
 from shardwise.plan.spec import Plan
-from shardwise.proof.twins import build_twin, default_config, make_batch, model_class, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
 from shardwise.split.facts import read_facts
 
 pytestmark = pytest.mark.single

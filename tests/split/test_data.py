@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausalLM
 
 import shardwise
+from bench.sweep.known import default_config
 from shardwise.errors import UnsupportedError
 from shardwise.plan.data_axes import find_units
-from shardwise.proof.twins import build_twin, default_config, shrink_config
+from shardwise.proof.twins import build_twin, shrink_config
 from shardwise.split import data
 from shardwise.split.facts import read_facts
 from shardwise.testing.spawn import spawn

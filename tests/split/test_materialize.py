@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import shardwise
+from bench.sweep.known import default_config, model_class
 from shardwise.layers.canonical import local_tensor
 from shardwise.layers.registry import registry_of
-from shardwise.proof.twins import build_twin, default_config, model_class, shrink_config
+from shardwise.proof.twins import build_twin, shrink_config
 from shardwise.testing.pretend import pretended_mesh
 from shardwise.topology.shape import MeshShape
 

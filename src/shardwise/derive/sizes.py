@@ -10,6 +10,7 @@ formula must come to on a rank, and the attributes to divide are those that solv
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,47 +50,34 @@ class Count(int):
         count.names, count.formula = names, formula
         return count
 
-    def _joined(self, other: Any, compute: Callable[[Any, Any], Any], *, reflected: bool = False) -> Any:
+    def _joined(self, other: Any, compute: Callable[[Any, Any], Any], *, reflected: bool) -> Any:
+        def joined(ours: Any, theirs: Any) -> Any:
+            return compute(theirs, ours) if reflected else compute(ours, theirs)
+
         plain: Any = int(other) if isinstance(other, Count) else other
-        left, right = (plain, int(self)) if reflected else (int(self), plain)
-        value = compute(left, right)
+        value = joined(int(self), plain)
         if not isinstance(other, int) or type(value) is not int:
             return value
-        theirs = other.formula if isinstance(other, Count) else lambda parts: Fraction(plain)
+        mine, theirs = self.formula, other.formula if isinstance(other, Count) else lambda parts: Fraction(plain)
         names = self.names | (other.names if isinstance(other, Count) else frozenset())
-
-        def formula(parts: Mapping[str, Fraction]) -> Fraction:
-            ours, others = self.formula(parts), theirs(parts)
-            return Fraction(compute(others, ours) if reflected else compute(ours, others))
-
-        return Count._build(value, names, formula)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a * b)
-
-    def __rmul__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a * b, reflected=True)
-
-    def __add__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a + b)
-
-    def __radd__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a + b, reflected=True)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a - b)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a - b, reflected=True)
+        return Count._build(value, names, lambda parts: Fraction(joined(mine(parts), theirs(parts))))
 
     def __neg__(self) -> Any:
-        return self._joined(-1, lambda a, b: a * b)
+        return self * -1
 
-    def __floordiv__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a // b if b else 0)
 
-    def __rfloordiv__(self, other: Any) -> Any:
-        return self._joined(other, lambda a, b: a // b if b else 0, reflected=True)
+def _computing(compute: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[Count, Any], Any]:
+    return lambda count, other: count._joined(other, compute, reflected=reflected)
+
+
+for _name, _compute in {
+    "mul": operator.mul,
+    "add": operator.add,
+    "sub": operator.sub,
+    "floordiv": lambda a, b: a // b if b else 0,
+}.items():
+    setattr(Count, f"__{_name}__", _computing(_compute, reflected=False))
+    setattr(Count, f"__r{_name}__", _computing(_compute, reflected=True))
 
 
 @dataclass(eq=False)

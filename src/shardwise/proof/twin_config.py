@@ -8,15 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from shardwise.errors import UnsupportedError, did_you_mean
+from shardwise.errors import UnsupportedError
 from shardwise.proof import twin_rules as rules
 from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, sub_configs
 from shardwise.proof.twin_layers import choose_layers, shrink_layer_lists
 from shardwise.proof.twin_rotary import shrink_rotary
 
-__all__ = ["apply_repeatable", "default_config", "keep_layers", "shrink_config"]
+__all__ = ["apply_repeatable", "keep_layers", "shrink_config"]
 
 # Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
 _RANDOM = (
@@ -24,37 +24,6 @@ _RANDOM = (
     *("mask_time_prob", "mask_feature_prob", "jitter_noise", "jitter_eps", "_dropout_p"),
 )
 _TOKENS = ("token_id", "token_index", "token_ids")
-
-
-def default_config(model_type: str, *, task: str | None = None) -> PreTrainedConfig:
-    """The configuration transformers gives a model type without arguments.
-
-    Args:
-        model_type: as in `config.model_type`.
-        task: "causal_lm" makes a decoder of an encoder that can be either, such as BERT; "sequence_classification"
-            gives a decoder the padding token without which its head takes no batch.
-
-    Raises:
-        UnsupportedError: there is none, or it does not pass its own checks.
-    """
-    if model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"no model type {model_type!r} in transformers{did_you_mean(model_type, CONFIG_MAPPING)}"
-        )
-    family = rules.FAMILIES.get(model_type)
-    try:
-        config = CONFIG_MAPPING[model_type](**copy.deepcopy(dict(family.construct) if family else {}))
-    except (StrictDataclassError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UnsupportedError(
-            f"no default configuration of {model_type!r}", why=f"{type(error).__name__}: {error}"
-        ) from error
-    if task == "causal_lm" and "is_decoder" in vars(config) and not config.is_encoder_decoder:
-        config.is_decoder = True
-    if task == "sequence_classification":
-        for part in sub_configs(config):
-            if vars(part).get("pad_token_id", 0) is None:
-                part.pad_token_id = 0
-    return config
 
 
 def shrink_config(

@@ -180,7 +180,6 @@ class Family:
     """What the meaning of names does not say about one model type.
 
     Attributes:
-        construct: arguments without which the default configuration does not exist.
         set: attribute -> value of the twin.
         repeats: how many layers of each kind a twin has, where the original has as many.
         inputs: optional arguments of the forward without which there is no loss.
@@ -189,7 +188,6 @@ class Family:
         why: the reason.
     """
 
-    construct: Mapping[str, Any] = field(default_factory=dict)
     set: Mapping[str, Any] = field(default_factory=dict)
     repeats: int = 1
     inputs: tuple[str, ...] = ()
@@ -198,40 +196,24 @@ class Family:
     why: str
 
 
-_LACKS = "the default configuration lacks these, every published one has them"
 _SHARED = "tying the shared block needs two layers that use it"
 _TWO_TOWERS = "text and image towers compute nothing without each other"
 _LENGTHS = "its loss counts the frames of the mask"
 _FOUR_STAGES = "four stages, each halving the patches, must leave a whole window to the last"
 _MERGED_WINDOW = "a window must hold patches of 8 pixels, merged 2 by 2"
-_QWEN4_INDEXER = {
-    "indexer_n_heads": 16,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 256,
-    "indexer_budget": 2048,
-    "indexer_compress_ratio": 4,
-}
 
 FAMILIES: Mapping[str, Family] = {
-    "bamba": Family(construct={"attn_layer_indices": [9, 18, 27]}, why=_LACKS),
     "blt_global_transformer": Family(
         set={"hidden_size": 128, "head_dim": 16}, why="as wide as the local encoder's crossed outputs, 2 x 64"
     ),
     "blt_local_encoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
     "blt_local_decoder": Family(set={"hidden_size_global": 128}, why="the width of the global transformer"),
-    "dbrx": Family(construct={"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}, why=_LACKS),
-    "cohere_compass_text": Family(
-        construct={"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}, why=_LACKS
-    ),
-    "deepseek_v2": Family(construct={"num_experts_per_tok": 6}, why=_LACKS),
-    "dots1": Family(construct={"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6}, why=_LACKS),
     "donut-swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "swin": Family(set={"image_size": 64, "window_size": 2}, why=_FOUR_STAGES),
     "levit": Family(set={"image_size": 64, "patch_size": 16}, why="its four strided convolutions make patches of 16"),
     "mobilevitv2": Family(set={"image_size": 64}, why="it unfolds 2 x 2 patches after five halvings of the image"),
     "qwen2_5_vl_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
     "exaone4_5_vision": Family(set={"window_size": 32}, why=_MERGED_WINDOW),
-    "esm": Family(construct={"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32}, why=_LACKS),
     "falcon_h1": Family(set={"mamba_d_ssm": 128}, why="the inner size is Mamba heads times their size, 8 x 16"),
     "deepseek_v4": Family(
         set={"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
@@ -245,40 +227,26 @@ FAMILIES: Mapping[str, Family] = {
     "vilt": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
     "vision-text-dual-encoder": Family(inputs=("pixel_values",), why=_TWO_TOWERS),
     "voxtral_realtime": Family(inputs=("input_features",), why="every token is added to a frame of audio"),
-    "granitemoehybrid": Family(
-        construct={"layer_types": (["linear_attention"] * 5 + ["full_attention"]) * 5 + ["linear_attention"] * 2},
-        why=_LACKS,
-    ),
     "hrm_text": Family(
         set={"num_layers_per_stack": 2, "num_hidden_layers": 16}, why="the count is layers x H cycles x (L cycles + 1)"
     ),
-    "hunyuan_v1_dense": Family(construct={"head_dim": 128}, why=_LACKS),
-    "hunyuan_v1_moe": Family(construct={"head_dim": 128, "num_experts": 16}, why=_LACKS),
-    "lfm2_moe": Family(construct={"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}, why=_LACKS),
     "layoutlmv3": Family(
         set={"coordinate_size": 8, "shape_size": 16}, why="4 coordinates and 2 sizes make the hidden size"
     ),
     "lilt": Family(set={"hidden_size": 96}, why="6 coordinates share the hidden size equally"),
     "lasr_ctc": Family(masks_frames=True, why=_LENGTHS),
     "mamba2": Family(set={"head_dim": 16}, why="heads times their size is `expand` times the hidden size"),
-    "ministral": Family(construct={"head_dim": 128}, why=_LACKS),
     "moonshine": Family(set={"conv_stride": (64, 3, 2)}, why="its strides are not in its configuration"),
     "musicgen_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
     "musicgen_melody_decoder": Family(id_rows="num_codebooks", why="a row of ids for every codebook"),
-    "nemotron": Family(construct={"num_key_value_heads": 8}, why=_LACKS),
     "neomme": Family(set={"head_dim": 16}, why="rows and columns each rotate a quarter of the head"),
     "parakeet_ctc": Family(masks_frames=True, why=_LENGTHS),
     "perceiver": Family(set={"max_position_embeddings": 16}, why="logits come for every position, used or not"),
-    "qwen4_exp": Family(construct={"text_config": _QWEN4_INDEXER}, why=_LACKS),
-    "qwen4_exp_text": Family(construct=_QWEN4_INDEXER, why=_LACKS),
     "reformer": Family(
         set={"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 48), "hash_seed": 0},
         why="axes multiply to the length of a training sequence and add up to the hidden size; hashing must repeat",
     ),
-    "wav2vec2-bert": Family(construct={"vocab_size": 32}, why=_LACKS),
-    "wav2vec2-conformer": Family(construct={"vocab_size": 32}, why=_LACKS),
     "xlstm": Family(set={"hidden_size": 128, "embedding_dim": 128}, why="key sizes are rounded up to 64 in the model"),
-    "xmod": Family(construct={"default_language": "en_XX"}, why=_LACKS),
     "zamba": Family(repeats=2, why=_SHARED),
     "zamba2": Family(repeats=2, set={"mamba_headdim": 16}, why=_SHARED),
 }

@@ -15,84 +15,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
-from shardwise.errors import ConfigError, UnsupportedError, did_you_mean
+from shardwise.errors import UnsupportedError
 from shardwise.proof.objective import objective_of
 from shardwise.proof.twin_batch import Padding, make_batch
-from shardwise.proof.twin_config import default_config, shrink_config
+from shardwise.proof.twin_config import shrink_config
 from shardwise.proof.twin_fields import sub_configs
 
 __all__ = [
-    "TASKS",
     "Padding",
-    "architectures",
     "build_twin",
-    "default_config",
     "make_batch",
-    "model_class",
     "randomize",
     "settle",
     "shrink_config",
-    "text_architectures",
 ]
-
-# Task -> the table of transformers that lists its classes.
-TASKS = {
-    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-    "base": "MODEL_MAPPING_NAMES",
-    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "video_classification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
-    "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
-    "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-}
-_TEXT = ("causal_lm", "masked_lm", "seq2seq_lm")
 
 _MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
 _VECTOR_NOISE = 0.05
 _STATE_NOISE = 0.02
-
-
-def text_architectures() -> tuple[tuple[str, str, str], ...]:
-    """(model type, task, class name) of every causal, masked and sequence-to-sequence language model."""
-    return architectures(*_TEXT)
-
-
-def architectures(*tasks: str) -> tuple[tuple[str, str, str], ...]:
-    """(model type, task, class name) of all that the installed transformers lists for the tasks, sorted in each.
-
-    Raises:
-        ConfigError: a task is unknown.
-    """
-    found = []
-    for task in tasks:
-        if task not in TASKS:
-            raise ConfigError(f"unknown task {task!r}{did_you_mean(task, TASKS)}", fix=f"use one of {', '.join(TASKS)}")
-        for model_type, names in sorted(getattr(modeling_auto, TASKS[task]).items()):
-            for name in (names,) if isinstance(names, str) else names:
-                found.append((model_type, task, name))
-    return tuple(found)
-
-
-def model_class(name: str) -> type[PreTrainedModel]:
-    """The class of transformers called `name`.
-
-    Raises:
-        UnsupportedError: transformers has none, or lacks a package for it.
-    """
-    try:
-        return getattr(transformers, name)
-    except (AttributeError, ImportError) as error:
-        raise UnsupportedError(f"no model class {name!r}", why=str(error)) from error
 
 
 def build_twin(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedModel:
