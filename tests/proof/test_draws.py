@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
+from bench.sweep.known import default_config, model_class
 from shardwise.api.deriving import derive_plan
 from shardwise.api.planning import plan_for
 from shardwise.api.trial import Trial
@@ -21,8 +22,7 @@ from shardwise.layers.context import SplitContext
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, training_copy
-from shardwise.proof.twin_config import default_config
-from shardwise.proof.twins import build_twin, make_batch, model_class, shrink_config
+from shardwise.proof.twins import build_twin, make_batch, shrink_config
 from shardwise.testing.spawn import spawn
 from shardwise.train.batch import split_rows
 from tests.families import tiny_model
