@@ -182,29 +182,29 @@ def measure(
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
-    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or _dtype(whole) is torch.float64:
-        return found
-    exact = functools.partial(measure, mesh=mesh, split=split, step=step, reference_loss=reference_loss)
-    return replace(found, parameter=_in_float64(exact, whole, batch, tolerance, parameter))
+    exact = functools.partial(measure, split=split, step=step, reference_loss=reference_loss, tolerance=tolerance)
+    return _without_rounding(found, exact, whole, batch, mesh)
 
 
-def _in_float64(
+def _without_rounding(
+    found: Measurement,
     measured: Callable[..., Measurement],
     whole: nn.Module,
     batch: Mapping[str, Any],
-    tolerance: Tolerance,
-    parameter: Difference,
-) -> Difference:
-    """The difference of parameters where nothing is rounded to float32; `parameter` where the model does not run so.
+    mesh: Mesh,
+) -> Measurement:
+    """`found`, with the difference of parameters in float64 where nothing else differs and the model runs so.
 
     AdamW makes whole steps of gradients that are next to zero, so that rounding alone can be more than is allowed.
     """
+    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or _dtype(whole) is torch.float64:
+        return found
     given = {name: value.double() if _is_float(value) else value for name, value in batch.items()}
     try:
-        found = measured(copy.deepcopy(whole).double(), given, tolerance=tolerance, num_steps=_COMPARED_STEPS)
+        exact = measured(copy.deepcopy(whole).double(), given, mesh, num_steps=_COMPARED_STEPS).parameter
     except RuntimeError:  # it computes some of it in float32, come what may
-        return parameter
-    return replace(found.parameter, name=f"{found.parameter.name}, in float64")
+        return found
+    return replace(found, parameter=replace(exact, name=f"{exact.name}, in float64"))
 
 
 def measure_in_training(
