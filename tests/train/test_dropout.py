@@ -37,7 +37,7 @@ WHOLE_ATTENTION = {
     **{f"model.layers.*.self_attn.{name}_proj": "replicate" for name in "qkvo"},
     "model.layers.*.self_attn": "whole_sequence",
     "model.layers": "sequence_partial",
-    "model.norm": "sequence_partial",
+    "model.norm": "partial_gradient",
 }
 """Rules for attentions that every rank computes on all of the sequence, beside MLPs that are split."""
 
