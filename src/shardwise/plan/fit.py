@@ -132,7 +132,7 @@ def check_weight(name: str, rule: ParameterRule, facts: ModelFacts) -> PlanError
     inside = [fqn for fqn in facts.inside(name) if facts.modules[fqn].parameters][:4]
     return PlanError(
         f"{name} has no parameter of its own that could be split",
-        at=f'rule "{rule.pattern}: {rule.style}" ({rule.source})',
+        at=rule.place,
         why=f"it holds {', '.join(inside)}" if inside else "nothing in it has any",
         fix="split the model before modules are put around its own, or give rules for what is inside",
     )

@@ -56,7 +56,7 @@ class ParameterRules:
         except (PlanError, LayoutError) as error:
             raise PlanError(
                 f"cannot split {fqn} over tp={self.tp_size}: {error.summary}",
-                at=f'rule "{rule.pattern}: {rule.style}" ({rule.source}) on {fqn} {list(shape)}',
+                at=f"{rule.place} on {fqn} {list(shape)}",
                 why=error.why,
                 fix=error.fix,
             ) from error

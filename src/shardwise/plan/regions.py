@@ -105,8 +105,7 @@ def find_joins(
         else:
             found[module] = target
         if why is not None:
-            at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
-            problems.append(PlanError(f"{module} cannot be summed with {rule.into}", at=at, why=why))
+            problems.append(PlanError(f"{module} cannot be summed with {rule.into}", at=rule.place, why=why))
     return found, problems
 
 

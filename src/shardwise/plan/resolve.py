@@ -151,8 +151,9 @@ def _divided(facts: ModelFacts, given: Governing, tp_size: int) -> tuple[dict[st
     for name, rule in given.attributes.items():
         divisor = rule.divisor(tp_size)
         if values[name] % divisor:
-            at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
-            problems.append(PlanError(f"cannot divide {name} by {divisor}", at=at, why=f"its value is {values[name]}"))
+            problems.append(
+                PlanError(f"cannot divide {name} by {divisor}", at=rule.place, why=f"its value is {values[name]}")
+            )
         found[name] = int(values[name] / divisor)
     return found, problems
 
@@ -168,9 +169,8 @@ def _split_inputs(
             continue
         heads = facts.heads_around(owners[name])
         if heads is not None and heads.num_heads % tp_size:
-            at = f'rule "{rule.pattern}: {rule.style}" ({rule.source})'
             why = f"there are {heads.num_heads} heads"
-            problems.append(PlanError(f"cannot split the input {name} over tp={tp_size}", at=at, why=why))
+            problems.append(PlanError(f"cannot split the input {name} over tp={tp_size}", at=rule.place, why=why))
         found[name] = (rule.dim, heads.num_heads if heads is not None else 1)
     return found, problems
 

@@ -103,6 +103,11 @@ class Rule:
         """The reason, or where none is given what the style says."""
         return self.reason or self.styles.get(self.style, self.style)
 
+    @property
+    def place(self) -> str:
+        """The rule as errors name it."""
+        return f'rule "{self.pattern}: {self.style}" ({self.source})'
+
     def __str__(self) -> str:
         text = f"{self.pattern}: {self.style}"
         if self.reason:

@@ -146,7 +146,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Lea
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
         become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
-    elif style in ("rowwise", "rowwise_reenter", "rowwise_rep", "rowwise_split_input"):
+    elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
         become(
             module,
             RowSplit,
@@ -155,7 +155,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Lea
             _reduces=leave is not None,
             _leave=leave,
             _reenters=style == "rowwise_reenter",
-            _input_sizes=_sizes(split) if style in ("rowwise_rep", "rowwise_split_input") else None,
+            _input_sizes=_sizes(split) if style == "rowwise_split_input" else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Why a parameter that no rule names stays whole."""
+"""How parameters are stored: why one that no rule names stays whole."""
 
 from __future__ import annotations
 
