@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, RankError
-from shardwise.testing.pool import Pool
 from shardwise.testing.spawn import spawn
 
 pytestmark = pytest.mark.spawn
@@ -86,8 +85,12 @@ def random_numbers():
     return random.random(), np.random.rand(), torch.rand(1).item()
 
 
-def shardwise_modules():
-    return sorted(name for name in sys.modules if name.split(".")[0] == "shardwise")
+def leave_a_trace():
+    import shardwise.mesh
+
+    found = getattr(shardwise.mesh, "trace", None)
+    shardwise.mesh.trace = "left"
+    return found
 
 
 def is_alive(pid):
@@ -185,12 +188,9 @@ def test_ranks_start_from_the_same_seeds_as_a_test():
     assert spawn(random_numbers, 2) == [random_numbers()] * 2  # conftest seeds this side
 
 
-def test_ranks_import_the_package_fresh():
-    # This module imports the harness; nothing else of the package may already be there.
-    assert all(
-        name == "shardwise" or name.startswith(("shardwise.errors", "shardwise.testing"))
-        for name in spawn(shardwise_modules, 1)[0]
-    )
+def test_ranks_find_the_package_imported_and_nothing_that_others_did_with_it():
+    assert spawn(leave_a_trace, 2) == spawn(leave_a_trace, 2) == [None, None]
+    assert "shardwise.split.apply" in spawn(imported_before_this_module, 1)[0]
 
 
 def imported_before_this_module():
@@ -221,75 +221,43 @@ def test_what_cannot_be_spawned_is_refused_at_once():
         spawn(lambda: None, 0, timeout=-1)
 
 
-def test_a_module_that_cannot_be_preloaded_is_named():
-    with pytest.raises(RankError, match="No module named 'no_such_module'"):
-        spawn(where_am_i, 1, pool=Pool(preload=["no_such_module"]))
-
-
-def test_a_pool_that_was_warmed_starts_once_and_may_be_closed_before_it_is_ready(tmp_path, monkeypatch):
-    (tmp_path / "slow.py").write_text(
-        "import os, time\nopen('started', 'a').write('once')\ntime.sleep(float(os.environ['SLOW']))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for seconds in ("0", "600"):
-        pool = Pool(preload=["slow"])
-        monkeypatch.setenv("SLOW", seconds)
-        pool.warm()
-        pool.warm()
-        if seconds == "0":
-            assert len(spawn(where_am_i, 1, pool=pool)) == 1
-            assert (tmp_path / "started").read_text() == "once"
-        process = pool._process
-        pool.close()
-        assert process.returncode == (0 if seconds == "0" else -signal.SIGKILL)
-
-
-def test_a_preload_that_starts_threads_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "starts_a_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RankError, match=r"preloading started 1 thread\(s\)"):
-        spawn(where_am_i, 1, pool=Pool(preload=["starts_a_thread"]))
-
-
-def kill_the_zygote(pids):
-    (Path(pids) / os.environ["RANK"]).write_text(str(os.getpid()))
-    if os.environ["RANK"] == "1":
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(600)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent died")
-def test_ranks_end_with_the_zygote_and_the_next_case_starts_another(tmp_path):
-    pool = Pool(preload=[])
-    with pytest.raises(RankError, match="ended with exit code -9"):
-        spawn(kill_the_zygote, 2, str(tmp_path), pool=pool)
-    check_no_strays(tmp_path)
-    assert len(spawn(where_am_i, 2, pool=pool)) == 2
-    pool.close()
-
-
 SCRIPT = """
-import os, sys, time
+import operator, os, signal, sys, time
 from pathlib import Path
-from shardwise.testing.pool import Pool
+import shardwise.testing.spawn
+from shardwise.errors import RankError
 from shardwise.testing.spawn import spawn
+
+shardwise.testing.spawn.PRELOADED = ()  # these ranks need nothing
 
 def sleep(directory):
     (Path(directory) / os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(600)
 
-if __name__ == "__main__":
-    spawn(sleep, 2, sys.argv[1], pool=Pool(preload=[]))
+def kill_the_server(directory):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGKILL)
+    sleep(directory)
+
+def own(a, b):
+    return a + b
+
 """
+
+
+def write_script(directory, body):
+    script = directory / "script.py"
+    script.write_text(SCRIPT + body)
+    return script
+
+
+def run_script(script, *arguments):
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("end", ["kill", "send_signal"])
 def test_ranks_end_with_their_caller(tmp_path, end):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script = write_script(tmp_path, "if __name__ == '__main__': spawn(sleep, 2, sys.argv[1])")
     pids = tmp_path / "pids"
     pids.mkdir()
     exchange = tmp_path / "exchange"
@@ -310,7 +278,37 @@ def test_ranks_end_with_their_caller(tmp_path, end):
     caller.kill() if end == "kill" else caller.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" in caller.communicate(timeout=30)[1] or end == "kill"
     check_no_strays(pids)
-    deadline = time.monotonic() + 5
-    while list(exchange.iterdir()):
-        assert time.monotonic() < deadline, "the case's directory is still there"
-        time.sleep(0.02)
+    left = {entry.name.partition("-")[0] for entry in exchange.iterdir()}
+    assert left <= ({"pymp"} if end == "kill" else set()), "more than the directory of multiprocessing is still there"
+
+
+KILLED = """
+if __name__ == "__main__":
+    try:
+        spawn(kill_the_server, 2, sys.argv[1])
+    except RankError as error:
+        print(error)
+    time.sleep(1)  # until then multiprocessing may not have noticed
+    print(spawn(own, 2, 1, 2))
+"""
+
+
+def test_ranks_end_where_their_server_has_and_the_next_case_starts_another(tmp_path):
+    script = write_script(tmp_path, KILLED)
+    (pids := tmp_path / "pids").mkdir()
+    run = run_script(script, str(pids))
+    assert "without a result" in run.stdout and run.stdout.endswith("[3, 3]\n"), run.stdout + run.stderr
+    check_no_strays(pids)
+
+
+def test_a_script_without_a_guard_may_start_ranks_that_do_not_need_it(tmp_path):
+    run = run_script(write_script(tmp_path, "print(spawn(operator.add, 2, 1, 2))"))
+    assert (run.stdout, run.stderr) == ("[3, 3]\n", "")
+
+
+def test_a_script_without_a_guard_is_told_so_where_ranks_need_it(tmp_path):
+    run = run_script(write_script(tmp_path, "spawn(own, 2, 1, 2)"))
+    assert run.returncode == 1 and run.stdout == ""
+    error, why, fix = run.stderr.splitlines()[-3:]
+    assert "ConfigError" in error and "script.py starts ranks while it is imported" in error
+    assert "would start ranks in turn" in why and 'if __name__ == "__main__":' in fix

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from shardwise.cli.plan import add_target, find_target
-from shardwise.testing.pool import default_pool
+from shardwise.testing.spawn import warm
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    default_pool().warm()  # imports for the ranks what we import meanwhile
+    warm()  # imports for the ranks what we import meanwhile
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.verifying import verify  # torch and transformers are slow to import

@@ -11,35 +11,50 @@ def sum_of_ranks(start):
 assert spawn(sum_of_ranks, 2, 10.0) == [11.0, 11.0]
 ```
 
-Ranks are forks of one warm process that has torch and transformers imported, so a case costs a fraction of a second.
-They import everything else fresh, inherit the caller's environment, directory, import path and warning filters, and
-start from the same seeds. Needs `fork` and `waitid`: Linux, or macOS with Python 3.13 or newer.
+Ranks come from the standard library's fork server, which imports torch, transformers and this package once, so a case
+costs a fraction of a second. They import everything else fresh, inherit the caller's environment, directory, import
+path and warning filters, and start from the same seeds. Needs Linux or macOS.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import random
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
+import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError, RankError
-from shardwise.testing.pool import SINGLE_THREADED, Outcome, Pool, default_pool
+from shardwise.testing.rank import Case, Report, check_not_importing, run_rank
 
-__all__ = ["spawn"]
+__all__ = ["spawn", "warm"]
 
 Result = TypeVar("Result")
 
 # Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
 PORTS = range(20000, 32000)
+PRELOADED = ("shardwise.testing.preloaded",)
+"""What ranks find imported; pytest too where their caller has it: test modules import it."""
 SHOWN_CHARS = 6000
+STACK_SECONDS = 1.0
+"""How long ranks may take to say where they are when the time is up."""
+BLAME_SECONDS = 0.1
+"""How long it is waited, after a rank has failed, for the one that it failed because of."""
+TEARDOWN_SECONDS = 10.0
+
+_STARTING = threading.Lock()
 
 
 def spawn(
@@ -48,7 +63,6 @@ def spawn(
     *args: object,
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
-    pool: Pool | None = None,
     **kwargs: object,
 ) -> list[Result]:
     """Run `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
@@ -64,32 +78,61 @@ def spawn(
         timeout: seconds until ranks that have not returned are killed.
         env: variables for the ranks, over the caller's. Too late for those that torch or transformers read when they
             are imported.
-        pool: where ranks are forked; the process-wide warm pool by default.
 
     Raises:
-        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive.
+        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive, or a script
+            that starts ranks while it is imported has no `if __name__ == "__main__":`.
         RankError: a rank exited without a result, did not return in time, or raised something that cannot be pickled.
         Exception: whatever the first rank to fail raised, with a RankError as its `__cause__` that names the rank and
             shows the remote traceback and output. The other ranks are killed.
     """
+    check_not_importing()
     _check_request(fn, world_size, timeout)
-    with tempfile.TemporaryDirectory(prefix="shardwise-ranks-") as name, _reserved_port() as port:
-        case = _Case(fn, world_size, Path(name), timeout)
-        case.write(args, kwargs, {**_rank_variables(world_size, port), **(env or {})})
-        outcome = (pool or default_pool()).run(case.directory, world_size=world_size, timeout=timeout)
-        case.check(outcome)
-        return case.read_results()
+    with _reserved_port() as port:
+        case = Case(
+            module=fn.__module__,
+            file=getattr(sys.modules[fn.__module__], "__file__", None),
+            qualname=fn.__qualname__,
+            env={**os.environ, **_rank_variables(world_size, port), **(env or {})},
+            payload=pickle.dumps((args, kwargs, warnings.filters)),
+            seconds=timeout,
+        )
+        ranks: list[_Rank] = []
+        try:
+            for number in range(world_size):
+                ranks.append(_Rank(number, world_size, case))
+            _await_reports(ranks, timeout + STACK_SECONDS)
+            _raise_for(ranks, timeout)
+            _release(ranks)
+            for rank in ranks:
+                for line in rank.printed().splitlines():
+                    print(f"[rank {rank.number}] {line}")
+        finally:
+            for rank in ranks:
+                rank.end()
+        return [pickle.loads(rank.report.result) for rank in ranks if rank.report is not None]
+
+
+def warm() -> None:
+    """Start the process that ranks are forked from, and do not wait until it has imported everything."""
+    multiprocessing.forkserver.set_forkserver_preload(
+        [*(name for name in ("pytest",) if name in sys.modules), *PRELOADED]
+    )
+    multiprocessing.forkserver.ensure_running()
 
 
 def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
     problems = []
-    found: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
+    module: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
+    found = module
     for part in getattr(fn, "__qualname__", "?").split("."):
         found = getattr(found, part, None)
     if found is not fn:
         problems.append(
             f"{fn!r} cannot be found again by its name: pass a function defined at the top level of a module"
         )
+    elif module.__name__ == "__main__" and not hasattr(module, "__file__"):
+        problems.append(f"{fn!r} was typed in: pass a function of a file that ranks can import")
     if world_size < 1:
         problems.append(f"world_size is {world_size}, must be at least 1")
     if not timeout > 0:
@@ -98,119 +141,158 @@ def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -
         raise ConfigError("cannot spawn ranks", why="; ".join(problems))
 
 
-class _Case:
-    """One call of spawn: the directory it exchanges with its ranks, and what stands in there afterwards."""
+class _Rank:
+    """A rank as its caller sees it, from its start to its end.
 
-    def __init__(self, fn: Callable[..., object], world_size: int, directory: Path, timeout: float) -> None:
-        self.fn = fn
-        self.world_size = world_size
-        self.directory = directory
-        self.timeout = timeout
-        self.place = f"{fn.__module__}.{fn.__qualname__}"
+    Attributes:
+        number: the rank.
+        name: it in words.
+        place: its function.
+        report: what it has said.
+        is_gone: whether it ended without a word.
+    """
 
-    def write(self, args: tuple[object, ...], kwargs: Mapping[str, object], env: Mapping[str, str]) -> None:
-        case = {
-            "module": self.fn.__module__,
-            "file": getattr(sys.modules[self.fn.__module__], "__file__", None),
-            "qualname": self.fn.__qualname__,
-            "cwd": str(Path.cwd()),
-            "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
-            "env": {**os.environ, **env},
-            # Pickled on its own: its classes can only be found once the path above is in place.
-            "payload": pickle.dumps((args, dict(kwargs), _warning_filters())),
-        }
-        (self.directory / "case.pkl").write_bytes(pickle.dumps(case))
+    def __init__(self, number: int, world_size: int, case: Case) -> None:
+        self.number = number
+        self.name = f"rank {number} of {world_size}"
+        self.place = f"{case.module}.{case.qualname}"
+        self.report: Report | None = None
+        self.is_gone = False
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs, Connection(os.dup(self._output.fileno())) as output, _without_script():
+            warm()
+            context = multiprocessing.get_context("forkserver")
+            self.process = context.Process(target=run_rank, args=(number, case, theirs, output))
+            self.process.start()
 
-    def check(self, outcome: Outcome) -> None:
-        """Raise for the rank that failed first, if any did."""
-        if outcome.outcome == "timeout":
-            raise self._timeout_error(outcome)
-        # A rank that vanished comes first: the exceptions of its peers (connection closed) follow from that.
-        for rank, code in enumerate(outcome.exit_codes):
-            if code != 0 and rank not in outcome.killed and "error" not in (self._report(rank) or {}):
-                raise self._exit_error(rank, code)
-        if outcome.outcome == "finished" and outcome.killed:
-            rank = outcome.killed[0]
-            raise RankError(
-                f"rank {rank} of {self.world_size} returned but did not exit",
-                at=self.place,
-                why=f"seconds after every rank had returned it still took down its process group{self._log(rank)}",
-            )
-        failures = {rank: r for rank in range(self.world_size) if (r := self._report(rank)) and "error" in r}
-        if failures:
-            self._raise_first(failures)
+    def look(self) -> None:
+        """Takes in its report, or that it has ended."""
+        try:
+            if self.connection.poll():
+                self.report = pickle.loads(self.connection.recv_bytes())
+            else:
+                self.is_gone = not self.process.is_alive()
+        except (EOFError, OSError):
+            self.is_gone = True
 
-    def read_results(self) -> list[Any]:
-        """Each rank's result in rank order; what ranks printed goes to standard output, marked with the rank."""
-        for rank in range(self.world_size):
-            for line in self._read(rank, "log").splitlines():
-                print(f"[rank {rank}] {line}")
-        reports = [self._report(rank) for rank in range(self.world_size)]
-        return [pickle.loads(report["result"]) for report in reports if report is not None]
+    def exit_code(self) -> int | None:
+        """How it ended; None if it has not."""
+        self.process.join(TEARDOWN_SECONDS)
+        return self.process.exitcode
 
-    def _raise_first(self, failures: Mapping[int, Any]) -> None:
-        rank = min(failures, key=lambda r: failures[r]["at_seconds"])
-        first = failures[rank]
+    def end(self) -> None:
+        """Kills it and whatever it started."""
+        self.connection.close()
+        pid = self.process.pid
+        assert pid is not None, "it was started"
+        for kill in (os.killpg, os.kill) if self.process.is_alive() else (os.killpg,):
+            with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+                kill(pid, signal.SIGKILL)
+        self.process.join(TEARDOWN_SECONDS)
+        self._output.close()
+
+    def printed(self) -> str:
+        """What it wrote, or the end of that."""
+        self._output.seek(0)
+        text = self._output.read().decode(errors="replace")
+        return text if len(text) <= SHOWN_CHARS else f"... {text[-SHOWN_CHARS:]}"
+
+    def shown(self, verb: str = "printed") -> str:
+        """The same as part of an error."""
+        printed = self.printed().rstrip()
+        return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Hides the caller's script from multiprocessing, which would run it in every rank, needed or not."""
+    with _STARTING:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
+
+
+def _await_reports(ranks: Sequence[_Rank], seconds: float) -> None:
+    """Waits until every rank has reported or is gone, one has failed, or the time is up."""
+    deadline = time.monotonic() + seconds
+    has_failed = False
+    while waiting := [rank for rank in ranks if rank.report is None and not rank.is_gone]:
+        sources = [source for rank in waiting for source in (rank.connection, rank.process.sentinel)]
+        if not wait(sources, max(0.0, deadline - time.monotonic())):
+            return
+        for rank in waiting:
+            rank.look()
+        if not has_failed and any(rank.is_gone or (rank.report and rank.report.failure) for rank in waiting):
+            has_failed = True
+            deadline = min(deadline, time.monotonic() + BLAME_SECONDS)
+
+
+def _raise_for(ranks: Sequence[_Rank], timeout: float) -> None:
+    """Raises for the rank that failed first, or those that did not return."""
+    gone = [rank for rank in ranks if rank.is_gone]
+    if gone:  # first of all: the exceptions of its peers (connection closed) follow from that
+        raise _exit_error(gone[0], "without a result")
+    failed = [(rank, rank.report.failure) for rank in ranks if rank.report and rank.report.failure]
+    if failed:
+        rank, failure = min(failed, key=lambda each: each[1].at_seconds)
         cause = RankError(
-            f"rank {rank} of {self.world_size} raised {first['name']}",
-            at=self.place,
-            why=f"its traceback:\n{first['text'].rstrip()}{self._log(rank)}",
+            f"{rank.name} raised {failure.name}",
+            at=rank.place,
+            why=f"its traceback:\n{failure.trace.rstrip()}{rank.shown()}",
         )
-        error = None
-        if first["error"] is not None:
-            try:
-                error = pickle.loads(first["error"])
-            except Exception:  # noqa: BLE001 - user code again; its class may exist in the rank only, the text is in the cause
-                error = None
+        error = failure.restore()
         if error is None:
             raise cause
         raise error from cause
-
-    def _exit_error(self, rank: int, code: int) -> RankError:
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
-        when = "without a result" if self._report(rank) is None else "after it had returned its result"
-        others = [r for r in range(self.world_size) if "error" in (self._report(r) or {})]
-        also = f"; rank(s) {', '.join(map(str, others))} raised, probably because of it" if others else ""
-        why = f"the function or something it called ended the process{also}{self._log(rank)}"
-        return RankError(f"rank {rank} of {self.world_size} {how} {when}", at=self.place, why=why)
-
-    def _timeout_error(self, outcome: Outcome) -> RankError:
-        unfinished = ", ".join(map(str, outcome.unfinished))
-        finished = [str(rank) for rank in range(self.world_size) if rank not in outcome.unfinished]
-        stacks = "".join(
-            f"\nrank {rank} was here:\n{self._read(rank, 'stacks').rstrip()}{self._log(rank)}"
-            for rank in outcome.unfinished
-        )
-        return RankError(
-            f"rank(s) {unfinished} of {self.world_size} did not return within {self.timeout:g} seconds",
-            at=self.place,
-            why=f"rank(s) {', '.join(finished)} had returned{stacks}" if finished else f"no rank had returned{stacks}",
+    missing = [rank for rank in ranks if rank.report is None]
+    if missing:
+        returned = ", ".join(str(rank.number) for rank in ranks if rank.report is not None)
+        raise RankError(
+            f"rank(s) {', '.join(str(rank.number) for rank in missing)} of {len(ranks)} did not return within"
+            f" {timeout:g} seconds",
+            at=missing[0].place,
+            why=(f"rank(s) {returned} had returned" if returned else "no rank had returned")
+            + "".join(rank.shown("printed, and was here at last") for rank in missing),
             fix="look for a collective that not every rank reaches, or raise timeout",
         )
 
-    def _report(self, rank: int) -> dict[str, Any] | None:
-        path = self.directory / f"rank{rank}.report"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
 
-    def _read(self, rank: int, kind: str) -> str:
-        path = self.directory / f"rank{rank}.{kind}"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return text if len(text) <= SHOWN_CHARS else f"... {text[-SHOWN_CHARS:]}"
+def _release(ranks: Sequence[_Rank]) -> None:
+    """Has ranks that have all reported take down their process group, and checks that they end."""
+    for rank in ranks:
+        rank.connection.close()
+    for rank in ranks:
+        code = rank.exit_code()
+        if code is None:
+            raise RankError(
+                f"{rank.name} returned but did not exit",
+                at=rank.place,
+                why=f"seconds after every rank had returned it still took down its process group{rank.shown()}",
+            )
+        if code != 0:
+            raise _exit_error(rank, "after it had returned its result")
 
-    def _log(self, rank: int) -> str:
-        printed = self._read(rank, "log").rstrip()
-        return f"\nrank {rank} printed:\n{printed}" if printed else ""
+
+def _exit_error(rank: _Rank, when: str) -> RankError:
+    code = rank.exit_code() or 0
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+    why = f"the function or something it called ended the process{rank.shown()}"
+    return RankError(f"{rank.name} {how} {when}", at=rank.place, why=why)
 
 
 def _rank_variables(world_size: int, port: int) -> dict[str, str]:
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": loopback,  # otherwise gloo resolves the host's name, which may be slow or lead elsewhere
-        **SINGLE_THREADED,
+        # Otherwise gloo resolves the host's name, which may be slow or lead elsewhere.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "OMP_NUM_THREADS": "1",
     }
 
 
@@ -233,15 +315,3 @@ def _reserved_port() -> Iterator[int]:
                 continue
             yield address[1]
             return
-
-
-def _warning_filters() -> list[tuple[str, str, Any, str, int]]:
-    def pattern(
-        value: Any,
-    ) -> str:  # compiled by warnings.filterwarnings, plain text in the interpreter's own first filters
-        return getattr(value, "pattern", value) or ""
-
-    return [
-        (action, pattern(message), category, pattern(module), line)
-        for action, message, category, module, line in warnings.filters
-    ]

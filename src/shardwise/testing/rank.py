@@ -1,0 +1,160 @@
+"""What a rank of `spawn` does, from its fork to its end."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import types
+import warnings
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+from shardwise.failure import Failure
+
+__all__ = ["Case", "Report", "check_not_importing", "run_rank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What the ranks of one call of `spawn` are to do.
+
+    Attributes:
+        module: of the function.
+        file: that the module was read from; None where there is none.
+        qualname: of the function in it.
+        env: the environment, but for what differs between ranks.
+        payload: pickled arguments, keyword arguments and warning filters: by themselves, because their classes may
+            stand in the module.
+        seconds: after which a rank says where it is.
+    """
+
+    module: str
+    file: str | None
+    qualname: str
+    env: dict[str, str]
+    payload: bytes
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What became of a rank's function: its pickled result, or a failure."""
+
+    result: bytes = b""
+    failure: Failure | None = None
+
+
+def run_rank(rank: int, case: Case, caller: Connection, output: Connection) -> None:
+    """Runs the function, reports to the caller and waits for it to hang up: then all ranks have reported."""
+    os.setpgid(0, 0)  # so that what this rank starts can be ended with it
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text stream, as in any new process
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(case.seconds, file=2)
+    threading.Thread(target=_end_with_caller, daemon=True, name="shardwise-caller").start()
+    report = _run(rank, case)
+    faulthandler.cancel_dump_traceback_later()
+    caller.send_bytes(pickle.dumps(report))
+    if report.failure is None:
+        caller.poll(None)  # rank 0 may host the store that others still use, and peers may still read what we sent
+        _destroy_process_group()
+    _save_coverage()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _end_with_caller() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(rank: int, case: Case) -> Report:
+    os.environ.clear()
+    os.environ.update(case.env, RANK=str(rank), LOCAL_RANK=str(rank))
+    if "COVERAGE_PROCESS_START" in os.environ:  # coverage's own convention for child processes
+        importlib.import_module("coverage").process_startup()
+    try:
+        _seed(int(os.environ["OMP_NUM_THREADS"]))
+        _importing.append(case.file or case.module)
+        function: Any = _load_module(case.module, case.file)
+        _importing.clear()
+        for part in case.qualname.split("."):
+            function = getattr(function, part)
+        args, kwargs, filters = pickle.loads(case.payload)
+        warnings.resetwarnings()
+        warnings.filters.extend(filters)  # type: ignore[attr-defined]  # a list, whatever its type says
+        return Report(result=pickle.dumps(function(*args, **kwargs)))
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and pytest's outcomes travel like any other
+        return Report(failure=Failure.of(error))
+
+
+_importing: list[str] = []
+
+
+def check_not_importing() -> None:
+    """Raises ConfigError where this process is a rank that still imports the module of its function."""
+    if _importing:
+        raise ConfigError(
+            f"{_importing[0]} starts ranks while it is imported",
+            why="ranks import it to find their function, and would start ranks in turn",
+            fix='put what starts them under `if __name__ == "__main__":`',
+        )
+
+
+def _load_module(name: str, file: str | None) -> types.ModuleType:
+    """The caller's module: by name where that finds the same file, else by file."""
+    if name != "__main__" and (name in sys.modules or file is None or _is_importable_as(name, file)):
+        return importlib.import_module(name)
+    # A script's `if __name__ == "__main__"` block must not run again: it gets another name, as multiprocessing does it.
+    spec = importlib.util.spec_from_file_location("__mp_main__" if name == "__main__" else name, file)
+    assert spec is not None and spec.loader is not None, f"{file} was imported by the caller"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_importable_as(name: str, file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(file).resolve()
+
+
+def _seed(num_threads: int) -> None:
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        torch.set_num_threads(num_threads)
+
+
+def _destroy_process_group() -> None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _save_coverage() -> None:
+    if (coverage := sys.modules.get("coverage")) and (current := coverage.Coverage.current()):
+        current.stop()
+        current.save()
