@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.testing.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -34,23 +33,17 @@ def errors(found, truth):
     }
 
 
-def bf16_cases(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for family in FAMILIES:
-            # What both bfloat16 models start from, so that the truth has the same weights.
-            rounded = tiny_model(family).bfloat16()
-            batch = tiny_batch(rounded, rows=4)
-            shape = (*batch["labels"].shape, rounded.config.hidden_size)
-            embeds = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
-            exact, whole = copy.deepcopy(rounded).float(), copy.deepcopy(rounded)
-            truth = compute(exact, batch, embeds) | gradients(exact)
-            whole_errors = errors(compute(whole, batch, embeds) | gradients(whole), truth)
-            for sequence_parallel in (False, True):
-                split = shardwise.parallelize(copy.deepcopy(rounded), mesh, sequence_parallel=sequence_parallel)
-                values = compute(split, batch, embeds) | full_gradients(split)
-                found[family, sequence_parallel] = errors(values, truth), whole_errors
-        return found
+def train(mesh, family, sequence_parallel):
+    """Errors of the split model, and of the whole one, both in bfloat16."""
+    rounded = tiny_model(family).bfloat16()  # what both start from, so that the truth has the same weights
+    batch = tiny_batch(rounded, rows=4)
+    shape = (*batch["labels"].shape, rounded.config.hidden_size)
+    embeds = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    exact, whole = copy.deepcopy(rounded).float(), copy.deepcopy(rounded)
+    truth = compute(exact, batch, embeds) | gradients(exact)
+    split = shardwise.parallelize(copy.deepcopy(rounded), mesh, sequence_parallel=sequence_parallel)
+    found = compute(split, batch, embeds) | full_gradients(split)
+    return errors(found, truth), errors(compute(whole, batch, embeds) | gradients(whole), truth)
 
 
 def gradients(model):
@@ -63,9 +56,10 @@ def full_gradients(model):
     return {name: value.float() for name, value in found.items()}
 
 
-def test_bfloat16_errors_stay_those_of_bfloat16():
-    for rank in spawn(bf16_cases, 2, "tp2", timeout=100):
-        for case, (split, whole) in rank.items():
-            assert split.keys() == whole.keys() and len(whole) > 8
-            for name, error in split.items():
-                assert error <= TIMES * whole[name] + FLOOR, f"{case} {name}: {error:.4f}, the whole {whole[name]:.4f}"
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_errors_stay_those_of_bfloat16(on_ranks, family, sequence_parallel):
+    for split, whole in on_ranks(train, layout="tp2"):
+        assert split.keys() == whole.keys() and len(whole) > 8
+        for name, error in split.items():
+            assert error <= TIMES * whole[name] + FLOOR, f"{name}: {error:.4f}, the whole {whole[name]:.4f}"

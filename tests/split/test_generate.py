@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 import shardwise
-from shardwise.testing.spawn import spawn
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -27,25 +24,22 @@ def prompts(model):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def generate_all(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for family, options in FAMILIES.items():
-            whole = tiny_model(family, eos_token_id=None, **options)
-            inputs = prompts(whole)
-            found[family, "whole"] = whole.generate(**inputs, **GREEDY).tolist()
-            for sequence_parallel in (False, True):
-                model = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=sequence_parallel)
-                found[family, sequence_parallel] = model.generate(**inputs, **GREEDY).tolist()
-                torch.manual_seed(3)
-                found[family, sequence_parallel, "sampled"] = model.generate(**inputs, **SAMPLED).tolist()
-        return found
+def generate(mesh, family, sequence_parallel):
+    whole = tiny_model(family, eos_token_id=None, **FAMILIES[family])
+    inputs = prompts(whole)
+    expected = whole.generate(**inputs, **GREEDY).tolist()
+    torch.manual_seed(3)
+    sampled = whole.generate(**inputs, **SAMPLED).tolist()
+    model = shardwise.parallelize(whole, mesh, sequence_parallel=sequence_parallel)
+    greedy = model.generate(**inputs, **GREEDY).tolist()
+    torch.manual_seed(3)
+    return expected, greedy, sampled, model.generate(**inputs, **SAMPLED).tolist()
 
 
-def test_greedy_tokens_are_the_whole_models_and_samples_are_equal_on_all_ranks():
-    first, second = spawn(generate_all, 2, "tp2", timeout=100)
-    assert first == second
-    for family in FAMILIES:
-        assert len(first[family, "whole"][0]) == 7 + 12
-        assert first[family, False] == first[family, "whole"] == first[family, True], family
-        assert first[family, False, "sampled"] == first[family, True, "sampled"] != first[family, "whole"]
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_whole_models_greedy_or_sampled(on_ranks, family, sequence_parallel):
+    for expected, greedy, expected_sample, sample in on_ranks(generate, layout="tp2"):
+        assert len(expected[0]) == 7 + 12
+        assert greedy == expected
+        assert sample == expected_sample != expected

@@ -71,36 +71,30 @@ def digest(state):
     return found.hexdigest()
 
 
-def write_checkpoints(directory):
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoints")
     for name, (family, options) in CHECKPOINTS.items():
         tiny_model(family, **options).bfloat16().save_pretrained(directory / name, max_shard_size=30_000)
+    return directory
 
 
-def load_all(layout, directory):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for name, (family, _) in CHECKPOINTS.items():
-            model, nbytes, log = load_watched(directory / name, mesh)
-            owned = sum(value.nbytes for value in (*model.parameters(), *saved_buffers(model)))
-            logits = model(input_ids=torch.arange(12).view(2, 6) + 3).logits.detach()
-            converted = shardwise.load(directory / name, mesh, dtype="float32")
-            found[name] = {
-                "share of bytes": nbytes / owned,
-                "log": log,
-                "state": digest(shardwise.full_state_dict(model)),
-                "float32": digest(shardwise.full_state_dict(converted)),
-                "config": model.config.to_dict(),
-                "class": (
-                    type(model).__name__,
-                    model.training,
-                    model.dtype,
-                    converted.dtype,
-                    model.config.model_type == family,
-                ),
-                "logits": logits.float(),
-                "generation": model.generation_config.to_dict(),
-            }
-        return found
+def load_checkpoint(mesh, name, directory):
+    model, nbytes, log = load_watched(directory / name, mesh)
+    owned = sum(value.nbytes for value in (*model.parameters(), *saved_buffers(model)))
+    logits = model(input_ids=torch.arange(12).view(2, 6) + 3).logits.detach()
+    converted = shardwise.load(directory / name, mesh, dtype="float32")
+    is_family = model.config.model_type == CHECKPOINTS[name][0]
+    return {
+        "share of bytes": nbytes / owned,
+        "log": log,
+        "state": digest(shardwise.full_state_dict(model)),
+        "float32": digest(shardwise.full_state_dict(converted)),
+        "config": model.config.to_dict(),
+        "class": (type(model).__name__, model.training, model.dtype, converted.dtype, is_family),
+        "logits": logits.float(),
+        "generation": model.generation_config.to_dict(),
+    }
 
 
 def saved_buffers(model):
@@ -109,27 +103,22 @@ def saved_buffers(model):
     return [value for name, value in model.named_buffers() if name in names & with_buffers]
 
 
-def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(tmp_path):
-    write_checkpoints(tmp_path)
-    ranks = spawn(load_all, 2, "tp2", tmp_path, timeout=100)
-    for name in CHECKPOINTS:
-        assert len(list((tmp_path / name).glob("*.safetensors"))) > 2
-        whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
-        with torch.no_grad():
-            logits = whole(input_ids=torch.arange(12).view(2, 6) + 3).logits.float()
-        for rank in ranks:
-            found = rank[name]
-            assert 1.0 <= found["share of bytes"] <= 1.05, f"{name}: {found['share of bytes']:.3f}"
-            assert found["log"] == []
-            assert found["state"] == digest(whole.state_dict()), name
-            assert found["float32"] == digest(converted.state_dict()), name
-            assert found["config"] == whole.config.to_dict(), name
-            assert found["generation"] == whole.generation_config.to_dict()
-            assert found["class"] == (type(whole).__name__, False, torch.bfloat16, torch.float32, True)
-            assert float((found["logits"] - logits).abs().max()) <= 0.05 * float(logits.abs().max()), name
-    with CheckpointIndex.open(tmp_path / "mixtral") as index:
-        assert any(".experts.3." in key for key in index), "the checkpoint was meant to keep experts apart"
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(on_ranks, checkpoints, name):
+    assert len(list((checkpoints / name).glob("*.safetensors"))) > 2
+    whole = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / name)
+    converted = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / name, dtype=torch.float32)
+    with torch.no_grad():
+        logits = whole(input_ids=torch.arange(12).view(2, 6) + 3).logits.float()
+    for found in on_ranks(load_checkpoint, layout="tp2", directory=checkpoints):
+        assert 1.0 <= found["share of bytes"] <= 1.05
+        assert found["log"] == []
+        assert found["state"] == digest(whole.state_dict())
+        assert found["float32"] == digest(converted.state_dict())
+        assert found["config"] == whole.config.to_dict()
+        assert found["generation"] == whole.generation_config.to_dict()
+        assert found["class"] == (type(whole).__name__, False, torch.bfloat16, torch.float32, True)
+        assert float((found["logits"] - logits).abs().max()) <= 0.05 * float(logits.abs().max())
 
 
 def load_with_head(layout, directory):
@@ -299,39 +288,31 @@ def test_what_is_allowed_to_be_missing_is_logged(unfit, name):
 RANDOM = ("llama", "mixtral", "gemma3_text", "phi3", "deepseek_v3", "gpt_neox")
 
 
-def initialise_all(layout):
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for family in RANDOM:
-            values = {
-                **COMMON,
-                **FAMILIES[family],
-                "num_hidden_layers": 1,
-                "tie_word_embeddings": family == "gemma3_text",
-            }
-            config = transformers.AutoConfig.for_model(family, **values)
-            before = config.to_dict()
-            torch.manual_seed(mesh.rank)  # must not matter
-            stream = torch.get_rng_state()
-            states = [shardwise.full_state_dict(shardwise.load(config, mesh, seed=seed)) for seed in (0, 0, 1)]
-            assert torch.equal(torch.get_rng_state(), stream), "loading drew from the caller's stream"
-            assert config.to_dict() == before
-            found[family] = [digest(state) for state in states]
-            with torch.device("meta"):
-                expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
-            assert {name: value.shape for name, value in states[0].items()} == {
-                name: value.shape for name, value in expected.items()
-            }
-            assert 0.015 < float(states[0][next(iter(states[0]))].std()) < 0.025
-        return found
+def initialise(mesh, family):
+    """Digests of what two seeds give, the first of them twice."""
+    values = {**COMMON, **FAMILIES[family], "num_hidden_layers": 1, "tie_word_embeddings": family == "gemma3_text"}
+    config = transformers.AutoConfig.for_model(family, **values)
+    before = config.to_dict()
+    torch.manual_seed(mesh.rank)  # must not matter
+    stream = torch.get_rng_state()
+    states = [shardwise.full_state_dict(shardwise.load(config, mesh, seed=seed)) for seed in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), stream), "loading drew from the caller's stream"
+    assert config.to_dict() == before
+    with torch.device("meta"):
+        expected = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: value.shape for name, value in expected.items()}
+    assert {name: value.shape for name, value in states[0].items()} == shapes
+    assert 0.015 < float(states[0][next(iter(states[0]))].std()) < 0.025
+    return [digest(state) for state in states]
 
 
-def test_random_values_depend_on_the_seed_alone():
-    ranks = [rank for size in (1, 2, 4) for rank in spawn(initialise_all, size, f"tp{size}", timeout=100)]
-    for family in RANDOM:
-        (first, again, other), *rest = [rank[family] for rank in ranks]
-        assert first == again != other, family
-        assert rest == [[first, again, other]] * len(rest), family
+@pytest.mark.parametrize("family", RANDOM)
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_random_values_depend_on_the_seed_alone(on_ranks, layout, family):
+    with shardwise.Mesh.open("tp1") as mesh:
+        first, again, other = initialise(mesh, family)
+    assert first == again != other
+    assert all(found == [first, again, other] for found in on_ranks(initialise))
 
 
 def load_by_plan(layout, directory):
