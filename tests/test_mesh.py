@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
+from shardwise.job.processes import CALM_VARIABLE
 from shardwise.testing.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -132,8 +133,10 @@ def test_a_mesh_that_cannot_be_taken_over_is_every_ranks_error(case, parts, refu
     assert all(part in first[case] for part in parts), first[case]
 
 
-def policies_of_loops():
+def policies_of_loops(is_ours=True):
     """Of every thread that watches gloo's sockets: how the kernel schedules it, and its niceness."""
+    if not is_ours:
+        del os.environ[CALM_VARIABLE]
     with shardwise.Mesh.open("tp2", device="cpu"):
         threads = [
             int(task.name) for task in Path("/proc/self/task").iterdir() if "loop" in (task / "comm").read_text()
@@ -143,12 +146,12 @@ def policies_of_loops():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux schedules threads one by one")
-def test_gloo_gives_way_where_ranks_take_every_core():
+def test_gloo_gives_way_where_ranks_of_tests_take_every_core():
     crowded, roomy = ({"LOCAL_WORLD_SIZE": str(size)} for size in (len(os.sched_getaffinity(0)), 0))
     for policies in spawn(policies_of_loops, 2, env=crowded):
         assert policies and {policy for policy, _ in policies} == {os.SCHED_BATCH}
         assert all(niceness > 0 for _, niceness in policies)
-    for policies in spawn(policies_of_loops, 2, env=roomy):
+    for policies in (*spawn(policies_of_loops, 2, env=roomy), *spawn(policies_of_loops, 2, False, env=crowded)):
         assert policies and set(policies) == {(os.SCHED_OTHER, 0)}
 
 

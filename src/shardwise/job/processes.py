@@ -31,9 +31,10 @@ from shardwise.errors import MeshError
 from shardwise.job.rendezvous import meet, read_place
 from shardwise.job.watch import Watch
 
-__all__ = ["calm_gloo_loops", "end_processes", "pick_device", "start_processes"]
+__all__ = ["CALM_VARIABLE", "calm_gloo_loops", "end_processes", "pick_device", "start_processes"]
 
 _SECONDS_TO_LET_GO = 0.1
+CALM_VARIABLE = "SHARDWISE_CALM_GLOO"
 _GLOO_LOOP = "gloo_tcp_loop"
 _LOOP_NICENESS = 5
 
@@ -89,8 +90,13 @@ def current_watch() -> Watch | None:
 
 
 def calm_gloo_loops() -> None:
-    """Has this process's gloo threads give way where ranks take every core: [Note: gloo's loop spins]."""
-    if sys.platform != "linux" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < len(os.sched_getaffinity(0)):
+    """In ranks of `shardwise.testing` that take every core, has gloo's threads give way: [Note: gloo's loop spins].
+
+    Elsewhere the process is its user's, whose threads keep their priorities.
+    """
+    if sys.platform != "linux" or CALM_VARIABLE not in os.environ:
+        return
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < len(os.sched_getaffinity(0)):
         return
     for task in Path("/proc/self/task").iterdir():
         thread = int(task.name)
