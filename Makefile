@@ -32,7 +32,7 @@ help:
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
 	@echo
-	@echo 'One test:      .venv/bin/python -m pytest tests/testing -k hang'
+	@echo 'One test:      .venv/bin/python -m pytest tests/ranks -k hang'
 	@echo 'Another python: make check PY=python3    (or BASE_PYTHON=python3.12 for the one .venv is made with)'
 
 setup: $(READY)

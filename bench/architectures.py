@@ -1,4 +1,4 @@
-"""Proves a layout for every architecture of the installed transformers on tiny twins; writes docs/architectures.md on
+"""Proves a layout for every architecture of the installed transformers on tiny models; writes docs/architectures.md on
 request.
 
     python bench/architectures.py                          every text architecture at tp2; resumes where it was stopped
@@ -65,7 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")
     parser.add_argument("--jobs", type=int, default=2, help="architectures proved at a time")
-    parser.add_argument("--anew", action="store_true", help="forget what earlier runs found for these cases")
+    parser.add_argument("--again", action="store_true", help="forget what earlier runs found for these cases")
     parser.add_argument("--table", type=Path, help="where to write the tables of all sweeps")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "architectures.jsonl")
     return parser.parse_args()

@@ -9,7 +9,7 @@ taken between neighbours in time; the table shows their medians, and the quartil
 weights and must report the same loss. On fsdp2.tp2 the contenders by hand use all four ranks as data-parallel ones.
 
 "Busy" is the ratio of processor time, summed over ranks: a machine that does other work too disturbs it less. "held" is
-what a rank keeps of parameters, gradients and optimizer states behind a step, and "expected" what shardwise.estimate
+what a rank keeps of parameters, gradients and optimizer states after a step, and "expected" what shardwise.estimate
 says of it.
 """
 
@@ -29,7 +29,7 @@ from sidebyside.ranks import main_that_stops
 from sidebyside.report import describe_machine, mark, paired_ratio, shown_ratio, write_json
 from sidebyside.steps import Size
 
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 
 SIZE = Size(name="hidden 256, batch 4 x 128", hidden=256, rows=4, length=128, layers=6)

@@ -33,7 +33,7 @@ from sidebyside.ranks import is_rank, main_that_stops
 from sidebyside.report import describe_machine, mark, paired_ratio, shown_ratio, write_json
 from transformers import LlamaConfig
 
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 
 MOST_REQUESTED, MOST_PEAK, MOST_TIME = 1.05, 1.10, 1.50
 

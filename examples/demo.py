@@ -60,7 +60,7 @@ def tour(directory: Path) -> None:
     heading(4, "The loss curve")
     show_losses(directory / "logs" / "train.jsonl", entropy)
 
-    heading(5, "Is the split model the same model? (a tiny twin of it, whole against split)")
+    heading(5, "Is the split model the same model? (a tiny model of it, whole against split)")
     shardwise("verify", str(run))
 
     heading(6, "The export is a plain Hugging Face directory")

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 import shardwise
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 
 CONFIG = LlamaConfig(
     vocab_size=199,  # a vocabulary that does not divide evenly is fine

@@ -13,7 +13,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # its own processes share the one d
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us anew: compiling us each time takes longer
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us again: compiling us each time takes longer
 
 import random
 import sys
@@ -54,8 +54,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def on_ranks(request: pytest.FixtureRequest) -> Any:
-    """Runs a function on the ranks of a layout, once for several cases: see `tests/ranks.py`."""
-    from tests.ranks import Ranks  # not above: pure tests stay pure
+    """Runs a function on the ranks of a layout, once for several cases: see `tests/rank_cases.py`."""
+    from tests.rank_cases import Ranks  # not above: pure tests stay pure
 
     return Ranks(request.node)
 

@@ -84,7 +84,7 @@ MECHANISMS = {
     "olmo2": "norms over all heads of a query and of a key, which ranks hold parts of",
     "phi3": "query, key and value fused, with shared heads in the middle",
     "mixtral": "a router and its balance of experts, which ranks compute alike",
-    "deepseek_v3": "low-rank projections that stay whole, experts that all tokens share",
+    "deepseek_v3": "low-rank projections that stay replicated, experts that all tokens share",
     "gpt2": "one tensor that is embedding and head",
 }
 """Families that have a way of their own in which copies on different ranks could drift apart, and which."""

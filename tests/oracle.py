@@ -1,4 +1,4 @@
-"""Compares a split model with the whole one it was made from, and says in words what differs.
+"""Compares a split model with the unsplit one it was made from, and says in words what differs.
 
 Independent of `shardwise.proof.parity` on purpose: it takes nothing from the package but the front door, so a fault in
 how the package compares does not pass by hiding itself here too.
@@ -21,7 +21,7 @@ LOSS, LOGITS, GRADIENT, GRADIENT_FLOOR = 1e-5, 1e-4, 1e-4, 1e-6
 
 
 class Oracle:
-    """What the whole model computes on a batch: logits with and without labels, loss, every gradient.
+    """What the unsplit model computes on a batch: logits with and without labels, loss, every gradient.
 
     A floating-point input that requires gradients (`inputs_embeds`) is compared by its gradient too.
     """

@@ -25,7 +25,7 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.errors import MeshError
 from shardwise.job.processes import CALM_VARIABLE
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -56,7 +56,7 @@ def test_an_axis_has_one_group_and_that_from_the_start(layout, count):
 
 
 def open_theirs(kind):
-    """A mesh of somebody else, and what of ours its names stand for."""
+    """A mesh of somebody else, and what of ours its names represent."""
     dist.init_process_group("gloo")
     names = ("tensor", "dp_shard") if kind == "permuted" else ("dp_shard", "tp")
     theirs = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.estimate.memory import state_bytes
-from shardwise.layers.registry import registry_of
+from shardwise.runtime.registry import registry_of
 from sidebyside.steps import Contender, Size, seconds_of
 
 __all__ = ["BY_HAND", "DDP", "OURS", "Held", "measure_data"]
@@ -31,7 +31,7 @@ class Held:
     """What one rank saw of one contender.
 
     Attributes:
-        held_bytes: of parameters, gradients and optimizer states behind a step.
+        held_bytes: of parameters, gradients and optimizer states after a step.
         expected_bytes: what `shardwise.estimate` says of them; None where it is not asked.
     """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 
 __all__ = ["SCRATCH", "is_rank", "main_that_stops", "on_ranks", "world_size"]
 

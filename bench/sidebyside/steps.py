@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
-from shardwise.split.compiled import count_compilation
+from shardwise.parallel.compiled import count_compilation
 from sidebyside.ranks import SCRATCH
 
 __all__ = [

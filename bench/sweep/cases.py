@@ -1,4 +1,4 @@
-"""One architecture under one layout: built as a tiny twin, run whole, then proved split over gloo ranks."""
+"""One architecture under one layout: built as a tiny model, run whole, then proved split over gloo ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import transformers
 from shardwise.api.verifying import Proof
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.plan.options import ParallelSpec
-from shardwise.proof.objective import objective_of
 from shardwise.proof.report import Report
-from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
+from shardwise.tiny.objective import objective_of
 from sweep.known import architectures, default_config, model_class
 
 __all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
@@ -24,7 +24,7 @@ GROUPS = {
     "vision": ("image_classification", "video_classification"),
     "audio": ("audio_classification", "ctc", "speech_seq2seq"),
 }
-"""Names that stand for several tasks of `sweep.known.TASKS`."""
+"""Names that represent several tasks of `sweep.known.TASKS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def cases_of(tasks: list[str], variant: Variant) -> list[Case]:
 def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     """The row of a case: its fields, the result and its cause, and what was measured.
 
-    Results are "ok" and "wrong"; "refused" where the split is an error; "no twin" where no tiny model can be built or
+    Results are "ok" and "wrong"; "refused" where the split is an error; "no tiny model" where no tiny model can be built or
     it does not run whole; "error" for anything else.
     """
     row = case.fields()
@@ -84,23 +84,23 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     try:
         (config,) = spawn(_tiny_config, 1, case, timeout=timeout_seconds)
     except ShardwiseError as error:
-        row |= {"result": "no twin", "cause": one_line(error)}
+        row |= {"result": "no tiny model", "cause": one_line(error)}
     except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
-        row |= {"result": "no twin", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
+        row |= {"result": "no tiny model", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
     else:
         row |= _proved(case, config, timeout_seconds)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
 
 
 def _tiny_config(case: Case) -> Any:
-    """The configuration of a twin that was seen to run whole, forward and backward."""
+    """The configuration of a tiny model that was seen to run whole, forward and backward."""
     config = shrink_config(default_config(case.model_type, task=case.task), without_dropout=True)
     if case.variant.attention:
         config._attn_implementation = case.variant.attention
-    twin = build_twin(config, model_class(case.class_name), seed=0)
-    batch = make_batch(twin, seed=0)
-    settle(twin, batch)
-    objective_of(twin(**batch)).backward()
+    tiny = build_tiny_model(config, model_class(case.class_name), seed=0)
+    batch = make_batch(tiny, seed=0)
+    choose_mode(tiny, batch)
+    objective_of(tiny(**batch)).backward()
     return config
 
 

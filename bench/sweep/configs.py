@@ -1,6 +1,6 @@
-"""Random legal configurations: other heads, widths, experts, ties, biases and layers than any twin has.
+"""Random legal configurations: other heads, widths, experts, ties, biases and layers than any tiny model has.
 
-A twin's configuration is changed in a few places at once, by what its fields mean; what is legal is what transformers
+A tiny model's configuration is changed in a few places at once, by what its fields mean; what is legal is what transformers
 builds and trains. Everything is drawn from one seed.
 """
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from transformers import PreTrainedConfig
 
-from shardwise.proof import twin_rules as rules
-from shardwise.proof.objective import objective_of
-from shardwise.proof.twin_fields import fields_of, layer_overrides, read_field, sub_configs
-from shardwise.proof.twin_layers import shrink_layer_lists
-from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
+from shardwise.tiny import families as rules
+from shardwise.tiny.fields import fields_of, layer_overrides, read_field, sub_configs
+from shardwise.tiny.layer_patterns import shrink_layer_lists
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
+from shardwise.tiny.objective import objective_of
 from sweep.known import default_config, model_class
 
 __all__ = ["random_config"]
@@ -37,7 +37,7 @@ def random_config(model_type: str, task: str, class_name: str, *, seed: int) -> 
     """A legal configuration drawn from `seed`, and what is changed in it; nothing where no change was legal.
 
     Raises:
-        UnsupportedError: the architecture has no twin.
+        UnsupportedError: the architecture has no tiny model.
     """
     rng = random.Random(f"{model_type}/{class_name}/{seed}")
     tiny = shrink_config(default_config(model_type, task=task), num_layers=_MAX_LAYERS, without_dropout=True)
@@ -57,9 +57,9 @@ def _trains(config: PreTrainedConfig, class_name: str) -> bool:
             validate = getattr(part, "validate", None)
             if validate is not None:
                 validate()
-        model = build_twin(config, model_class(class_name), seed=0)
+        model = build_tiny_model(config, model_class(class_name), seed=0)
         batch = make_batch(model, seed=0)
-        settle(model, batch)
+        choose_mode(model, batch)
         loss = objective_of(model(**batch))
         loss.backward()
     except Exception:  # noqa: BLE001 - that is what illegal means

@@ -22,8 +22,8 @@ from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
-from shardwise.proof.twins import build_twin
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.tiny.models import build_tiny_model
 from shardwise.topology.shape import MeshShape
 from sweep.cases import GROUPS, one_line
 from sweep.configs import random_config
@@ -32,7 +32,7 @@ from sweep.known import architectures, model_class
 __all__ = ["FuzzCase", "draw_cases", "prove_random"]
 
 WAYS = ("auto", "shrunk", "loaded")
-"""How the split model comes about: as a user's would; with a plan derived on a twin of other sizes than its own; read
+"""How the split model comes about: as a user's would; with a plan derived on a tiny model of other sizes than its own; read
 from a directory, with such a plan."""
 
 
@@ -76,7 +76,7 @@ def draw_cases(
 def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
     """The row of a case: its fields, the result and its cause.
 
-    Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no twin" where the
+    Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no tiny model" where the
     architecture has none that trains; "error" for anything else.
     """
     row: dict[str, Any] = asdict(case)
@@ -84,9 +84,9 @@ def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
     try:
         config, row["changes"] = random_config(case.model_type, case.task, case.class_name, seed=case.seed)
     except ShardwiseError as error:
-        return row | {"result": "no twin", "cause": one_line(error)}
+        return row | {"result": "no tiny model", "cause": one_line(error)}
     if not row["changes"]:
-        return row | {"result": "no twin", "cause": "no change of its twin's configuration trains"}
+        return row | {"result": "no tiny model", "cause": "no change of its tiny model's configuration trains"}
     num_ranks = MeshShape.parse(case.layout).world_size
     try:
         found = spawn(_prove_on_this_rank, num_ranks, case, config, timeout=timeout_seconds)
@@ -126,7 +126,7 @@ def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn
 def _saved(model: Any, directory: str) -> str | None:
     """Where the model is saved, as it was before it ran; None where transformers cannot read what it writes."""
     try:
-        build_twin(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
+        build_tiny_model(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
         type(model.config).from_pretrained(directory)
     except Exception:  # noqa: BLE001 - that is all there is to know
         return None

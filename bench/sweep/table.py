@@ -14,7 +14,7 @@ __all__ = ["summarize", "write_table"]
 
 Row = dict[str, Any]
 
-_RESULTS = ("ok", "wrong", "refused", "error", "no twin")
+_RESULTS = ("ok", "wrong", "refused", "error", "no tiny model")
 _MAX_WHOLE = 4  # reasons shown in a cell
 _MAX_NAMES = 4  # parameters shown with one reason
 _LAYER = re.compile(r".*?\.\*\.")
@@ -32,7 +32,7 @@ def summarize(rows: list[Row]) -> None:
         f"share of layer bytes split: median {statistics.median(shares):.1%}; "
         f"{tenths[0]} at least 90%, {tenths[1]} at least 50%, {len(shares) - tenths[2]} none"
     )
-    print(f"seconds to plan and split a twin: {_spread([row['split_seconds'] for row in passed])}")
+    print(f"seconds to plan and split a tiny model: {_spread([row['split_seconds'] for row in passed])}")
     print(f"seconds a proof: {_spread([row['seconds'] for row in passed])}")
 
 
@@ -48,16 +48,16 @@ def write_table(rows: list[Row], path: Path) -> None:
     lines = [
         "# Architectures",
         "",
-        f"Tiny twins of the architectures of transformers {versions}, trained whole and split over gloo ranks, held to",
+        f"Tiny models of the architectures of transformers {versions}, trained whole and split over gloo ranks, held to",
         "what `shardwise verify` and the README hold a split to. Made by `bench/architectures.py` (`make coverage`).",
         "",
         *_overview(rows),
         "",
-        "*refused*: an error says what cannot be split and why. *no twin*: no tiny model can be built, or it does not",
+        "*refused*: an error says what cannot be split and why. *no tiny model*: no tiny model can be built, or it does not",
         "run whole. Share is of the layers' parameters that the batch reaches. Collectives are those over tp, executed",
         "in one run of a layer, forward / backward, the mean over all layers of all stacks; what a step does outside",
-        "of layers (embedding, loss, the one sum of gradients behind it) is not in them. Seconds are those to find the",
-        "plan, all trials included, and to split a twin.",
+        "of layers (embedding, loss, the one sum of gradients after it) is not in them. Seconds are those to find the",
+        "plan, all trials included, and to split a tiny model.",
         "",
         *_failures(rows),
     ]
@@ -102,7 +102,7 @@ def _overview(rows: list[Row]) -> list[str]:
 
 
 def _failures(rows: list[Row]) -> list[str]:
-    """Everything that did not pass, with its cause, those without a twin last."""
+    """Everything that did not pass, with its cause, those without a tiny model last."""
     failed = sorted((row for row in rows if row["result"] != "ok"), key=lambda row: _RESULTS.index(row["result"]))
     causes: dict[tuple[str, str], list[str]] = {}
     for row in failed:
@@ -120,7 +120,7 @@ def _detail(rows: list[Row], tasks: tuple[str, ...]) -> list[str]:
     for row in own:
         by_case.setdefault((row["task"], row["model_type"], row["class_name"]), {})[_variant(row)] = row
     lines = [
-        f"| model type | class | {' | '.join(variants)} | share split | collectives a layer | stays whole, and why |",
+        f"| model type | class | {' | '.join(variants)} | share split | collectives a layer | stays replicated, and why |",
         "|---|---|" + "---|" * (len(variants) + 3),
     ]
     for (_, model_type, name), found in sorted(by_case.items()):
@@ -142,7 +142,7 @@ def _collectives(row: Row) -> str:
 
 
 def _whole(listed: list[str]) -> str:
-    """`NAME: REASON` of every whole matrix, put together by reason, each named within its layer."""
+    """`NAME: REASON` of every full matrix, put together by reason, each named within its layer."""
     by_reason: dict[str, list[str]] = {}
     for each in listed:
         name, _, reason = each.partition(": ")

@@ -99,7 +99,7 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 
 class VerificationError(ShardwiseError, ArithmeticError):
-    """A split model that computes other numbers than the whole one."""
+    """A split model that computes other numbers than the unsplit one."""
 
 
 class RankError(ShardwiseError, RuntimeError):

@@ -134,7 +134,7 @@ class Mesh:
 
         Args:
             source: a `DeviceMesh` over all ranks of the job, or this rank's process group for each axis by name.
-            axes: which of our axes a name of theirs stands for, where it is not one itself: `{"dp_shard": "fsdp"}`.
+            axes: which of our axes a name of theirs represents, where it is not one itself: `{"dp_shard": "fsdp"}`.
                 Dims of one rank need none.
             device: as in `open`; by default of the device mesh's kind.
             timeout_seconds: of the groups that are still created.

@@ -10,7 +10,7 @@ import torch
 
 import shardwise
 from shardwise.errors import LoadError
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_model
 

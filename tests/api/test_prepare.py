@@ -11,11 +11,11 @@ import transformers
 import shardwise
 from shardwise.api import planning, prepare
 from shardwise.errors import LayoutError, PlanError, RankError
-from shardwise.layout.json_form import from_json, to_json
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.sharding.json_form import from_json, to_json
 from tests.families import tiny_model
 
 GPT2 = transformers.GPT2Config(

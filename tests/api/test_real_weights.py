@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import shardwise
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 
 pytestmark = pytest.mark.spawn
 

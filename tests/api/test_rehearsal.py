@@ -13,9 +13,9 @@ from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
+from shardwise.parallel.activation_memory import MemoryCount
 from shardwise.plan.options import ParallelSpec
-from shardwise.split.held import MemoryCount
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.train.gradients import gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 

@@ -1,4 +1,4 @@
-"""Plans of models whose sizes and layers are not their twin's."""
+"""Plans of models whose sizes and layers are not their tiny model's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from bench.sweep.known import default_config, model_class
-from shardwise.api import deriving
-from shardwise.api.deriving import derive_plan
 from shardwise.errors import PlanError
-from shardwise.layout.placement import Split
+from shardwise.parallel.build import build_meta_model
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.proof.twins import shrink_config
-from shardwise.split.build import build_meta_model
-from shardwise.split.facts import read_facts
+from shardwise.search import deriving
+from shardwise.search.deriving import derive_plan
+from shardwise.sharding.placement import Split
+from shardwise.tiny.models import shrink_config
 
 # Hybrids, with the kind of layer that all of theirs are here. They cannot build a cache for it.
 LINEAR = {
@@ -31,7 +31,7 @@ LINEAR = {
 
 @pytest.mark.single
 @pytest.mark.parametrize("model_type", LINEAR)
-@pytest.mark.parametrize("limit", [0, 8_000_000], ids=["by a smaller twin", "by its own twin"])
+@pytest.mark.parametrize("limit", [0, 8_000_000], ids=["by a smaller tiny model", "by its own tiny model"])
 def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypatch):
     field, kind, name = LINEAR[model_type]
     config = default_config(model_type)
@@ -46,14 +46,14 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
 
 
 def planned(model_type, name, *, tp_size, **fields):
-    """What a plan found on a smaller twin does to each parameter of the model with these fields."""
+    """What a plan found on a smaller tiny model does to each parameter of the model with these fields."""
     config = shrink_config(default_config(model_type))
     vars(config).update(fields)
     model = build_meta_model(config, model_class(name), dtype=None, options={})
     return resolve(derive_plan(model, Plan(()), tp_size=tp_size).plan, read_facts(model), tp_size=tp_size)
 
 
-# Sizes of which no rank's share is a whole number of heads, or of groups of them, while the twin's are.
+# Sizes of which no rank's share is a whole number of heads, or of groups of them, while the tiny model's are.
 @pytest.mark.single
 @pytest.mark.parametrize(
     ("model_type", "name", "fields", "attention", "mlp"),
@@ -74,7 +74,9 @@ def planned(model_type, name, *, tp_size, **fields):
         ),
     ],
 )
-def test_a_twin_s_plan_gives_way_where_it_does_not_fit_the_model(model_type, name, fields, attention, mlp, monkeypatch):
+def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
+    model_type, name, fields, attention, mlp, monkeypatch
+):
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
     rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
     assert attention not in rows
@@ -83,8 +85,8 @@ def test_a_twin_s_plan_gives_way_where_it_does_not_fit_the_model(model_type, nam
 
 @pytest.mark.single
 @pytest.mark.parametrize(("tp_size", "heads", "key_value_heads"), [(16, 64, 16), (16, 64, 8), (3, 12, 6)])
-def test_a_twin_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
-    """The twin of two ranks has eight heads, too few for sixteen ranks."""
+def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
+    """The tiny model of two ranks has eight heads, too few for sixteen ranks."""
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
     fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
     found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
@@ -101,7 +103,7 @@ def test_a_twin_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads
         ("trocr", "TrOCRForCausalLM", 0, {"decoder_attention_heads": 4}),  # reshapes by its input's size
     ],
 )
-def test_other_sizes_than_the_twin_s_are_planned(model_type, name, limit, fields, monkeypatch):
+def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, fields, monkeypatch):
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", limit)
     found = planned(model_type, name, tp_size=2, **fields).parameters.values()
     assert any(isinstance(each.placement, Split) for each in found)

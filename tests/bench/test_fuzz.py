@@ -37,6 +37,6 @@ def test_a_random_configuration_is_right_or_refused(layout, sequence_parallel, n
 
     case = draw_cases(number + 1, layout=layout, sequence_parallel=sequence_parallel, seed=2026, of=MODEL_TYPES)[number]
     row = prove_random(case, timeout_seconds=120)
-    assert row["result"] in ("ok", "refused", "no twin"), f"{case}\n{row.get('changes')}\n{row['cause']}"
+    assert row["result"] in ("ok", "refused", "no tiny model"), f"{case}\n{row.get('changes')}\n{row['cause']}"
     if row["result"] == "refused":
         assert any(letter.isdigit() for letter in row["cause"])

@@ -100,7 +100,7 @@ def test_the_doctor_finds_this_machine_well():
 
 
 def test_the_doctor_names_what_is_broken(monkeypatch, capsys):
-    from shardwise.testing import spawn
+    from shardwise.ranks import spawn
 
     def fail(*arguments, **options):
         raise RankError("rank 0 failed", why="no route")

@@ -16,11 +16,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from shardwise.cli.config import build_config
+from shardwise.cli.config_file import build_config
 from shardwise.cli.training import train
 from shardwise.errors import ShardwiseError
-from shardwise.testing.spawn import spawn
-from shardwise.train.data import PackedBatches
+from shardwise.ranks.spawn import spawn
+from shardwise.train.packing import PackedBatches
 from shardwise.weights.write import PretrainedWriter
 
 pytestmark = pytest.mark.spawn
@@ -92,7 +92,7 @@ STARTED = []
 
 @pytest.fixture(autouse=True)
 def nothing_runs_on():
-    """A test that fails must not leave its run behind, to slow down all that follow."""
+    """A test that fails must not leave its run after, to slow down all that follow."""
     yield
     while STARTED:
         run = STARTED.pop()
@@ -154,7 +154,7 @@ def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_ru
     )
     onward = {**alone, "model": {"path": str(tmp_path / "exported")}, "data": {**tree["data"], "state": str(kept)}}
     train_rank(onward)
-    assert read == list(range(24, 48)), "the rows behind those of the first run"
+    assert read == list(range(24, 48)), "the rows after those of the first run"
     assert losses_of(tree)[0] < first[0] - 0.5
     with pytest.raises(ShardwiseError, match="batch_size was 4, is 8"):
         train_rank({**onward, "batch_size": 8})

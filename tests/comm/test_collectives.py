@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.count import CommunicationCount
-from shardwise.comm.operations import as_values
+from shardwise.comm.operations import functional_collectives
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 
 SHAPE = (6, 4, 8)  # divides by two and by four along dim 1 and 2, by two along dim 0
@@ -106,7 +106,7 @@ def compare_simulated(group, **case):
 
 
 def compare_over_gloo(mesh, name, dim, length, values):
-    with CommunicationCount() as calls, as_values() if values else contextlib.nullcontext():
+    with CommunicationCount() as calls, functional_collectives() if values else contextlib.nullcontext():
         compare(mesh.rank, mesh.size("tp"), mesh.group("tp"), calls.num_calls, name, dim, length)
 
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.api.planning import plan_for
 from shardwise.comm import collectives, operations
 from shardwise.comm.count import CommunicationCount
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import RankError
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
-from shardwise.proof.objective import objective_of
-from shardwise.proof.simulate import SimulatedMesh
-from shardwise.split.apply import apply_plan
-from shardwise.split.decide import decide_split
-from shardwise.split.facts import read_facts
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.search.planning import plan_for
+from shardwise.tiny.objective import objective_of
+from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import track_gradients
 from tests.families import tiny_batch, tiny_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shardwise.estimate.memory import state_bytes
-from shardwise.layout.placement import Chunk, Replicate, split_even
-from shardwise.layout.tensor import Layout, Step
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Chunk, Replicate, split_even
 
 pytestmark = pytest.mark.pure
 

@@ -62,7 +62,7 @@ def test_modules_explain_themselves_and_a_package_init_does_nothing_else():
 
 
 def test_inside_the_package_leaf_modules_are_imported():
-    """Neither `from shardwise import X` nor `from shardwise.layout import X` where X is not a module."""
+    """Neither `from shardwise import X` nor `from shardwise.sharding import X` where X is not a module."""
     found = []
     for path in SOURCES:
         for node in ast.walk(parse(path)):

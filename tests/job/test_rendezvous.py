@@ -13,7 +13,7 @@ import pytest
 import shardwise
 from shardwise.errors import MeshError
 from shardwise.job import rendezvous
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 
 pytestmark = pytest.mark.spawn
 

@@ -13,7 +13,7 @@ import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
 from shardwise.job import lookout, watch
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from shardwise.layout.json_form import from_json, to_json
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, ModuleFacts
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.topology.shape import MeshShape
 
 pytestmark = pytest.mark.pure

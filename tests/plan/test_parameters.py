@@ -1,4 +1,4 @@
-"""How parameters are stored: why one that no rule names stays whole."""
+"""How parameters are stored: why one that no rule names stays replicated."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_style_reads_and_prints():
 
 def test_the_target_is_named_from_the_module_that_holds_both():
     plan = resolve(Plan.of({**RULES, "layers.*.attn.out": "rowwise_into(mlp.down)"}), FACTS, tp_size=2)
-    assert plan.joins == {"layers.0.attn.out": "layers.0.mlp.down"}
+    assert plan.fused_reductions == {"layers.0.attn.out": "layers.0.mlp.down"}
     assert plan.modules["layers.0.attn.out"] == "rowwise"
 
 

@@ -1,4 +1,4 @@
-"""In bfloat16 a split model is as near to the float32 truth as the whole one in bfloat16 is."""
+"""In bfloat16 a split model is as near to the float32 truth as the unsplit one in bfloat16 is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMES, FLOOR = 2.0, 2e-3
 
 
 def compute(model, batch, embeds):
-    """Loss, gradient of the embedded input and of every parameter, in float32 and of whole tensors."""
+    """Loss, gradient of the embedded input and of every parameter, in float32 and of full tensors."""
     dtype = next(model.parameters()).dtype
     rows = embeds.to(dtype).clone().requires_grad_()
     loss = model(inputs_embeds=rows, labels=batch["labels"]).loss
@@ -34,7 +34,7 @@ def errors(found, truth):
 
 
 def train(mesh, family, sequence_parallel):
-    """Errors of the split model, and of the whole one, both in bfloat16."""
+    """Errors of the split model, and of the unsplit one, both in bfloat16."""
     rounded = tiny_model(family).bfloat16()  # what both start from, so that the truth has the same weights
     batch = tiny_batch(rounded, rows=4)
     shape = (*batch["labels"].shape, rounded.config.hidden_size)

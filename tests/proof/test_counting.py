@@ -6,7 +6,7 @@ import pytest
 
 import shardwise
 from shardwise.proof.counting import counted_layers
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn

@@ -15,15 +15,15 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
 from bench.sweep.known import default_config, model_class
-from shardwise.api.deriving import derive_plan
-from shardwise.api.planning import plan_for
-from shardwise.api.trial import Trial
-from shardwise.layers.context import SplitContext
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, training_copy
-from shardwise.proof.twins import build_twin, make_batch, shrink_config
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.runtime.context import SplitContext
+from shardwise.search.deriving import derive_plan
+from shardwise.search.planning import plan_for
+from shardwise.search.trial import Trial
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.train.batch import split_rows
 from tests.families import tiny_model
 
@@ -51,9 +51,9 @@ def starcoder():
 )
 def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
     config = shrink_config(default_config(family, task="causal_lm"), without_dropout=True)
-    twin = build_twin(config, model_class(name), seed=0)
-    plan = derive_plan(twin, Plan(()), tp_size=2, sequence_parallel=sequence_parallel).plan
-    verdict = trial_of(twin.eval()).run(plan, sequence_parallel=sequence_parallel, in_training=True)
+    tiny = build_tiny_model(config, model_class(name), seed=0)
+    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=sequence_parallel).plan
+    verdict = trial_of(tiny.eval()).run(plan, sequence_parallel=sequence_parallel, in_training=True)
     assert verdict.passed, verdict.reason
 
 
@@ -61,9 +61,9 @@ def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
 @pytest.mark.parametrize(
     ("fault", "sequence_parallel", "said"),
     [
-        ("begin_draws", False, "ranks draw the same for parts of their own"),
-        ("begin_draws", True, "ranks draw the same for parts of their own"),
-        ("end_draws", False, "ranks draw differently for what they compute alike"),
+        ("fork_rng", False, "ranks draw the same for parts of their own"),
+        ("fork_rng", True, "ranks draw the same for parts of their own"),
+        ("restore_rng", False, "ranks draw differently for what they compute alike"),
     ],
 )
 def test_a_split_that_drops_wrongly_is_refused(starcoder, monkeypatch, fault, sequence_parallel, said):
@@ -133,7 +133,7 @@ def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
 
 @pytest.mark.single
 def test_planning_leaves_the_callers_random_numbers_alone(starcoder, monkeypatch):
-    with torch.device("meta"):  # of which a twin is built
+    with torch.device("meta"):  # of which a tiny model is built
         model = type(starcoder)(starcoder.config)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("one rank alone seeds its device"))
     before = torch.get_rng_state(), numpy.random.get_state()[1].tolist(), random.getstate()
@@ -152,7 +152,7 @@ class Fussy(ForgetfulModel):
 
 
 @pytest.mark.single
-def test_a_twin_that_cannot_be_trained_runs_as_it_is_or_not_at_all():
+def test_a_tiny_model_that_cannot_be_trained_runs_as_it_is_or_not_at_all():
     ids = torch.arange(8).view(1, 8)
     batch = {"input_ids": ids, "labels": ids}
     forgetful = ForgetfulModel(PreTrainedConfig()).eval()
@@ -219,7 +219,7 @@ def drop_wrongly(layout):
     """`verify` on ranks that all draw from the common stream."""
     from shardwise.api.verifying import Proof, _prove_on_this_rank
 
-    SplitContext.begin_draws = lambda *_, **__: None
+    SplitContext.fork_rng = lambda *_, **__: None
     config = shrink_config(tiny_model("starcoder2").config, without_dropout=True)
     return _prove_on_this_rank(Proof(config=config, model_class=model_class("Starcoder2ForCausalLM"), layout=layout))
 
@@ -235,6 +235,8 @@ def test_verify_finds_masks_that_are_wrong():
 @pytest.mark.spawn
 def test_fnet_trains_on_parts_of_the_sequence():
     config = shrink_config(default_config("fnet", task="masked_lm"), without_dropout=True)
-    report = shardwise.verify(build_twin(config, model_class("FNetForMaskedLM"), seed=0), "tp2", sequence_parallel=True)
+    report = shardwise.verify(
+        build_tiny_model(config, model_class("FNetForMaskedLM"), seed=0), "tp2", sequence_parallel=True
+    )
     assert report.passed, str(report)
     assert report.measurements[0].in_training is not None

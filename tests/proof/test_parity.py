@@ -1,4 +1,4 @@
-"""Every family x layout trains as the whole model does: loss, logits, gradients, three AdamW steps, replicas."""
+"""Every family x layout trains as the unsplit model does: loss, logits, gradients, three AdamW steps, replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` gives torch's norm of the whole model: replicas count once, whatever is passed."""
+"""`clip_grad_norm_` gives torch's norm of the unsplit model: replicas count once, whatever is passed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 

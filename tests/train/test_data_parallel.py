@@ -14,9 +14,9 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import BatchError
 from shardwise.plan.options import FsdpPolicy, Recompute
-from shardwise.proof.objective import objective_of
 from shardwise.proof.parity import measure
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.tiny.objective import objective_of
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, num_steps, rows_of, tiny_batch, tiny_model
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import shardwise
-from shardwise.layers.context import SplitContext
-from shardwise.layers.registry import registry_of
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.registry import registry_of
 from tests.families import checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.spawn
 FAMILIES = {
     "llama": {"attention_dropout": 0.3, "num_key_value_heads": 4},
     "gpt_neox": {"attention_dropout": 0.3, "hidden_dropout": 0.2},
-    # Drops hidden states inside attention and MLP, behind their row-split linears.
+    # Drops hidden states inside attention and MLP, after their row-split linears.
     "starcoder2": {
         "attention_dropout": 0.3,
         "residual_dropout": 0.2,
@@ -86,7 +86,7 @@ def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequen
     for name in ("losses", "again", "state", "whole", "still"):
         assert first[name] == second[name], name
     assert first["losses"][0] == first["again"], "the same seed drops the same"
-    assert first["losses"][0] != first["losses"][1], "every step drops anew"
+    assert first["losses"][0] != first["losses"][1], "every step drops again"
     shapes = [shape for shape, _ in first["masks"]]
     assert shapes == [shape for shape, _ in second["masks"]]
     attention = (ROWS, LOCAL_HEADS, LENGTH, LENGTH)
@@ -114,13 +114,13 @@ def draw_twice(layout):
         context = SplitContext(size=2, coord=mesh.rank, has_dropout=True)
         module, found = torch.nn.Linear(2, 2).train(), []
         torch.manual_seed(3)
-        context.begin_draws("layer", module)
+        context.fork_rng("layer", module)
         for name in ("layers.0.first", "layers.0.second"):
-            context.begin_draws("whole", module, alike=name)
+            context.fork_rng("whole", module, alike=name)
             found.append(digest(torch.rand(4)))
-            context.end_draws("whole")
+            context.restore_rng("whole")
         found.append(digest(torch.rand(4)))
-        context.end_draws("layer")
+        context.restore_rng("layer")
         return found
 
 

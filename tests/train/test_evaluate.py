@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from tests.families import tiny_model

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
-from shardwise.train.config import OptimizerConfig, ScheduleConfig, lr_factor
-from shardwise.train.loop import Parts, StepRecord, run_loop
+from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
+from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 
 pytestmark = pytest.mark.single
 
@@ -38,7 +38,7 @@ def make_parts(model, *, loss_of=None):
         return types.SimpleNamespace(loss=loss.detach() if loss_of is None else loss_of(), num_tokens=8)
 
     x = torch.randn(8, 3)
-    return Parts(
+    return TrainingComponents(
         step=step,
         clip=lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm),
         optimizer=torch.optim.SGD(model.parameters(), lr=123.0),
@@ -80,20 +80,20 @@ def test_a_log_on_a_full_disk_ends_and_training_does_not(tmp_path, caplog):
 
 def test_weights_are_those_of_the_same_steps_by_hand():
     model = torch.nn.Linear(3, 1)
-    twin = torch.nn.Linear(3, 1)
-    twin.load_state_dict(model.state_dict())
+    tiny = torch.nn.Linear(3, 1)
+    tiny.load_state_dict(model.state_dict())
     schedule = ScheduleConfig(name="linear", warmup_steps=2, final_ratio=0.0)
     parts = make_parts(model)
     run_loop(parts, num_steps=5, settings=settings(max_grad_norm=0.5, schedule=schedule))
     batch = next(parts.batches)
     for lr in (0.2 / 3, 0.4 / 3, 0.2, 0.1, 0.0):
-        twin.zero_grad()
-        ((twin(batch["x"]) - batch["y"]) ** 2).mean().backward()
-        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        tiny.zero_grad()
+        ((tiny(batch["x"]) - batch["y"]) ** 2).mean().backward()
+        torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.5)
         with torch.no_grad():
-            for parameter in twin.parameters():
+            for parameter in tiny.parameters():
                 parameter.sub_(lr * parameter.grad)
-    torch.testing.assert_close(model.weight, twin.weight)
+    torch.testing.assert_close(model.weight, tiny.weight)
 
 
 def test_without_clipping_the_norm_is_still_reported():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
 
@@ -64,7 +64,7 @@ CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "
 
 
 def update(layout):
-    """The largest difference to the whole model's parameters after two steps with each class."""
+    """The largest difference to the unsplit model's parameters after two steps with each class."""
     worst = {}
     with shardwise.Mesh.open(layout) as mesh:
         for name in CLASSES if layout == "tp2" else set(CLASSES) - {"Rprop"}:

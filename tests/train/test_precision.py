@@ -10,7 +10,7 @@ import torch
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import LossScale, gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -19,7 +19,7 @@ ROWS = 4
 
 
 def train_mixed(layout, compute, mode):
-    """The loss, and the worst gradient relative to that of the whole model in the dtype of computation."""
+    """The loss, and the worst gradient relative to that of the unsplit model in the dtype of computation."""
     with shardwise.Mesh.open(layout) as mesh:
         whole = tiny_model("llama")
         batch = tiny_batch(whole, rows=ROWS)

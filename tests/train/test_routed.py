@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 import shardwise
 from shardwise.errors import PlanError
 from shardwise.proof.parity import measure
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.layered import LayeredForCausalLM
 
@@ -127,7 +127,7 @@ def train(layout, plan, sequence_parallel, num_experts):
         )
 
 
-@pytest.mark.parametrize("plan", [WHOLE, SPLIT, LIFTED], ids=["whole", "split", "lifted"])
+@pytest.mark.parametrize("plan", [WHOLE, SPLIT, LIFTED], ids=["whole", "split", "widen_regions"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2", "fsdp2.tp2"])
 def test_experts_that_some_ranks_do_not_run(layout, plan):
     """Over tp alone the third expert has no gradient anywhere, and keeps none; FSDP2 gives it zeros."""
@@ -143,7 +143,7 @@ def test_stacked_experts_that_some_ranks_do_not_run(layout, sequence_parallel):
         assert found.passed, found
 
 
-@pytest.mark.parametrize("plan", [WHOLE, LIFTED, "auto"], ids=["whole", "lifted", "derived"])
+@pytest.mark.parametrize("plan", [WHOLE, LIFTED, "auto"], ids=["whole", "widen_regions", "derived"])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
 def test_experts_that_some_ranks_do_not_run_with_sequence_parallelism(layout, plan):
     num_experts = 3 if layout == "tp2" else 2

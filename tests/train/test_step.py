@@ -110,14 +110,14 @@ def a_fault_on_the_way(whole, split, mesh):
 
 def copied(whole, split, mesh):
     """A copy of a split model is a split model of its own."""
-    twin = copy.deepcopy(split)
+    tiny = copy.deepcopy(split)
     batch = uneven_batch(whole)
-    twin(**batch).loss.backward()
+    tiny(**batch).loss.backward()
     split(**batch).loss.backward()
     expected = whole_gradients(whole, batch)
-    found = {"copy": differing_gradients(shardwise.full_gradients(twin), expected)}
+    found = {"copy": differing_gradients(shardwise.full_gradients(tiny), expected)}
     found["original"] = differing_gradients(shardwise.full_gradients(split), expected)
-    state, expected = shardwise.full_state_dict(twin), whole.state_dict()
+    state, expected = shardwise.full_state_dict(tiny), whole.state_dict()
     found["state"] = [name for name in expected if not torch.equal(state[name], expected[name])]
     split.zero_grad()
     return found

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import UnsupportedError
-from shardwise.layout.tensor import Piece
+from shardwise.sharding.layout import Piece
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.read import read_local
 

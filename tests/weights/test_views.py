@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout.boxes import shape_of, volume
+from shardwise.sharding.boxes import shape_of, volume
 from shardwise.weights.views import reshape_boxes
 
 pytestmark = pytest.mark.single

@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
+from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
+from shardwise.parallel.coverage import Allowed
+from shardwise.parallel.loading import load_weights
+from shardwise.parallel.materialize import initialize_missing
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.split.build import as_dtype, build_meta_model, read_config, read_generation_config
-from shardwise.split.coverage import Allowed
-from shardwise.split.loading import load_weights
-from shardwise.split.materialize import initialize_missing
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 

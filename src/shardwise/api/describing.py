@@ -14,10 +14,10 @@ from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.estimate.memory import state_bytes
+from shardwise.parallel.build import build_meta_model, num_positions, read_config
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
-from shardwise.split.build import build_meta_model, num_positions, read_config
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["describe"]
@@ -33,7 +33,7 @@ def describe(
     batch: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
-    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays whole
+    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays replicated
     and why, and the bytes a rank holds.
 
     Args:

@@ -15,22 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardwise.api.planning import plan_for
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
-from shardwise.layers.label_use import label_use_of, note_label_use
-from shardwise.layers.registry import Registry
-from shardwise.layers.wrapping import refuse_wrapping
-from shardwise.layout.json_form import to_json
 from shardwise.mesh import Mesh
+from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.proof.labels import probe_label_use
-from shardwise.split.apply import apply_plan, check_axes, check_unsplit
-from shardwise.split.decide import decide_split
-from shardwise.split.facts import read_facts
+from shardwise.runtime.label_use import label_use_of, note_label_use
+from shardwise.runtime.registry import Registry
+from shardwise.runtime.wrapping import refuse_wrapping
+from shardwise.search.planning import plan_for
+from shardwise.sharding.json_form import to_json
+from shardwise.tiny.label_use import probe_label_use
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import track_gradients
 from shardwise.train.optimizer import watch_optimizers
@@ -95,7 +95,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         described,
         device=mesh.device,
         what="the ranks were given different models or options",
-        fix="build it from the same files on every rank, and what is drawn at random behind the same torch.manual_seed",
+        fix="build it from the same files on every rank, and what is drawn at random after the same torch.manual_seed",
     )
     found: object = None
     with raise_on_all_ranks(mesh.group(), "planning"):

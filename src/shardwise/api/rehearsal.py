@@ -16,16 +16,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.estimate.memory import HeldBytes
-from shardwise.layers.registry import registry_of
+from shardwise.estimate.memory import ActivationBytes
+from shardwise.parallel.activation_memory import MemoryCount
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.build import build_meta_model
+from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.twin_batch import make_batch
-from shardwise.split.apply import apply_plan
-from shardwise.split.build import build_meta_model
-from shardwise.split.fake import AsOnDevices, fake_tensors, materialize_fake
-from shardwise.split.held import MemoryCount
-from shardwise.testing.pretend import pretended_mesh
+from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.runtime.registry import registry_of
+from shardwise.tiny.inputs import make_batch
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import gradients_of, track_gradients
 
@@ -64,7 +64,7 @@ class Rehearsal:
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
-        with pretended_mesh(self.shape) as mesh, fake_tensors():
+        with fake_mesh(self.shape) as mesh, fake_tensors():
             materialize_fake(model)
             registry = apply_plan(model, mesh, plan, spec)
             registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
@@ -111,7 +111,7 @@ class RehearsedStep:
             split parts ran.
     """
 
-    held: HeldBytes
+    held: ActivationBytes
     tp: Traffic
     data: Traffic
     after: Traffic

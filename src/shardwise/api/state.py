@@ -1,4 +1,4 @@
-"""What leaves a split model: whole state, whole gradients, plain Hugging Face directories."""
+"""What leaves a split model: full state, full gradients, plain Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
-from shardwise.layers.canonical import canonical_tensor, state_tensors
-from shardwise.layers.registry import find_parameters, named_entries, registry_of, reshard
+from shardwise.runtime.canonical import canonical_tensor, state_tensors
+from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.train.gradients import gradients_of
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The state dict of the whole model: Hugging Face names, full CPU tensors, tied names included.
+    """The state dict of the unsplit model: Hugging Face names, full CPU tensors, tied names included.
 
     Args:
-        rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a whole tensor.
+        rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
 
     Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter.
     """
@@ -42,7 +42,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
 
 
 def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """The gradients of the whole model by Hugging Face name: full CPU tensors, for parameters that have one.
+    """The gradients of the unsplit model by Hugging Face name: full CPU tensors, for parameters that have one.
 
     Communicates: gathers as `full_state_dict` does.
     """

@@ -1,4 +1,4 @@
-"""`verify`: the proof that a split computes what the unsplit model does, on a tiny twin and gloo ranks."""
+"""`verify`: the proof that a split computes what the unsplit model does, on a tiny model and gloo ranks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers import PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import ConfigError
-from shardwise.layers.label_use import note_label_use
 from shardwise.mesh import Mesh
+from shardwise.parallel.build import as_dtype, model_class_of, read_config
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.draws import Redraws
-from shardwise.proof.labels import probe_label_use
-from shardwise.proof.objective import has_loss, objective_of
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
-from shardwise.proof.twins import build_twin, make_batch, settle, shrink_config
-from shardwise.split.build import as_dtype, model_class_of, read_config
-from shardwise.testing.spawn import spawn
+from shardwise.ranks.spawn import spawn
+from shardwise.runtime.label_use import note_label_use
+from shardwise.tiny.label_use import probe_label_use
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
+from shardwise.tiny.objective import has_loss, objective_of
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 from shardwise.train.batch import count_targets, split_rows, target_names
@@ -48,7 +48,7 @@ def verify(
 ) -> Report:
     """Proves on the CPU that a split computes what the unsplit model does.
 
-    Builds a tiny twin (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
+    Builds a tiny model (the same architecture, few and narrow layers), trains it unsplit and split over as many gloo
     ranks as the layout has, and compares loss, logits, every gradient, the parameters after three AdamW steps, and
     after twenty the copies that ranks hold of the same parameters, all in float32. One more step runs on padded rows
     with dropout, for which the unsplit model is given what the ranks dropped. Where the run computes in a narrower
@@ -68,7 +68,7 @@ def verify(
 
     Raises:
         ConfigError: there is no such option.
-        UnsupportedError: no tiny twin of the architecture can be built.
+        UnsupportedError: no tiny model of the architecture can be built.
         PlanError: the plan cannot be followed.
     """
     spec, options = ParallelSpec.take(options)
@@ -91,7 +91,7 @@ def verify(
         num_microbatches=num_microbatches,
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
     )
-    return proof.run(f"a twin of {config.model_type}", timeout_seconds=timeout_seconds)
+    return proof.run(f"a tiny model of {config.model_type}", timeout_seconds=timeout_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Proof:
     """A proof to be run: what every rank of it is given.
 
     Attributes:
-        config: of the twin.
+        config: of the tiny model.
         dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
     """
 
@@ -141,12 +141,12 @@ class Proof:
 
 def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
-        full = build_twin(proof.config, proof.model_class, seed=0)
+        full = build_tiny_model(proof.config, proof.model_class, seed=0)
         use = probe_label_use(full)
         if use is not None:  # whether training teaches it anything is not what is proved
             note_label_use(full, replace(use, sees_target=False))
         batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)
-        settle(full, batch)
+        choose_mode(full, batch)
         is_labelled = has_loss(full, batch)
         num_parts = mesh.data_size * (proof.num_microbatches if is_labelled else 1)
         padded = make_batch(full, batch_size=2 * num_parts, seed=0, padding="right")

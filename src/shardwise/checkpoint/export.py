@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.layers.canonical import canonical_tensor, state_tensors
-from shardwise.layers.registry import ParameterEntry, named_entries, registry_of, reshard
-from shardwise.layers.replicas import check_replicas
+from shardwise.runtime.canonical import canonical_tensor, state_tensors
+from shardwise.runtime.registry import ParameterEntry, named_entries, registry_of, reshard
+from shardwise.runtime.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 

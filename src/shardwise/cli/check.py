@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.cli.config import Problems, parse_config
+from shardwise.cli.config_file import Problems, parse_config
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import Problem, TrainConfig
+from shardwise.train.run_config import Problem, TrainConfig
 
 __all__ = ["HELP", "add_arguments", "check_run", "run"]
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> list[Problem]:
-    """Everything wrong with a run, behind the problems that are `known`, on `world_size` ranks if it is given."""
+    """Everything wrong with a run, after the problems that are `known`, on `world_size` ranks if it is given."""
     from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
     from shardwise.cli.models import check_model
     from shardwise.cli.places import check_outputs

@@ -114,7 +114,7 @@ def _check_machine() -> Iterator[Finding]:
 
 def _check_all_reduce() -> Iterator[Finding]:
     """Two ranks of this machine add numbers."""
-    from shardwise.testing.spawn import spawn
+    from shardwise.ranks.spawn import spawn
 
     topic = "2-rank all-reduce"
     try:

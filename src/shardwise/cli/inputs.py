@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from shardwise.cli.config import Problems
+from shardwise.cli.config_file import Problems
 from shardwise.errors import LoadError, MeshError, did_you_mean
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import find_files
+from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
 __all__ = ["check_inputs", "find_optimizer", "optimizer_arguments", "read_data_state"]

@@ -69,7 +69,7 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    logs = tempfile.TemporaryDirectory(prefix="shardwise_")  # the agent would leave a directory of its own behind
+    logs = tempfile.TemporaryDirectory(prefix="shardwise_")  # the agent would leave a directory of its own after
     config = LaunchConfig(
         logs_specs=DefaultLogsSpecs(logs.name),
         min_nodes=1,

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import shardwise
 from shardwise.cli import check, doctor, launch, plan, train, verify
-from shardwise.cli.config import config_reference
+from shardwise.cli.config_file import config_reference
 from shardwise.cli.output import Output, lasting_stdout
 from shardwise.errors import ShardwiseError, did_you_mean
 
@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "train": (train, "train a model from a YAML file"),
     "plan": (plan, "print how a model is split"),
     "check": (check, "list every problem of a run before it starts"),
-    "verify": (verify, "prove on a tiny twin that a split computes the same numbers"),
+    "verify": (verify, "prove on a tiny model that a split computes the same numbers"),
     "doctor": (doctor, "look over this machine"),
 }
 
@@ -98,7 +98,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         parser.error(f"unknown command {words[0]!r}{did_you_mean(words[0], COMMANDS)}; there are {', '.join(COMMANDS)}")
     arguments, rest = parser.parse_known_args(words)
-    # argparse takes a run of positional words in one go, so overrides behind an option are left over.
+    # argparse takes a run of positional words in one go, so overrides after an option are left over.
     if rest and hasattr(arguments, "overrides"):
         arguments.overrides += [word for word in rest if not word.startswith("-")]
         rest = [word for word in rest if word.startswith("-")]

@@ -11,18 +11,18 @@ import transformers
 from shardwise.api.building import load
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
-from shardwise.cli.config import Problems, config_error
+from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.places import check_place
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
-from shardwise.layers.label_use import check_label_use
 from shardwise.mesh import Mesh
+from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import Compile, ParallelSpec, Precision
-from shardwise.split.build import model_class_of, num_positions, read_config
+from shardwise.runtime.label_use import check_label_use
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import OptimizerConfig, Problem, TrainConfig
 from shardwise.train.corpus import Encoder, digest
 from shardwise.train.optimizer import build_optimizer
+from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
 __all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "make_optimizer", "spec_of"]

@@ -8,9 +8,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.cli.config import Problems
+from shardwise.cli.config_file import Problems
 from shardwise.errors import LoadError
-from shardwise.train.config import Problem, TrainConfig
+from shardwise.train.run_config import Problem, TrainConfig
 
 __all__ = ["check_outputs", "check_place", "unexported"]
 
@@ -37,7 +37,7 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
 
 
 def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) -> None:
-    """Makes `directory`, writes a file in it and measures the room there; leaves nothing behind.
+    """Makes `directory`, writes a file in it and measures the room there; leaves nothing after.
 
     Args:
         directory: the place.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.config import read_config
+from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import TrainConfig
+from shardwise.train.run_config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
@@ -81,7 +81,7 @@ def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, Parallel
         MeshError: the layout is malformed.
     """
     from shardwise.cli.models import spec_of  # torch and transformers are slow to import
-    from shardwise.split.build import read_config as read_model_config
+    from shardwise.parallel.build import read_config as read_model_config
 
     model: Any = str(arguments.model)
     layout, spec, config = arguments.layout, ParallelSpec(), None

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.train.config import DataConfig
 from shardwise.train.corpus import Source, dataset_source, file_source, find_files
+from shardwise.train.run_config import DataConfig
 
 __all__ = ["open_source"]
 

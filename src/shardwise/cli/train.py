@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from shardwise.cli.check import check_run
-from shardwise.cli.config import config_error, read_config
+from shardwise.cli.config_file import config_error, read_config
 from shardwise.cli.launch import end_with_launcher, exit_on_terminate, is_rank, launch, record_failures
 from shardwise.errors import ConfigError
 from shardwise.topology.shape import MeshShape
-from shardwise.train.config import TrainConfig
+from shardwise.train.run_config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.export import export_bytes
-from shardwise.cli.config import config_error, dump_config
+from shardwise.cli.config_file import config_error, dump_config
 from shardwise.cli.inputs import read_data_state
 from shardwise.cli.launch import local_rank
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
@@ -29,17 +29,17 @@ from shardwise.cli.places import check_outputs, check_place, unexported
 from shardwise.cli.sources import open_source
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
-from shardwise.layers.registry import local_part, registry_of
 from shardwise.mesh import Mesh
-from shardwise.split.compiled import count_compilation
+from shardwise.parallel.compiled import count_compilation
+from shardwise.runtime.registry import local_part, registry_of
 from shardwise.train.atomic_file import atomic_file
 from shardwise.train.clip import clip_grad_norm_
-from shardwise.train.config import DataConfig, TrainConfig
 from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
-from shardwise.train.data import PackedBatches
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
-from shardwise.train.loop import Parts, Reporter, StepRecord, run_loop
-from shardwise.train.once import once_per_machine
+from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
+from shardwise.train.once_per_machine import once_per_machine
+from shardwise.train.packing import PackedBatches
+from shardwise.train.run_config import DataConfig, TrainConfig
 from shardwise.train.step import TrainStep
 
 __all__ = ["train"]
@@ -69,7 +69,7 @@ def train(config: TrainConfig) -> StepRecord | None:
         batches = _open_batches(config, mesh, encoder, console)
         model = build_model(config, mesh, tokenizer).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
-        parts = Parts(
+        parts = TrainingComponents(
             step=TrainStep(model, mesh, num_microbatches=config.num_microbatches),
             clip=functools.partial(clip_grad_norm_, model),
             optimizer=make_optimizer(config.optimizer, model),

@@ -1,4 +1,4 @@
-"""`shardwise verify`: proof on a tiny twin that a split computes the same numbers."""
+"""`shardwise verify`: proof on a tiny model that a split computes the same numbers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import os
 
 from shardwise.cli.plan import add_target, find_target
-from shardwise.testing.spawn import warm
+from shardwise.ranks.spawn import warm
 
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Build a tiny twin of the model (same architecture, few and narrow layers), run it whole and split over CPU ranks, and
+Build a tiny model of the model (same architecture, few and narrow layers), run it whole and split over CPU ranks, and
 compare loss, logits, every gradient and the replicas. Prints a table; the exit code is 1 if anything differs.
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel

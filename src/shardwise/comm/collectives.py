@@ -31,9 +31,9 @@ from shardwise.comm.operations import (
     all_gather_value,
     all_reduce_,
     all_reduce_value,
-    gives_values,
     reduce_scatter_single,
     reduce_scatter_value,
+    uses_functional,
 )
 
 __all__ = [
@@ -107,13 +107,13 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    if gives_values(group):
+    if uses_functional(group):
         return all_gather_value(x, group, dim=dim % x.ndim)
     return all_gather_padded(x, group, sizes=[x.shape[dim]] * group.size(), dim=dim)
 
 
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
-    if gives_values(group):
+    if uses_functional(group):
         return reduce_scatter_value(x, group, dim=dim % x.ndim)
     parts = x.movedim(dim, 0).contiguous()
     mine = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
@@ -139,7 +139,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if gives_values(ctx.group):
+        if uses_functional(ctx.group):
             return all_reduce_value(gradient, ctx.group), None
         # A copy: the incoming gradient may be shared with other consumers of the same tensor.
         summed = gradient.clone(memory_format=torch.contiguous_format)
@@ -150,7 +150,7 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        if gives_values(group):
+        if uses_functional(group):
             return all_reduce_value(x, group)
         summed = x.contiguous()
         if summed is x:

@@ -59,7 +59,7 @@ class Traffic:
 class CommunicationCount(TorchDispatchMode):
     """While active, counts this rank's collectives: calls and bytes by (operation, shape).
 
-    Bytes are those of the whole tensor: what is summed in an all-reduce, the joined result of an all-gather, the input
+    Bytes are those of the full tensor: what is summed in an all-reduce, the joined result of an all-gather, the input
     of a reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
 
     Attributes:

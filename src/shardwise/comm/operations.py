@@ -20,15 +20,15 @@ __all__ = [
     "all_gather_value",
     "all_reduce_",
     "all_reduce_value",
-    "as_values",
+    "functional_collectives",
     "gather_list",
-    "gives_values",
     "host_device",
     "reduce_scatter_single",
     "reduce_scatter_value",
+    "uses_functional",
 ]
 
-_AS_VALUES: ContextVar[bool] = ContextVar("as_values", default=False)
+_FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=False)
 
 Group = dist.ProcessGroup
 
@@ -45,21 +45,21 @@ def host_device(group: Group, device: torch.device) -> torch.device:
 
 
 @contextmanager
-def as_values() -> Iterator[None]:
+def functional_collectives() -> Iterator[None]:
     """Inside, regions exchange through functional collectives, whose results are values of their own.
 
     Selective recomputation keeps values; what a collective writes into a tensor that is there already it cannot.
     """
-    token = _AS_VALUES.set(True)
+    token = _FUNCTIONAL.set(True)
     try:
         yield
     finally:
-        _AS_VALUES.reset(token)
+        _FUNCTIONAL.reset(token)
 
 
-def gives_values(group: Group) -> bool:
+def uses_functional(group: Group) -> bool:
     """Whether regions are to use the functional forms below: compiled graphs can hold no others."""
-    return (torch.compiler.is_compiling() or _AS_VALUES.get()) and bool(group.group_name)
+    return (torch.compiler.is_compiling() or _FUNCTIONAL.get()) and bool(group.group_name)
 
 
 def all_reduce_value(x: Tensor, group: Group) -> Tensor:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.layout.boxes import shape_of
-from shardwise.layout.tensor import Layout
+from shardwise.sharding.boxes import shape_of
+from shardwise.sharding.layout import Layout
 
-__all__ = ["HeldBytes", "StateBytes", "state_bytes"]
+__all__ = ["ActivationBytes", "StateBytes", "state_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class StateBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBytes:
+class ActivationBytes:
     """What one rank keeps besides parameters, gradients and optimizer states at rest.
 
     Attributes:

@@ -63,7 +63,7 @@ def place_of_thread(thread: int) -> tuple[str, str]:
 
 
 def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """The collective and the place that frames, the innermost first, with their lines, stand for."""
+    """The collective and the place that frames, the innermost first, with their lines, represent."""
     collective = ""
     for frame, line in frames:
         module = str(frame.f_globals.get("__name__", ""))

@@ -90,7 +90,7 @@ def current_watch() -> Watch | None:
 
 
 def calm_gloo_loops() -> None:
-    """In ranks of `shardwise.testing` that take every core, has gloo's threads give way: [Note: gloo's loop spins].
+    """In ranks of `shardwise.ranks` that take every core, has gloo's threads give way: [Note: gloo's loop spins].
 
     Elsewhere the process is its user's, whose threads keep their priorities.
     """

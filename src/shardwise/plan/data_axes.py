@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardwise.layout.placement import Chunk, Replicate, Split
-from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.families import UNDIVIDED
+from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.structure import ModelFacts, outermost_layers, upwards
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Chunk, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -37,7 +37,7 @@ def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
     planned = replace(planned, stages=tuple(range(shape.pp_size)))
     if shape.data_size == 1:
         return planned
-    in_full = not planned.shape or (shape.fsdp_size > 1 and not _face_each_other(planned.placement))
+    in_full = not planned.shape or (shape.fsdp_size > 1 and not _are_replicas_aligned(planned.placement))
     steps = [
         Step(axis, shape.size(axis), Replicate() if in_full or axis == "ddp" else Chunk(0))
         for axis in reversed(DATA_AXES)
@@ -47,7 +47,7 @@ def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
     return replace(planned, layout=layout, data="reduced" if in_full else "managed")
 
 
-def _face_each_other(placement: object) -> bool:
+def _are_replicas_aligned(placement: object) -> bool:
     """Whether copies that tp ranks hold of the same elements have the same place, so that cutting leaves them so."""
     if not isinstance(placement, Split) or placement.dim != 0:
         return True
@@ -59,7 +59,7 @@ def _face_each_other(placement: object) -> bool:
 
 def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     """What is gathered together, in order of registration, without the rest that belongs to the model itself."""
-    if facts.model_type in UNDIVIDED:
+    if facts.model_type in SINGLE_FSDP_UNIT:
         return ()
     held = _held(facts)
     candidates = [layer for layer in outermost_layers(facts.stacks) if held[layer]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardwise.layout.placement import Placement, Replicate
-from shardwise.layout.tensor import Layout
 from shardwise.plan.regions import Region
 from shardwise.plan.rule import ParameterRule
-from shardwise.plan.sequence import SequencePlan
+from shardwise.plan.sequence_plan import SequencePlan
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, Shape
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.placement import Placement, Replicate
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["NormFormula", "ParameterPlan", "SplitPlan"]
@@ -100,9 +100,9 @@ class SplitPlan:
     sequence: SequencePlan | None = None
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    asides: frozenset[str] = frozenset()
+    residual_inputs: frozenset[str] = frozenset()
     told: frozenset[str] = frozenset()
-    joins: Mapping[str, str] = field(default_factory=dict)
+    fused_reductions: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     unmatched: Plan = field(default_factory=Plan)
     tied: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The plan as a table: what happens to every kind of parameter, what stays whole and why, the share of bytes split."""
+"""The plan as a table: what happens to every kind of parameter, what stays replicated and why, the share of bytes split."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Explanation:
         whole = [row for row in self.rows if not row.is_split]
         shape = MeshShape.parse(self.layout)
         if whole and shape.tp_size > 1:
-            lines += ["stay whole:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
+            lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
         if self.collectives:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
 
-__all__ = ["CORRECTIONS", "PROVED", "UNDIVIDED"]
+__all__ = ["CORRECTIONS", "PROVED", "SINGLE_FSDP_UNIT"]
 
 
 def _plan(reason: str, **styles: str) -> Plan:
@@ -82,7 +82,7 @@ PROVED = frozenset(
 """model_type of those whose declared plan, with our corrections, the test suite trains beside the full model on every
 layout: their causal language models need no derivation."""
 
-UNDIVIDED = {
+SINGLE_FSDP_UNIT = {
     "reformer": "its reversible layers are run again in backward by code that calls parts of a block, not the block",
     "squeezebert": "its encoder calls the forward of its layers directly, past the hooks that gather them",
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardwise.errors import PlanError
-from shardwise.layout.placement import Split, split_blocks, split_even, split_heads, split_sections
 from shardwise.plan.structure import Heads
+from shardwise.sharding.placement import Split, split_blocks, split_even, split_heads, split_sections
 
 __all__ = ["check_heads", "feature_split", "legal_sizes", "local_heads", "qkv_split"]
 

@@ -25,9 +25,9 @@ class FsdpPolicy:
     what was gathered or not yet reduced is kept:
 
         stage   parameters are gathered       gradients are reduce-scattered
-        3       for each forward and backward of a unit, freed in between   behind every microbatch
-        2       once a step, kept until the last backward                   behind every microbatch
-        1       once a step, kept until the last backward                   once a step, behind the last microbatch
+        3       for each forward and backward of a unit, freed in between   after every microbatch
+        2       once a step, kept until the last backward                   after every microbatch
+        1       once a step, kept until the last backward                   once a step, after the last microbatch
 
     A unit is a block, the embedding, the head (with the embedding where they are tied), or what is left of the model.
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError, PlanError
-from shardwise.layout.placement import Placement, Replicate, Split, equal_sections, split_even
-from shardwise.layout.tensor import Layout, Step
 from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.features import feature_split, qkv_split
 from shardwise.plan.regions import COLUMN_STYLES, Region, region_around
 from shardwise.plan.rule import ParameterRule
-from shardwise.plan.sequence import SequencePlan
+from shardwise.plan.sequence_plan import SequencePlan
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import Heads, ModelFacts, Shape, parent_of, upwards
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Placement, Replicate, Split, equal_sections, split_even
 
 __all__ = ["OUTSIDE", "VOCABULARY_STYLES", "ParameterRules", "complete_ties"]
 

@@ -13,7 +13,7 @@ from shardwise.plan.features import check_heads, local_heads
 from shardwise.plan.fit import Governing, check_weight, govern
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, complete_ties
 from shardwise.plan.regions import COLUMN_STYLES, Region, find_joins, find_regions
-from shardwise.plan.sequence import SequencePlan, find_sequence
+from shardwise.plan.sequence_plan import SequencePlan, find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, ModelFacts, parent_of
 from shardwise.topology.shape import MeshShape
@@ -41,7 +41,7 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     head = _vocabulary_head(given, facts)
     blocks = {name: rule for name, rule in given.parameters.items() if head not in (name, parent_of(name))}
     regions = find_regions(facts, blocks, given.regions)
-    joins, wrong = find_joins(facts, given.parameters, given.regions, regions)
+    fused_reductions, wrong = find_joins(facts, given.parameters, given.regions, regions)
     sequence = None
     if sequence_parallel and tp_size > 1:
         try:
@@ -71,9 +71,9 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         sequence=sequence,
         attributes=attributes,
         inputs=inputs,
-        asides=frozenset(name for name, rule in given.inputs.items() if rule.style == "aside"),
+        residual_inputs=frozenset(name for name, rule in given.inputs.items() if rule.style == "aside"),
         told=frozenset(name for name, rule in given.inputs.items() if rule.style == "local_size"),
-        joins=joins,
+        fused_reductions=fused_reductions,
         added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
         unmatched=Plan(given.unmatched),
         tied=facts.tied,

@@ -33,7 +33,7 @@ class Rule:
     """One pattern and the style of what it matches; each section of a plan has a subclass.
 
     Args:
-        pattern: FQNs; `*` stands for one whole component, `**` for any number, none included.
+        pattern: FQNs; `*` represents one whole component, `**` for any number, none included.
         style: one of the section's, with its arguments.
         source: Where the rule comes from, one word: `user`, `transformers`, `family`, `structure`, ...
         reason: Why, in one line (white space is folded).

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 
 from shardwise.errors import PlanError
-from shardwise.layout.boxes import Interval
+from shardwise.sharding.boxes import Interval
 
 __all__ = ["SplitStyle"]
 

@@ -1,6 +1,6 @@
 """What planning needs to know about a model, as plain values: its modules and parameters, their shapes, heads, layers.
 
-Read off a real or meta model by `shardwise.split.facts`; nothing here knows torch.
+Read off a real or meta model by `shardwise.parallel.facts`; nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class LayerStack:
 
     Attributes:
         fqn: the `ModuleList`.
-        items: FQNs of the layers, as registered; in which order they run, `derive/trace.py` tells.
+        items: FQNs of the layers, as registered; in which order they run, `search/trace.py` tells.
         classes: the names of their classes, each once.
         within: FQN of the layer of another stack that this one is inside of; empty where it is outermost.
     """
@@ -71,7 +71,7 @@ class LayerStack:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """A whole model.
+    """An unsplit model.
 
     Attributes:
         model_type: transformers' `config.model_type`.

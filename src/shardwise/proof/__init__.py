@@ -1,1 +1,1 @@
-"""Proof that a split model computes what the whole one does."""
+"""Proof that a split model computes what the unsplit one does."""

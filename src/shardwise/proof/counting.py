@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from shardwise.comm.count import CommunicationCount
-from shardwise.layers.registry import registry_of
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import LayerStack
+from shardwise.runtime.registry import registry_of
 
 __all__ = ["LayerCollectives", "counted_layers"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.proof.objective import copied, objective_of
+from shardwise.tiny.objective import copied, objective_of
 
 __all__ = ["Draws", "Redraws", "seeded", "training_copy"]
 
@@ -29,7 +29,7 @@ _FEW = 16
 
 _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 """In the names of operations that drop nothing on the CPU where they are one operation; and of that which draws seeds
-(see [Note: random numbers] in `shardwise.layers.context`)."""
+(see [Note: random numbers] in `shardwise.runtime.context`)."""
 
 
 class Draws(TorchDispatchMode):

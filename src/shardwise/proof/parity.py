@@ -1,4 +1,4 @@
-"""Measures a split model against the whole one: loss, logits, every gradient, parameters after steps, replicas."""
+"""Measures a split model against the unsplit one: loss, logits, every gradient, parameters after steps, replicas."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
-from shardwise.layers.canonical import canonical_tensor
-from shardwise.layers.registry import ParameterEntry, registry_of
-from shardwise.layers.replicas import find_unequal_replicas
 from shardwise.mesh import Mesh
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
-from shardwise.proof.objective import copied, objective_of
+from shardwise.runtime.canonical import canonical_tensor
+from shardwise.runtime.registry import ParameterEntry, registry_of
+from shardwise.runtime.replicas import find_unequal_replicas
+from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Difference", "Measurement", "Tolerance", "measure", "measure_in_training", "measure_narrow"]
@@ -44,7 +44,7 @@ Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a split model may be from the whole one, in float32.
+    """How far a split model may be from the unsplit one, in float32.
 
     Attributes:
         loss: absolute.
@@ -85,7 +85,7 @@ class Measurement:
         block_share: the same over the layers' parameters that the batch reaches.
         collectives_per_layer: executed in the forward and in the backward of one run of a layer; None where no layer
             was seen to run (see `shardwise.proof.counting`).
-        whole: matrices in layers that every rank keeps whole, each with the reason.
+        whole: matrices in layers that every rank replicates, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
         in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
@@ -110,7 +110,7 @@ class Measurement:
 
     @property
     def only_steps_differ(self) -> bool:
-        """Whether everything is as in the whole model up to the first step, and parameters are not after some."""
+        """Whether everything is as in the unsplit model up to the first step, and parameters are not after some."""
         equal = all(each.passed for each in (self.loss, self.logits, self.gradient)) and not self.missing
         return equal and not self.parameter.passed and not self.unequal_replicas
 
@@ -143,7 +143,7 @@ def measure(
         whole: the model in one piece; left as it was.
         split: splits the copy over the mesh.
         step: runs forward and backward of a split model and returns the loss.
-        reference_loss: computes the whole model's loss; by default `objective_of` what it puts out for the batch.
+        reference_loss: computes the unsplit model's loss; by default `objective_of` what it puts out for the batch.
         num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
     """
     reference, start = copy.deepcopy(whole), time.perf_counter()
@@ -178,7 +178,7 @@ def measure(
         share_split=_share(registry_of(model).entries.values()),
         block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
         collectives_per_layer=collectives.per_run,
-        whole=_whole_matrices(model),
+        whole=_full_matrices(model),
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
@@ -300,7 +300,7 @@ def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
     return {name: entry for name, entry in registry.entries.items() if name.startswith(layers)}
 
 
-def _whole_matrices(model: nn.Module) -> tuple[str, ...]:
+def _full_matrices(model: nn.Module) -> tuple[str, ...]:
     plan = registry_of(model).plan.parameters
     found = {}
     for name, entry in _in_layers(model).items():

@@ -37,7 +37,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every rank computes what the whole model does."""
+        """Whether every rank computes what the unsplit model does."""
         return all(found.passed for found in self.measurements)
 
     @property
@@ -49,7 +49,7 @@ class Report:
         """Raises `VerificationError` with the table unless the proof passed."""
         if not self.passed:
             raise VerificationError(
-                f"{self.subject} over {self.layout} does not compute what the whole model does", why=str(self)
+                f"{self.subject} over {self.layout} does not compute what the unsplit model does", why=str(self)
             )
 
     def __str__(self) -> str:
@@ -67,14 +67,14 @@ class Report:
         rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        verdict = "equal to the whole model" if self.passed else "NOT equal to the whole model"
+        verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
         return "\n".join(
             [
                 f"{self.subject} over {self.layout}: {verdict}",
                 "",
                 *table,
                 "",
-                f"{self.share_split:.1%} of the twin's parameters are split; proved in {self.seconds:.1f} s",
+                f"{self.share_split:.1%} of the tiny model's parameters are split; proved in {self.seconds:.1f} s",
             ]
         )
 

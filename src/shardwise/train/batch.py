@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError
-from shardwise.layers.label_use import shifts_labels
+from shardwise.runtime.label_use import shifts_labels
 
 __all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
 

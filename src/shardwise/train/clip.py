@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from shardwise.layers.local_gradient import complete_norms, share_of_norm
-from shardwise.layers.registry import ParameterEntry, Registry, entry_of, local_part, registry_of, reshard
+from shardwise.runtime.local_gradient import complete_norms, share_of_norm
+from shardwise.runtime.registry import ParameterEntry, Registry, entry_of, local_part, registry_of, reshard
 from shardwise.train.gradients import gradients_of
 
 __all__ = ["clip_grad_norm_"]
@@ -22,7 +22,7 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Clips the gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does on the whole model.
+    """Clips the gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model.
 
     Every canonical element counts once, however many ranks hold it.
 

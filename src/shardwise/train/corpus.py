@@ -77,7 +77,7 @@ class Encoder:
 
 
 def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
-    """The files that `path` stands for: itself, or those below it that match, sorted, without hidden ones.
+    """The files that `path` represents: itself, or those below it that match, sorted, without hidden ones.
 
     Raises:
         LoadError: there is no such path, or no file matches.

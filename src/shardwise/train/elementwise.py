@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import UnsupportedError
-from shardwise.layers.registry import ParameterEntry, entry_of
+from shardwise.runtime.registry import ParameterEntry, entry_of
 
 __all__ = ["check_optimizer"]
 

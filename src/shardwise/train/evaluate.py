@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
-from shardwise.layers.modes import in_eval_mode
 from shardwise.mesh import Mesh
+from shardwise.runtime.modes import in_eval_mode
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import IGNORED, count_targets
 

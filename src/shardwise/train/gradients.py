@@ -26,9 +26,17 @@ from transformers import PreTrainedModel
 
 from shardwise.comm.operations import Group, all_reduce_
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.layers.added import adopt_parameters, note_inputs
-from shardwise.layers.local_gradient import know_full
-from shardwise.layers.registry import ParameterEntry, Registry, entry_of, find_parameters, local_part, mark, registry_of
+from shardwise.runtime.added import adopt_parameters, note_inputs
+from shardwise.runtime.local_gradient import know_full
+from shardwise.runtime.registry import (
+    ParameterEntry,
+    Registry,
+    entry_of,
+    find_parameters,
+    local_part,
+    mark,
+    registry_of,
+)
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
@@ -145,7 +153,7 @@ class Gradients:
         summed = self._find_summed()
         if not self._is_partial:
             for parameter, entry in summed:
-                _share_out(parameter, entry)
+                _scale_back_to_partial(parameter, entry)
         self._is_partial = True
         if not self._is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.
@@ -231,7 +239,7 @@ class _Summand:
 
     # [Note: gradients that some ranks lack]
     An expert that none of this rank's tokens chose has no gradient here and one elsewhere. What is summed is decided
-    from the layout alone, so that ranks sum the same: zeros stand for a gradient that is not there, and beside every
+    from the layout alone, so that ranks sum the same: zeros represent a gradient that is not there, and beside every
     gradient runs a one where it is there. Where these add up to zero it is nowhere, and stays None as in the full
     model: an optimizer must not decay it. Only a rank that lacks a gradient looks.
 
@@ -286,7 +294,7 @@ def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
 
 
 @torch.no_grad()
-def _share_out(parameter: Tensor, entry: ParameterEntry) -> None:
+def _scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
     """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
     if parameter.grad is None:
         return

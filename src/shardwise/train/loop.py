@@ -1,4 +1,4 @@
-"""The trainer behind `shardwise train`: takes batches, steps, and tells what happens.
+"""The trainer after `shardwise train`: takes batches, steps, and tells what happens.
 
 It is handed everything ready-made, so it neither knows how a model was split nor where a batch came from.
 """
@@ -17,16 +17,16 @@ from typing import Protocol
 import torch
 
 from shardwise.errors import BatchError, GradientError
-from shardwise.train.config import OptimizerConfig, lr_factor
+from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
-__all__ = ["Parts", "Reporter", "StepRecord", "run_loop"]
+__all__ = ["Reporter", "StepRecord", "TrainingComponents", "run_loop"]
 
 logger = logging.getLogger("shardwise.train")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class TrainingComponents:
     """What a run is made of.
 
     Attributes:
@@ -61,7 +61,7 @@ class StepRecord:
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
         memory_bytes: most that this rank has held so far: on its GPU, or of the process where there is none.
-        eval_loss: mean over the tokens held out, behind this step's update; None where none was due.
+        eval_loss: mean over the tokens held out, after this step's update; None where none was due.
         eval_perplexity: its exponential.
     """
 
@@ -83,7 +83,7 @@ class Reporter(Protocol):
 
 
 def run_loop(
-    parts: Parts,
+    parts: TrainingComponents,
     *,
     num_steps: int,
     settings: OptimizerConfig,
@@ -126,7 +126,9 @@ def _report(reporter: Reporter, record: StepRecord) -> bool:
     return True
 
 
-def _run_step(parts: Parts, step: int, *, lr: float, factor: float, max_grad_norm: float | None) -> StepRecord:
+def _run_step(
+    parts: TrainingComponents, step: int, *, lr: float, factor: float, max_grad_norm: float | None
+) -> StepRecord:
     started = time.perf_counter()
     lr *= factor
     for group in parts.optimizer.param_groups:  # a group with a rate of its own keeps its ratio to the others

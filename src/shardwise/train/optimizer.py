@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
-from shardwise.layers.registry import entry_of, local_part, own_memory
 from shardwise.plan.match import match
+from shardwise.runtime.registry import copy_out_of_mmap, entry_of, local_part
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.elementwise import check_optimizer
 from shardwise.train.gradients import Gradients, gradients_of
@@ -57,7 +57,7 @@ def build_optimizer(
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
-    own_memory(model)
+    copy_out_of_mmap(model)
     trained = {name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad}
     optimizer = optimizer_class(_grouped(trained, groups), **options)
     check_optimizer(optimizer, options)
@@ -120,10 +120,10 @@ def _finish(models: Iterable[nn.Module]) -> None:
 
 def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
     """Raises where there are parameters that no split model knows, and several data ranks."""
-    strangers = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
-    if strangers and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
+    untracked = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
+    if untracked and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
         raise UnsupportedError(
-            f"parameters beside a split model, of shapes {', '.join(map(str, strangers[:3]))}",
+            f"parameters beside a split model, of shapes {', '.join(map(str, untracked[:3]))}",
             why="nobody averages their gradients over the data ranks",
             fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
             "optimizer of their own",

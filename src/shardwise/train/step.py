@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
-from shardwise.layers.label_use import check_label_use
-from shardwise.layers.registry import local_part, registry_of
-from shardwise.layers.same_batch import check_same_batch, compared_already
 from shardwise.mesh import Mesh
+from shardwise.runtime.label_use import check_label_use
+from shardwise.runtime.registry import local_part, registry_of
+from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import check_batch, count_targets, split_rows
 from shardwise.train.gradients import gradients_of
@@ -29,9 +29,9 @@ class StepResult:
     """What a step computed.
 
     Attributes:
-        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the whole batch, the
+        loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the
             same on every rank. `float(result.loss)` waits for the device.
-        num_tokens: target tokens of the whole batch.
+        num_tokens: target tokens of the full batch.
     """
 
     loss: Tensor
@@ -69,7 +69,7 @@ class TrainStep:
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
-        # A step needs no cache of keys and values. Other forwards build none in training mode (`split/caches.py`).
+        # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
         self._defaults = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
         self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
@@ -83,7 +83,7 @@ class TrainStep:
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
-            nothing; where the whole batch has none, the loss is 0 and gradients stay as they are. Auxiliary losses that
+            nothing; where the full batch has none, the loss is 0 and gradients stay as they are. Auxiliary losses that
             a model adds to its own (a mixture of experts' balance) are computed on each microbatch of each data rank
             and averaged with the same weights. A loss without token labels (classes, spans, regression) is weighted by
             rows.

@@ -76,7 +76,7 @@ def resolve_keys(
     Args:
         model: Any transformers model, on meta or real, whole or already split.
         index: The checkpoint.
-        shapes: FQN to canonical shape for the whole model: all of `state_dict()` before any split.
+        shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
         key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
         prefix: Left out of the keys that begin with it.
 
@@ -262,12 +262,12 @@ class _StateStore:
 def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
     """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
 
-    transformers' reverse conversion runs once, over the whole model, on lazy tensors: a group is what the result shows
+    transformers' reverse conversion runs once, over the unsplit model, on lazy tensors: a group is what the result shows
     to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
 
     Args:
         model: Any transformers model, whole or split.
-        tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the whole model.
+        tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the unsplit model.
     """
     store = _StateStore()
     ties = model.all_tied_weights_keys

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shardwise.errors import LoadError, did_you_mean
-from shardwise.layout.boxes import Box, shape_of
+from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.locate import CheckpointFiles, locate_files
 
 __all__ = ["CheckpointIndex", "TensorEntry"]
@@ -121,7 +121,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        cut = f" (it has {path.stat().st_size} bytes: cut short, or goes on behind them)" * ("covered" in str(error))
+        cut = f" (it has {path.stat().st_size} bytes: cut short, or goes on after them)" * ("covered" in str(error))
         raise LoadError(
             f"{path.name} is not a usable safetensors file",
             at=str(path),

@@ -1,6 +1,6 @@
-"""`LazyTensor`: stands for bytes in a checkpoint, and transformers' weight conversions run on it unchanged.
+"""`LazyTensor`: represents bytes in a checkpoint, and transformers' weight conversions run on it unchanged.
 
-A conversion slices, stacks, concatenates, transposes and reshapes whole tensors. Run on lazy tensors it moves nothing:
+A conversion slices, stacks, concatenates, transposes and reshapes full tensors. Run on lazy tensors it moves nothing:
 each operation becomes a node that knows how to pull a box back to its sources (`nodes.py`). Reading a box then touches
 only the bytes it is made of.
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import UnsupportedError
-from shardwise.layout.boxes import Box, full_box, shape_of
+from shardwise.sharding.boxes import Box, full_box, shape_of
 from shardwise.weights.nodes import (
     Cast,
     Joined,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.layout.boxes import Box, full_box, intersect, move, shape_of
+from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of
 from shardwise.weights.views import reshape_boxes
 
 __all__ = [

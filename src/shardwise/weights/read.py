@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.layout.boxes import shape_of, volume
-from shardwise.layout.tensor import Piece
+from shardwise.sharding.boxes import shape_of, volume
+from shardwise.sharding.layout import Piece
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.nodes import Source

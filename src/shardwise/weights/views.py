@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from shardwise.layout.boxes import Box, Interval
+from shardwise.sharding.boxes import Box, Interval
 
 __all__ = ["reshape_boxes"]
 

@@ -86,7 +86,7 @@ class PretrainedWriter:
         shutil.rmtree(self.staging, ignore_errors=True)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a whole tensor; held until its shard is full, then written.
+        """Add a full tensor; held until its shard is full, then written.
 
         Raises:
             LoadError: `name` was added before, or the shard cannot be written.

@@ -1,0 +1,238 @@
+"""Reading a training configuration: YAML file, `key=value` overrides, types and spelling, all problems at once.
+
+Keys are declared in `train/run_config.py`; pydantic holds values against their types and bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
+from shardwise.train.run_config import Problem, TrainConfig, check_config
+
+__all__ = [
+    "Problems",
+    "build_config",
+    "config_error",
+    "config_reference",
+    "dump_config",
+    "parse_config",
+    "read_config",
+]
+
+_RUN = TypeAdapter(TrainConfig)
+_WORDS = {
+    "an object": "a group of keys",
+    "a valid array": "a list",
+    "a valid integer": "an integer",
+    "a valid": "a",
+}  # JSON's -> YAML's
+
+
+class Problems(list[Problem]):
+    """What has been found so far."""
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Takes the error of the block as a problem of `key`."""
+        try:
+            yield
+        except ShardwiseError as error:
+            self.append(Problem(key, str(error)))
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """The configuration in `path` with `overrides` laid over it.
+
+    Raises:
+        LoadError: there is no such file, or it is not YAML.
+        ConfigError: keys or values are wrong; names every one of them.
+    """
+    config, problems = parse_config(path, overrides)
+    if problems:
+        raise config_error(str(path), problems)
+    return config
+
+
+def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[Problem]]:
+    """Like `read_config`, but hands the problems back; what had one stands at its default. Raises `LoadError` only."""
+    tree = _read_file(path)
+    problems = [problem for override in overrides for problem in _apply_override(tree, override)]
+    config, found = build_config(tree)
+    return config, problems + found
+
+
+def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
+    """A configuration from a plain mapping, and everything wrong with it."""
+    tree = json.loads(json.dumps(tree, default=str))
+    found: dict[str, Problem] = {}
+    while True:  # without what was wrong, until the rest is right
+        try:
+            config = _RUN.validate_json(json.dumps(tree), strict=True)
+            break
+        except ValidationError as error:
+            for key, problem in _read_errors(error).items():
+                *groups, last = key.split(".")
+                here: Any = tree
+                for group in groups:
+                    here = here[group]
+                del here[last]
+                if problem is not None:
+                    found[key] = problem
+    # A group with a misspelt key is incomplete: what else seems to be missing there would only mislead.
+    broken = {*found, *(key.rpartition(".")[0] for key in found)}
+    return config, [*found.values(), *(problem for problem in check_config(config) if problem.key not in broken)]
+
+
+def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
+    """One error that names every problem."""
+    lines = [str(problem) for problem in problems]
+    count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
+    fix = "`shardwise train --help` lists the keys" if any("unknown key" in line for line in lines) else None
+    return ConfigError(f"{place} has {count}", why="\n".join(lines), fix=fix)
+
+
+def dump_config(config: TrainConfig) -> str:
+    """The configuration as YAML, every default spelled out; `read_config` reads it back."""
+    text: str = yaml.safe_dump(_RUN.dump_python(config, mode="json"), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def config_reference() -> str:
+    """Every key with its default and what it means, as a page of help."""
+    rows = {key: about for key, about in _keys() if "$ref" not in about}
+    width = max(map(len, rows))
+    lines = ["keys of CONFIG.yaml, with their defaults:"]
+    for key, about in rows.items():
+        text, default = " ".join(about["description"].split()), about.get("default")
+        if default not in (None, []):
+            text += f" [{' '.join(default) if isinstance(default, list) else yaml.safe_dump(default).split()[0]}]"
+        first, others = f"  {key:<{width}}  ", " " * (width + 4)
+        lines += textwrap.wrap(text, 110, initial_indent=first, subsequent_indent=others, break_long_words=False)
+    return "\n".join(lines)
+
+
+def _keys() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every group and key by its dotted name, with what the JSON schema says of it."""
+    schema = _RUN.json_schema()
+
+    def walk(group: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        # What a Google-style docstring says of each attribute, where there is no docstring below it.
+        section = group.get("description", "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        _, *entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)
+        described = dict(zip(entries[::2], entries[1::2], strict=True))
+        for name, about in group["properties"].items():
+            yield prefix + name, {"description": described.get(name, ""), **about}
+            if "$ref" in about:
+                yield from walk(schema["$defs"][about["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+
+    return walk(schema, "")
+
+
+def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
+    """What is wrong by key, None where nothing is: a group of which the file has but the name."""
+    known = dict(_keys())
+    found: dict[str, Problem | None] = {}
+    for each in error.errors():
+        place = [str(part) for part in each["loc"]]
+        if each["type"] == "unexpected_keyword_argument":
+            key = ".".join(place)
+            found[key] = Problem(key, f"unknown key{_similar(key, known)}")
+            continue
+        # A place goes on below its key: into lists, and along the types that a value might have.
+        key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
+        wanted = each["msg"].removeprefix("Input should be ")
+        for word, ours in _WORDS.items():
+            wanted = wanted.replace(word, ours)
+        if isinstance(cause := each.get("ctx", {}).get("error"), ShardwiseError):
+            found[key] = Problem(key, str(cause))  # a value that checks itself
+        elif each["type"] == "dataclass_type" and each["input"] is None:
+            found[key] = None
+        elif (earlier := found.get(key)) is not None:
+            found[key] = Problem(key, f"{earlier.what} or {wanted}", earlier.fix)
+        else:
+            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", wanted))
+            meaning = " ".join(known[key]["description"].split()).rstrip(".")
+            found[key] = Problem(key, f"is {_kind(each['input'])}, must be {wanted}{close}", meaning)
+    return found
+
+
+def _similar(key: str, known: Iterable[str]) -> str:
+    """Points to a key of the same group, or else to one of this very name in another."""
+    group, _, last = key.rpartition(".")
+    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
+    elsewhere = [name for name in known if name.endswith(f".{last}")]
+    return did_you_mean(last, beside) or (f" (did you mean {elsewhere[0]!r}?)" if elsewhere else "")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, *args: Any, **options: Any) -> dict[Any, Any]:
+        """A dictionary; plain YAML would lose the first of two equal keys without a word."""
+        self.flatten_mapping(node)
+        keys: list[Any] = []
+        for each, _ in node.value:
+            if (key := self.construct_object(each, deep=True)) in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands there twice", each.start_mark
+                )
+            keys.append(key)
+        return dict(super().construct_mapping(node, deep=True))
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+    except FileNotFoundError as error:
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise LoadError(
+            f"there is no configuration file {path}{did_you_mean(path.name, beside)}",
+            fix="`shardwise train --help` shows a small one",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
+    except yaml.YAMLError as error:
+        raise LoadError(f"{path} is not YAML", why=str(error)) from error
+    if not isinstance(tree, dict | None):
+        raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
+    return tree or {}
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        return [Problem(override, "is no override", "write key=value, such as optimizer.lr=1e-4")]
+    *groups, last = key.split(".")
+    here = tree
+    for group in groups:
+        if here.get(group) is None:
+            here[group] = {}
+        if not isinstance(here[group], dict):
+            return [Problem(key, f"cannot be set: {group} is {_kind(here[group])}, not a group of keys")]
+        here = here[group]
+    try:
+        here[last] = yaml.load(text, _Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
+    return []
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping | list):
+        return "a group of keys" if isinstance(value, Mapping) else f"the list {value!r}"
+    return "null" if value is None else f"{'the text ' if isinstance(value, str) else ''}{value!r}"

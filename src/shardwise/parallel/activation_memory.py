@@ -1,0 +1,87 @@
+"""Counts the memory that lies between forward and backward: exact, on real tensors and on fake ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.estimate.memory import ActivationBytes
+
+__all__ = ["MemoryCount"]
+
+_Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
+"""Storages of tensors by their ids, none of them kept alive."""
+
+
+class MemoryCount(TorchDispatchMode):
+    """While active, watches what the operations of a forward make, and tells how much of it still lives.
+
+    Args:
+        model: split; its parameters at rest are not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._at_rest, self._made, self._of_parameters = _Storages(), _Storages(), _Storages()
+        self._hooks: list[RemovableHandle] = []
+        for parameter in model.parameters():
+            _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
+
+    def __enter__(self) -> MemoryCount:
+        # Behind FSDP2's own hooks a module's parameters are the gathered ones.
+        register = nn.Module.register_forward_pre_hook  # also where a split sequence refuses hooks of others
+        self._hooks = [register(module, self._meet) for module in self._model.modules()]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor takes the operation apart; what it makes comes back here
+        result = func(*args, **(kwargs or {}))
+        given = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        for each in _tensors(result):
+            if id(each.untyped_storage()) in given:
+                continue
+            _add(each, self._made)
+            if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self._at_rest:
+                _add(each, self._of_parameters)
+        return result
+
+    def held(self) -> ActivationBytes:
+        """What lives of all that was made inside. Let go of the model's output before, but keep the loss."""
+        nbytes = {key: storage.nbytes() for key, storage in self._made.items()}
+        gathered = sum(nbytes.get(key, 0) for key in self._of_parameters)
+        return ActivationBytes(activations=sum(nbytes.values()) - gathered, gathered=gathered)
+
+    def _meet(self, module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                _add(parameter, self._of_parameters)
+
+
+def _add(tensor: Tensor, storages: _Storages) -> None:
+    storage = tensor.untyped_storage()
+    storages[id(storage)] = storage
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for each in tree_iter(values):
+        if isinstance(each, AsyncCollectiveTensor):
+            yield each.elem  # the wrapper has no memory of its own
+        elif isinstance(each, Tensor):
+            yield each

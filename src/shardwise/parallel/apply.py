@@ -1,0 +1,102 @@
+"""The one order in which a model becomes split: every way to a split model ends in `apply_plan`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.errors import PlanError, UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.parallel.caches import train_without_cache
+from shardwise.parallel.compiled import apply_compilation
+from shardwise.parallel.fsdp import apply_data_parallelism
+from shardwise.parallel.precision import apply_precision
+from shardwise.parallel.recompute import apply_recomputation
+from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
+from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
+from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, cut_parameters
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.registry import Registry, attach_registry, is_split
+from shardwise.topology.axes import UNSERVED_AXES
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["apply_plan", "check_axes", "check_unsplit"]
+
+
+def apply_plan(
+    model: nn.Module, mesh: Mesh, plan: SplitPlan, spec: ParallelSpec, *, dtype: torch.dtype | None = None
+) -> Registry:
+    """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
+
+    From the inside out: tensor and sequence parallelism change modules, what recomputes and compiles blocks wraps
+    them, and FSDP2 comes last, because it gathers a unit before anything in it runs, or runs again.
+
+    Args:
+        plan: resolved for this model and this mesh, the same on every rank.
+        spec: what was asked for; its plan has gone into `plan`.
+        dtype: what floating-point parameters are converted to before FSDP2 takes them; their own where None.
+
+    Raises:
+        ConfigError: an option names what the model does not have.
+        UnsupportedError: it asks for what this torch or device does not have.
+
+    Communicates: nothing.
+    """
+    context = SplitContext(
+        group=mesh.group("tp"),
+        size=plan.tp_size,
+        coord=mesh.coord("tp"),
+        mesh=mesh.tensor_mesh,
+        device=mesh.device,
+        has_dropout=_has_dropout(model),
+    )
+    registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
+    cut_parameters(model, registry)
+    if plan.tp_size > 1:
+        apply_tensor_parallelism(model, registry)
+        apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
+    attach_registry(model, registry)
+    guard_state_dict(model, registry)
+    model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)
+    model.register_forward_hook(lambda module, *_: context.end_forward(module), always_call=True)
+    if dtype is not None:
+        model.to(dtype)
+    devices = {value.device for value in (*model.parameters(), *model.buffers())} - {mesh.device}
+    if devices and torch.device("meta") not in devices:
+        model.to(mesh.device)
+    apply_precision(model, registry, spec.precision)
+    apply_recomputation(model, registry, spec.recompute)
+    apply_compilation(model, registry, spec.compilation)
+    train_without_cache(model, recomputes=spec.recompute.mode != "none")
+    apply_data_parallelism(model, registry, spec.fsdp)
+    guard_hooks(model, registry)
+    return registry
+
+
+def check_unsplit(model: nn.Module) -> None:
+    """Raises `PlanError` where the model has been split before."""
+    if is_split(model):
+        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
+
+
+def check_axes(shape: MeshShape) -> None:
+    """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
+    waiting = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
+    if waiting:
+        raise UnsupportedError(
+            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
+            why="only ddp, fsdp and tp are supported so far",
+            fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
+        )
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Whether anything in the model draws random numbers in training, as far as modules and configs say."""
+    owners = [*model.modules(), *([model.config] if getattr(model, "config", None) else [])]
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
+        for owner in owners
+        for name, value in vars(owner).items()
+    )

@@ -1,0 +1,51 @@
+"""Training forwards build no cache of keys and values.
+
+transformers' models build one unless they are told not to. It holds keys and values a second time, grows twice where a
+block is computed again, and makes `torch.compile` compile every layer again, since its state differs from layer to
+layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import ConfigError
+from shardwise.runtime.arguments import Arguments, edit_arguments
+
+__all__ = ["train_without_cache"]
+
+
+def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
+    """Makes forwards with gradients of a model in training mode run with `use_cache=False` unless the caller says more.
+
+    Args:
+        recomputes: whether blocks are computed again in backward, where a cache cannot be had at all.
+    """
+
+    def without_cache(module: nn.Module, arguments: Arguments) -> None:
+        if torch.is_grad_enabled() and (module.training or recomputes):
+            if recomputes and arguments.get("use_cache"):
+                raise ConfigError(
+                    "use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()"
+                )
+            arguments["use_cache"] = arguments.get("use_cache") or False
+
+    for module in _cache_builders(model):
+        edit_arguments(module, without_cache)
+
+
+def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that can be told whether to build a cache, and the models in them, which may be called on
+    their own. A head may hand it on unnamed.
+    """
+    takes_it = "use_cache" in inspect.signature(module.forward).parameters
+    if takes_it:
+        yield module
+    for child in module.children():
+        if not takes_it or isinstance(child, PreTrainedModel):
+            yield from _cache_builders(child)

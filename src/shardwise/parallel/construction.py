@@ -1,0 +1,138 @@
+"""How every tensor of a model came to be, so that any one of them can be made again for real.
+
+# [Note: recorded construction]
+transformers makes a model's weights in two steps: constructors give values (a head's bias of zeros, a table of
+multipliers), then `_init_weights` overwrites most of them, module by module. Both read sizes and counts off modules, so
+they must see the unsplit model; and neither can be run for all of it, which fits no memory. So an unsplit model is
+built on the meta device, where operations cost nothing, every operation that makes or changes a tensor is noted, and
+whoever needs a tensor's value runs the operations that lead to it on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["Construction"]
+
+_FROM_DATA = (torch.tensor, torch.as_tensor)
+"""Functions that leave no trace below Python when they copy data to the meta device."""
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One call that made or changed tensors; `written` names their storages."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    out: Any
+    written: frozenset[int]
+
+
+class Construction:
+    """Records what happens to tensors between `with` and its end, and keeps them: meta tensors take no memory."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._modes = ExitStack()
+
+    def __enter__(self) -> Construction:
+        self._modes.enter_context(_DataRecorder(self._record))
+        self._modes.enter_context(_OperationRecorder(self._record))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.close()
+
+    def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        written = frozenset(map(_storage, _tensors(out)))
+        if written:
+            self._operations.append(_Operation(function, args, kwargs, out, written))
+
+    @torch.no_grad()
+    def values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The values of meta tensors, on the CPU; NaN where nothing ever gave them any.
+
+        What was drawn at random is drawn again from torch's stream, once for all of `tensors`.
+        """
+        needed, operations = {_storage(value) for value in tensors}, []
+        for operation in reversed(self._operations):
+            if operation.written & needed:
+                needed.update(map(_storage, _tensors((operation.args, operation.kwargs))))
+                operations.append(operation)
+        replay = _Replay()
+        for operation in reversed(operations):
+            replay.run(operation)
+        return [replay.real(value).clone() for value in tensors]
+
+
+class _DataRecorder(TorchFunctionMode):
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _FROM_DATA:
+            self._record(func, args, kwargs or {}, out)
+        return out
+
+
+class _OperationRecorder(TorchDispatchMode):
+    def __init__(self, record: Callable[..., None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "empty" not in func.__name__:  # neither gives a tensor any value
+            self._record(func, args, kwargs or {}, out)
+        return out
+
+
+class _Replay:
+    """Runs recorded operations on the CPU."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, operation: _Operation) -> None:
+        """Runs one, whose inputs were made by those before it."""
+        args, kwargs = tree_map(self._argument, (operation.args, operation.kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        found = operation.function(*args, **kwargs)
+        for recorded, value in zip(_tensors(operation.out), _tensors(found), strict=True):
+            if _storage(recorded) not in self._storages:
+                self.real(recorded).copy_(value)
+
+    def _argument(self, value: Any) -> Any:
+        is_recorded = isinstance(value, Tensor) and (value.is_meta or _storage(value) in self._storages)
+        return self.real(value) if is_recorded else value
+
+    def real(self, recorded: Tensor) -> Tensor:
+        """The tensor at the same place of a real storage, which is all NaN where nothing wrote to it."""
+        key, dtype = _storage(recorded), recorded.dtype
+        if key not in self._storages:
+            values = torch.zeros(recorded.untyped_storage().nbytes() // recorded.itemsize, dtype=dtype)
+            self._storages[key] = (values.fill_(torch.nan) if dtype.is_floating_point else values).untyped_storage()
+        place = recorded.storage_offset(), recorded.shape, recorded.stride()
+        return torch.empty(0, dtype=dtype).set_(self._storages[key], *place)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    """What is the same for all tensors that share their memory."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,38 @@
+"""Everything that is decided about a model before it is touched: rules, resolved for all axes of the mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from shardwise.parallel.sequence_parallel import is_direct
+from shardwise.plan.data_axes import with_data_axes
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
+from shardwise.runtime.norm import recognise_norm
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["decide_split"]
+
+
+def decide_split(
+    rules: Plan, model: nn.Module, facts: ModelFacts, shape: MeshShape, *, sequence_parallel: bool = False
+) -> SplitPlan:
+    """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
+
+    Args:
+        facts: read off the model.
+
+    Raises:
+        PlanError: the rules cannot be followed; lists every problem.
+        UnsupportedError: a module that they split over its features is no norm that can be.
+    """
+    resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=sequence_parallel)
+    plan = with_data_axes(resolved, facts, shape)
+    norms = {
+        name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
+    }
+    return replace(plan, stacks=facts.stacks, norms=norms, direct=is_direct(model, plan, facts.embedding))

@@ -1,0 +1,179 @@
+"""Data parallelism: FSDP2 over the `fsdp` and `ddp` axes, set up once for the unsplit model.
+
+What is gathered together, and how every parameter is sharded, has been decided (`plan/data_axes.py`, [Note: units]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map
+
+from shardwise.errors import UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy
+from shardwise.plan.structure import outermost_layers
+from shardwise.runtime.arguments import map_first
+from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
+from shardwise.runtime.registry import Registry, attach_registry
+
+__all__ = ["apply_data_parallelism"]
+
+Unit = tuple[nn.Module, ...]
+
+_REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
+
+
+def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
+    """Gives the parameters of a split model (real or meta) to FSDP2, in place; names stay, parameters become `DTensor`s
+    over the data axes. Does nothing where there is one data rank.
+
+    Raises:
+        UnsupportedError: the policy asks for what this torch or device does not have.
+    """
+    mesh, registry.policy = registry.mesh, policy
+    if mesh.data_mesh is None:
+        return
+    _check(policy, mesh)
+    kept_replicated = {
+        parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"
+    }
+    for parameter in kept_replicated:
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(mesh.device)
+    units: list[Unit] = [tuple(map(model.get_submodule, unit)) for unit in registry.plan.units]
+    own_class = type(model)
+    for module in (module for unit in units for module in unit):
+        if not _REDUCES_UNUSED and _chooses_modules(module):
+            _reach_all_parameters(module)
+        module.register_forward_hook(_own_output)
+    model.register_forward_hook(_own_output)
+    for unit in units:
+        _shard(unit, registry, kept_replicated, frees=policy.zero_stage == 3)
+    _shard((model,), registry, kept_replicated, frees=False)
+    # transformers looks models up by the name of their class, and exports write it down
+    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
+    model.__class__ = type(own_class.__name__, (type(model),), names)
+    registry.data_root = model
+    _tune(model, units, registry)
+    attach_registry(model, registry)
+
+
+def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *, frees: bool) -> None:
+    mesh, policy, precision = registry.mesh, registry.policy, registry.precision
+    options: dict[str, Any] = {"mesh": mesh.data_mesh, "ignored_params": kept_replicated}
+    if policy.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+    if precision is not None:
+        compute = getattr(torch, precision.compute) if precision.compute != precision.params else None
+        options["mp_policy"] = MixedPrecisionPolicy(compute, getattr(torch, precision.reduce))
+    modules: Any = unit[0] if len(unit) == 1 else list(unit)
+    if mesh.size("fsdp") > 1:
+        fully_shard(modules, reshard_after_forward=frees, **options)
+    else:
+        replicate(modules, **options)
+
+
+def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Makes a unit hand out no view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
+    again in backward. FSDP2 warns of that at every view.
+    """
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():
+            return value
+        # What a linear's output is a view of nobody else has, so that logits need not be copied.
+        return torch.ops.aten._unsafe_view(value, value.shape) if isinstance(module, nn.Linear) else value.clone()
+
+    return output if torch.compiler.is_compiling() else tree_map(own, output)  # a graph's outputs are its own
+
+
+def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
+    """Applies what FSDP2 is told after `fully_shard`."""
+    policy, plan = registry.policy, registry.plan
+    layers = set(outermost_layers(plan.stacks))
+    roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in zip(plan.units, units, strict=True)}
+    in_stack = [root for names, root in roots.items() if layers.intersection(names)]
+    if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
+        embedding = roots.get((plan.embedding or "",))
+        head = [root for root in roots.values() if root not in in_stack and root is not embedding]
+        for root in (*head, *(in_stack[-1:] if policy.keep_last_block else [])):  # backward follows forward at once
+            root.set_reshard_after_forward(False, recurse=False)
+        if embedding is not None and _is_plain_embedding(embedding):
+            embedding.set_unshard_in_backward(False)
+    for number, root in enumerate(in_stack if policy.prefetch > 1 else []):
+        root.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
+        root.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
+    for unit in units if _REDUCES_UNUSED else ():
+        if any(map(_chooses_modules, unit)):
+            cast(Any, unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if policy.gradient_divide_factor is not None:
+                module.set_gradient_divide_factor(policy.gradient_divide_factor)
+                module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums
+            if policy.symmetric_memory:
+                module.set_symm_mem_for_comm()
+
+
+def _chooses_modules(block: nn.Module) -> bool:
+    """Whether a block may run other parameters for other rows, as experts do, modules of their own or stacked in one
+    parameter: then a rank reduces zeros for those it has not run.
+    """
+    for module in block.modules():
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            return True
+        own = [each for each in module._parameters.values() if each is not None]
+        if any(each.ndim > 2 for each in own) and not type(module).__module__.startswith("torch."):
+            return True
+    return False
+
+
+def _reach_all_parameters(unit: nn.Module) -> None:
+    """Makes every trained parameter of `unit` part of its output's graph: one that it did not use gets a gradient of
+    zeros. FSDP2 before torch 2.13 reduces the gradients that are there, which differ between ranks.
+    """
+
+    def reach(module: nn.Module, args: Any, output: Any) -> Any:
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not torch.is_grad_enabled() or not parameters:
+            return output
+        return map_first(output, lambda x: _Reach.apply(x, *parameters))
+
+    unit.register_forward_hook(reach)
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
+        return x.clone()  # no view: what is written into a view later escapes the hooks on this output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    """Whether it only looks rows up, so that its gradient does not depend on its weight."""
+    forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
+    ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
+    return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
+
+
+def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
+    for wanted, method in (
+        (policy.separate_reduce_group, "set_separate_reduce_scatter_group"),
+        (policy.symmetric_memory, "set_symm_mem_for_comm"),
+    ):
+        if wanted and not hasattr(FSDPModule, method):
+            raise UnsupportedError(
+                f"torch {torch.__version__} has no FSDPModule.{method}", fix="use torch 2.13 or newer"
+            )
+    if policy.symmetric_memory and mesh.device.type != "cuda":
+        raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")

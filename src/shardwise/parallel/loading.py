@@ -1,0 +1,149 @@
+"""Loading: each rank reads exactly the boxes it owns from a Hugging Face checkpoint into a split meta model."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from shardwise.errors import LoadError
+from shardwise.parallel.coverage import Allowed, check_coverage
+from shardwise.parallel.materialize import put_tensor
+from shardwise.runtime.canonical import state_tensors
+from shardwise.runtime.registry import Registry
+from shardwise.sharding.layout import Layout
+from shardwise.weights.conversion import Resolution, resolve_keys
+from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.lazy import LazyTensor
+from shardwise.weights.read import adopt_local, read_local
+
+__all__ = ["load_weights"]
+
+logger = logging.getLogger("shardwise.load")
+
+
+def load_weights(
+    model: PreTrainedModel,
+    registry: Registry,
+    index: CheckpointIndex,
+    *,
+    dtype: torch.dtype | None,
+    allowed: Allowed,
+    key_mapping: Mapping[str, str] | None = None,
+) -> None:
+    """Fills the parameters and persistent buffers that the checkpoint has; the others stay on the meta device.
+
+    Args:
+        dtype: of floating-point parameters; each keeps the checkpoint's where None.
+        allowed: what the checkpoint may lack or hold in vain.
+        key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
+
+    Raises:
+        LoadError: the checkpoint does not cover the model, a conversion fails, or this rank's part of it holds NaN.
+
+    Communicates: nothing.
+    """
+    shapes = {}
+    for fqn, value in state_tensors(model).items():
+        entry = registry.entries.get(registry.tied.get(fqn, fqn))
+        shapes[fqn] = tuple(value.shape) if entry is None else entry.layout.shape
+    resolution = _resolve(model, index, shapes, key_mapping)
+    names = {registry.tied.get(fqn, fqn) for fqn in shapes}
+    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
+    kept = model._get_dtype_plan(dtype) if dtype is not None else {}
+    wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
+    silent = registry.mesh.rank != 0 or len(wanted) < 1000
+    sums: dict[str, tuple[Tensor, Tensor]] = {}
+    for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
+        lazy = resolution.tensors[fqn]
+        value = _read(fqn, lazy, registry, _dtype_of(fqn, lazy.dtype, dtype, kept))
+        if value.is_floating_point():
+            sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
+        put_tensor(model, registry, fqn, value)
+    _check_numbers(sums, index)
+    _check_ties(resolution, registry)
+
+
+def _resolve(
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    shapes: Mapping[str, tuple[int, ...]],
+    key_mapping: Mapping[str, str] | None,
+) -> Resolution:
+    """What the checkpoint has for the model, without a prefix of all its keys if that fits more of the model.
+
+    DistributedDataParallel, torch.compile and Lightning save under names that begin with their own attribute.
+    """
+    found = resolve_keys(model, index, shapes, key_mapping=key_mapping)
+    # Names sort by their beginnings, so what the first and the last have in common is common to all.
+    ends = zip(*(end.split(".")[:-1] for end in (min(index, default=""), max(index, default=""))), strict=False)
+    prefix = "".join(f"{first}." for first, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
+    if not found.missing or not prefix:
+        return found
+    used = model._weight_conversions  # the model remembers those of the last resolution
+    stripped = resolve_keys(model, index, shapes, key_mapping=key_mapping, prefix=prefix)
+    if len(stripped.tensors) <= len(found.tensors):
+        model._weight_conversions = used
+        return found
+    logger.warning("%s: all names begin with %r, which is left out", index.location, prefix)
+    return stripped
+
+
+def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointIndex) -> None:
+    """A sum is NaN if an element is, which is quick to see; or if there are infinities of both signs."""
+    broken = [fqn for fqn, (value, total) in sums.items() if math.isnan(float(total)) and bool(value.isnan().any())]
+    if broken:
+        raise LoadError(
+            f"{len(broken)} of {len(sums)} tensors hold NaN",
+            at=index.location,
+            why=", ".join(broken[:5]),
+            fix="take a checkpoint from before training diverged",
+        )
+
+
+def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
+    entry, device, coords = registry.entries.get(fqn), registry.home(fqn), registry.mesh.coords
+    layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
+    pieces, shape = layout.pieces(coords), layout.local_shape(coords)
+    if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:
+        adopted = adopt_local(lazy, pieces, shape)
+        if adopted is not None:
+            registry.mapped.add(fqn)
+            return adopted
+    return read_local(lazy, pieces, shape, dtype=dtype, device=device)
+
+
+def _dtype_of(
+    fqn: str, stored: torch.dtype, wanted: torch.dtype | None, kept: Mapping[str, torch.dtype]
+) -> torch.dtype:
+    """The dtype a tensor is loaded in: the one asked for, except where the model keeps float32."""
+    if wanted is None or not stored.is_floating_point:
+        return stored
+    return next((dtype for pattern, dtype in kept.items() if re.search(pattern.replace("*", ".*"), fqn)), wanted)
+
+
+def _check_ties(resolution: Resolution, registry: Registry) -> None:
+    """Names that the model ties must hold the same values where a checkpoint has both; each rank compares its part."""
+    for alias, other in resolution.duplicates.items():
+        canonical = registry.tied.get(alias, registry.tied.get(other))
+        entry = registry.entries.get(canonical or "")
+        if entry is None:
+            continue
+        coords = registry.mesh.coords
+        parts = [
+            read_local(resolution.tensors[name], entry.layout.pieces(coords), entry.layout.local_shape(coords))
+            for name in (alias, other)
+        ]
+        if not torch.equal(*parts):
+            raise LoadError(
+                f"{alias} and {other} differ in the checkpoint, but the model ties them",
+                why="loading either would change what the model computes",
+                fix="load with tie_word_embeddings=False",
+            )

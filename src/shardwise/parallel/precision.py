@@ -1,0 +1,78 @@
+"""Mixed precision where FSDP2 does not provide it: parameters are cast where they are used.
+
+A unit's forward runs with its parameters cast; autograd takes the gradients back to the parameters at rest. The casts
+live as long as backward needs them, as FSDP2's gathered parameters do between forward and backward at ZeRO stage 2.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.plan.options import Precision
+from shardwise.runtime.linear import become
+from shardwise.runtime.registry import Registry
+
+__all__ = ["apply_precision"]
+
+
+class Cast:
+    """Mixin: computes in another dtype than its parameters have."""
+
+    _cast_to: torch.dtype
+    _cast_parameters: list[tuple[nn.Module, str]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, with parameters and floating-point inputs cast."""
+        own: Callable[..., Any] = super().forward  # type: ignore[misc]
+        held = [(module, name, module._parameters[name]) for module, name in self._cast_parameters]
+        for module, name, parameter in held:
+            module._parameters[name] = _cast(parameter, self._cast_to)
+        try:
+            return own(*_cast(args, self._cast_to), **_cast(kwargs, self._cast_to))
+        finally:
+            for module, name, parameter in held:
+                module._parameters[name] = parameter
+
+
+def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
+    """Makes a split model compute in the dtype that `precision` says, in place. Communicates nothing.
+
+    Over the data axes FSDP2 does it (see `apply_data_parallelism`), told by the registry.
+    """
+    registry.precision = precision
+    if precision is None:
+        return
+    if precision.params != "float32" and precision.params == precision.compute:
+        warnings.warn(
+            f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
+            "which Adam's usually are; Precision() keeps them in float32 and computes in bfloat16",
+            stacklevel=3,
+        )
+    if precision.compute == precision.params or registry.mesh.data_size > 1:
+        return
+    dtype = getattr(torch, precision.compute)
+    taken: set[int] = set()
+    for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
+        owners = [(owner, name) for owner in module.modules() if id(owner) not in taken for name in _floats(owner)]
+        taken |= {id(owner) for owner in module.modules()}
+        become(module, Cast, _cast_to=dtype, _cast_parameters=owners)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors cast, also those in plain containers; caches and the like stay."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast(each, dtype) for each in value)
+    if type(value) is dict:
+        return {name: _cast(each, dtype) for name, each in value.items()}
+    return value
+
+
+def _floats(module: nn.Module) -> list[str]:
+    return [name for name, value in module._parameters.items() if value is not None and value.is_floating_point()]

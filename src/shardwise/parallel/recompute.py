@@ -1,0 +1,156 @@
+"""Recomputation (activation checkpointing): blocks that are computed again in backward instead of kept.
+
+# [Note: recomputation]
+A recomputed module checkpoints its own forward. What hangs on the module from outside, FSDP2's gathering and the edges
+of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
+What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
+"selective"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
+twice; training forwards build none (see `caches.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from shardwise.comm.operations import functional_collectives
+from shardwise.errors import ConfigError
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.match import match
+from shardwise.plan.options import Recompute
+from shardwise.plan.structure import LayerStack, outermost_layers
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import become
+from shardwise.runtime.registry import Registry
+
+__all__ = ["apply_recomputation"]
+
+_aten = torch.ops.aten
+_EXPENSIVE_OPS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+class _Resuming:
+    """A checkpoint whose second run is given the state of the forward that it belongs to: others may have run since."""
+
+    def __init__(self, run: Callable[..., Any], context: SplitContext) -> None:
+        self.run, self.context = run, context
+
+    def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.run(own, *args, **kwargs)
+        state = self.context.state
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.context.resumed(state):
+                return own(*args, **kwargs)
+
+        return self.run(forward, *args, **kwargs)
+
+
+class Recomputed:
+    """Mixin: keeps the inputs of its forward and computes it again in backward."""
+
+    _checkpoint: _Resuming
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, checkpointed where a gradient is wanted."""
+        own: Callable[..., Any] = super().forward  # type: ignore[misc]
+        return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
+
+
+def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:
+    """Makes the modules that `recompute` names compute their forward again in backward, in place; names stay. What
+    transformers itself runs again (`gradient_checkpointing_enable`, before or after) belongs to its own forward, too.
+
+    Raises:
+        ConfigError: a pattern names no module, one module lies within another, or the model has no attention to name.
+
+    Communicates: nothing; a recomputed forward repeats what it communicates.
+    """
+    context = registry.context
+    for module in model.modules() if context.size > 1 else ():
+        own = vars(module)
+        if "_gradient_checkpointing_func" in own:
+            own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], context)
+        if isinstance(module, PreTrainedModel):
+            own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, context)
+    if recompute.mode == "none":
+        return
+    run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
+    for module in _chosen(model, registry.plan.stacks, recompute):
+        become(module, Recomputed, _checkpoint=_Resuming(run, context))
+
+
+def _enable_resuming(
+    model: PreTrainedModel, context: SplitContext, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
+) -> None:
+    """`PreTrainedModel._set_gradient_checkpointing`, with a function that resumes."""
+    function = _Resuming(gradient_checkpointing_func, context)
+    type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
+
+
+def _chosen(model: nn.Module, stacks: Sequence[LayerStack], recompute: Recompute) -> list[nn.Module]:
+    if recompute.modules:
+        return _matching(model, recompute.modules)
+    found = outermost_layers(stacks)[:: recompute.every]
+    if recompute.mode == "attention":
+        layers = tuple(f"{layer}." for layer in found)
+        found = tuple(name for name in _attentions(model) if name.startswith(layers))
+    if not found:
+        what = "attention that is recognised" if recompute.mode == "attention" else "layers to recompute"
+        raise ConfigError(f"{type(model).__name__} has no {what}", fix="name modules by pattern")
+    return [model.get_submodule(name) for name in found]
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(match(pattern, name) for name in names):
+            raise ConfigError(f"Recompute pattern {pattern!r} matches no module of {type(model).__name__}")
+    chosen = [name for name in names if any(match(pattern, name) for pattern in patterns)]
+    for name in chosen:
+        outer = next((each for each in chosen if name.startswith(f"{each}.")), None)
+        if outer is not None:
+            raise ConfigError(f"{name} lies within {outer}, and both are to be recomputed", fix="name only one of them")
+    return [model.get_submodule(name) for name in chosen]
+
+
+def _attentions(model: nn.Module) -> list[str]:
+    """The outermost modules that know their heads."""
+    names = [name for name, each in read_facts(model).modules.items() if each.heads is not None and name]
+    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+
+
+def _run_selectively(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # regions give values there by themselves
+            return own(*args, **kwargs)
+        with functional_collectives():
+            return own(*args, **kwargs)
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=_save_expensive_ops, **kwargs)
+
+
+def _save_expensive_ops() -> Any:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = operation in _EXPENSIVE_OPS or operation.namespace == "_c10d_functional"
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

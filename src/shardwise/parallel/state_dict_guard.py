@@ -1,0 +1,128 @@
+"""Guards the model's own doors, so that a rank's part is never passed off as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.errors import UnsupportedError
+from shardwise.runtime.canonical import local_tensor
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.registry import Registry, named_entries
+
+__all__ = ["guard_hooks", "guard_state_dict"]
+
+_HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+)
+
+_EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save"
+
+
+def guard_state_dict(model: nn.Module, registry: Registry) -> None:
+    """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` cut full tensors to size.
+
+    What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns a split
+    parameter refuses, so `model.model.state_dict()` does too. Pickling is refused in any case: hooks are no data.
+    """
+    attributes = dict(vars(model))
+    vars(model).clear()
+    vars(model).update({"_shardwise_refusal": _RefusePickle(type(model).__name__), **attributes})
+    if registry.plan.tp_size == 1 and registry.mesh.data_size == 1:
+        return
+    name, tp_size = type(model).__name__, registry.plan.tp_size
+
+    def refuse(*_: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"state_dict() of a {name} that is split over tp={tp_size}",
+            why="this rank holds parts of its parameters, which would pass for whole ones",
+            fix=_EXPORT,
+        )
+
+    fqns = [fqn for fqn in (*registry.entries, *registry.tied) if registry.entry(fqn).split is not None]
+    for owner in sorted({fqn.rpartition(".")[0] for fqn in fqns}):
+        model.get_submodule(owner).register_state_dict_pre_hook(refuse)
+    model.register_load_state_dict_pre_hook(_cut)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.resize_token_embeddings = _refuse_resize
+
+
+class _RefusePickle:
+    """The first attribute of a split model, so that pickle meets it before anything that it cannot take."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            f"pickling a {self._name} that is split (pickle, torch.save)",
+            why="it is parts on several ranks and hooks that communicate",
+            fix=_EXPORT,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RefusePickle:
+        return self
+
+
+def guard_hooks(model: nn.Module, registry: Registry) -> None:
+    """Makes modules refuse hooks, to which a rank's part of heads, features or the sequence would look like all of it.
+
+    During a forward they accept them: transformers installs its own there, for what `install_outputs` makes full.
+    """
+    plan, sequence = registry.plan, registry.plan.sequence
+    regions = tuple(f"{region.fqn}." for region in plan.regions)
+    for name, module in model.named_modules() if plan.tp_size > 1 else ():
+        part = ""
+        if name.startswith(regions):
+            part = "what heads or features compute"
+        elif sequence is not None and (name in sequence.whole or plan.stack_of(name) is not None):
+            part = "the sequence"
+        for method in _HOOKS if part else ():
+            module.__dict__[method] = MethodType(_guarded(method, name, part, registry.context), module)
+        if plan.direct and name == plan.embedding:
+            module.__dict__["register_forward_hook"] = MethodType(_register_on_full_rows, module)
+
+
+def _guarded(method: str, name: str, part: str, context: SplitContext) -> Callable[..., Any]:
+    def register(module: nn.Module, hook: Any, **options: Any) -> Any:
+        if not context.is_under_way:
+            raise UnsupportedError(
+                f"a hook on {name}, where {part} is split over tp",
+                why=f"it would be given this rank's 1 / {context.size} of {part}, which looks like all of it",
+                fix="ask for output_hidden_states=True or output_attentions=True, which are full, or leave out "
+                f"sequence_parallel; where parts are wanted, call torch.nn.Module.{method}(module, hook)",
+            )
+        return getattr(nn.Module, method)(module, hook, **options)
+
+    return register
+
+
+def _register_on_full_rows(module: nn.Module, hook: Any, **options: Any) -> Any:
+    """Registers a hook on an embedding that might have left the sum of its rows to the layers: it no longer does."""
+    setattr(module, "_may_defer", False)  # noqa: B010
+    return nn.Module.register_forward_hook(module, hook, **options)
+
+
+def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts."""
+    for name, entry in named_entries(module).items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
+            state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "resize_token_embeddings on a split model",
+        why="the vocabulary is divided among ranks already",
+        fix="resize the unsplit model before shardwise.parallelize, or export and load it again",
+    )

@@ -1,0 +1,208 @@
+"""Tensor parallelism: cuts parameters to this rank's part and makes the modules compute with it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.heads import apply_divided, apply_expert_widths, apply_local_heads
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.structure import parent_of, upwards
+from shardwise.runtime.canonical import local_tensor
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
+from shardwise.runtime.head import install_head, install_loss, install_side_outputs
+from shardwise.runtime.linear import RowSplit, become
+from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
+from shardwise.runtime.norm import SplitNorm
+from shardwise.runtime.outputs import install_outputs
+from shardwise.runtime.region_edges import (
+    RegionExit,
+    install_draws_end,
+    install_gathered,
+    install_reduced,
+    install_region,
+)
+from shardwise.runtime.registry import ParameterEntry, Registry
+from shardwise.sharding.placement import Split
+
+__all__ = ["apply_tensor_parallelism", "cut_parameters"]
+
+_HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
+
+
+def cut_parameters(model: nn.Module, registry: Registry) -> None:
+    """Replaces every split parameter's values by this rank's part (of a meta parameter, its shape), in place.
+
+    Parameters keep their identity, so tied ones stay tied, and own their storage.
+    """
+    coords = registry.mesh.coords
+    for fqn, planned in registry.plan.parameters.items():
+        entry = ParameterEntry(
+            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+        )
+        registry.entries[fqn] = entry
+        if entry.split is None:
+            continue
+        parameter, layout = model.get_parameter(fqn), entry.tensor_layout
+        if parameter.is_meta:
+            parameter.data = parameter.data.new_empty(layout.local_shape(coords))
+        else:
+            parameter.data = local_tensor(parameter.data, layout, coords)
+
+
+def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
+    """Changes the forward of the modules the plan names. Parameters are cut already. Communicates nothing."""
+    plan, context = registry.plan, registry.context
+    modules = dict(model.named_modules())
+    for module in modules.values():
+        _fit_sizes(module)
+    outer = tuple(f"{region.fqn}." for region in plan.regions if region.edge == "output")
+    for name in plan.modules:
+        _apply_style(modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name))
+    for region in plan.regions:
+        install_region(
+            modules[region.fqn],
+            region.edge,
+            context,
+            name=region.fqn,
+            stack=plan.stack_of(region.fqn),
+            leave=_leave(plan, region.fqn),
+            residual_inputs=_names_of(plan.residual_inputs, region.fqn),
+            parts=_names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn),
+        )
+        split = _split_of(registry, region.fqn)
+        if region.edge == "gather" and split is not None:
+            install_gathered(modules[region.fqn], _sizes(split), context)
+    left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
+    for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
+        install_draws_end(modules[name], context)
+    apply_local_heads(modules, plan.heads)
+    apply_divided(modules, plan.attributes)
+    apply_expert_widths(modules, plan.parameters)
+    _install_local(modules, plan, context)
+    if plan.head is not None:
+        install_head(modules[plan.head], plan.parameters[_weight_of(registry, plan.head)].shape[0], context)
+    install_loss(model, context)
+    install_side_outputs(getattr(model, "base_model", model), context)
+    _install_outputs(model, plan, context)
+    return model
+
+
+def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:
+    """Lets every transformers model in the model hand out full tensors, those of its own stacks of layers."""
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    stacks = plan.sequence.stacks if plan.sequence is not None else ()
+    around = {stack.fqn: next((name for name in upwards(stack.fqn) if name in owners), "") for stack in stacks}
+    split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
+    for name, module in owners.items():
+        said = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
+        install_outputs(
+            module,
+            context,
+            stacks=[fqn for fqn, owner in around.items() if owner == name],
+            num_heads=split_heads | {count for count in said if isinstance(count, int)},
+            ends_alike=len({stack.partial_after for stack in stacks}) < 2,
+        )
+
+
+def _leave(plan: SplitPlan, module: str) -> RegionExit:
+    """How a region is left at `module`."""
+    return RegionExit(waits=module in plan.fused_reductions, takes=module in plan.fused_reductions.values())
+
+
+def _names_of(inputs: Iterable[str], module: str) -> set[str]:
+    """The names of those inputs that are the module's."""
+    return {name.rpartition(".")[2] for name in inputs if parent_of(name) == module}
+
+
+def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
+    for fqn, (dim, num_heads) in plan.inputs.items():
+        owner, _, argument = fqn.rpartition(".")
+        enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
+        install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
+    for fqn in sorted(plan.told):
+        owner, _, argument = fqn.rpartition(".")
+        install_local_shapes(modules[owner], argument, context)
+    added: dict[str, list[str]] = {}
+    for fqn in plan.added:
+        owner, _, name = fqn.rpartition(".")
+        added.setdefault(owner, []).append(name)
+    for owner, names in added.items():
+        install_shares(modules[owner], tuple(names), context)
+
+
+def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: RegionExit | None) -> None:
+    """Args: leave: how a region is left at the module; None where one around it is left at its own output."""
+    plan, context = registry.plan, registry.context
+    style, split = plan.modules[name], _split_of(registry, name)
+    if style == "all_reduce":
+        install_reduced(module, context)
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
+    elif split is None:
+        return  # a bare parameter's rule: its module computes with it as it is
+    elif style == "norm_split":
+        become(module, SplitNorm, _split=context, _num_features=sum(_sizes(split)), _formula=plan.norms[name])
+    elif style == "embedding_rowwise":
+        _split_vocabulary(module, split, context)
+    elif style == "embedding_colwise":
+        become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
+    elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
+        become(
+            module,
+            RowSplit,
+            _split=context,
+            _stack=plan.stack_of(name),
+            _reduces=leave is not None,
+            _leave=leave,
+            _reenters=style == "rowwise_reenter",
+            _input_sizes=_sizes(split) if style == "rowwise_split_input" else None,
+        )
+
+
+def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
+    if getattr(module, "max_norm", None) is not None:
+        raise UnsupportedError(
+            "an embedding with max_norm cannot be split over its vocabulary",
+            why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
+            fix='keep it whole with the style "replicate"',
+        )
+    start = sum(_sizes(split)[: context.coord])
+    rows = split.local_size_of(context.coord)
+    padding = getattr(module, "padding_idx", None)
+    if padding is not None:
+        setattr(module, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
+    become(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
+
+
+def _fit_sizes(module: nn.Module) -> None:
+    """Lets a linear, embedding or depthwise convolution say the sizes that it has now."""
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
+        module.groups = module.in_channels = module.out_channels = weight.shape[0]
+    if weight is None or weight.ndim != 2:
+        return
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = weight.shape
+    elif isinstance(module, nn.Embedding):
+        module.num_embeddings, module.embedding_dim = weight.shape
+    elif hasattr(module, "nf"):  # transformers' Conv1D
+        setattr(module, "nf", weight.shape[1])  # noqa: B010
+
+
+def _split_of(registry: Registry, module: str) -> Split | None:
+    planned = registry.plan.parameters.get(_weight_of(registry, module))
+    return planned.placement if planned is not None and isinstance(planned.placement, Split) else None
+
+
+def _weight_of(registry: Registry, module: str) -> str:
+    return registry.tied.get(f"{module}.weight", f"{module}.weight")
+
+
+def _sizes(split: Split) -> tuple[int, ...]:
+    return tuple(split.local_size_of(coord) for coord in range(split.parts))

@@ -1,0 +1,23 @@
+"""What every rank of `spawn` finds imported: the process that ranks are forked from imports this module once."""
+
+import gc
+import importlib
+import os
+
+__all__: list[str] = []
+
+for _name in (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "shardwise.ranks.rank",
+):
+    importlib.import_module(_name)
+if "COVERAGE_PROCESS_START" not in os.environ:  # what is imported before a rank measures would not be counted
+    _front = importlib.import_module("shardwise")
+    for _name in _front.__all__:
+        getattr(_front, _name)
+gc.freeze()  # forks share these objects with this process for as long as nobody looks at them

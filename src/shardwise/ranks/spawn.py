@@ -1,0 +1,318 @@
+"""Run a function on N gloo ranks of this machine, from a test or a script; the first traceback wins.
+
+```python
+from shardwise.ranks.spawn import spawn
+
+def sum_of_ranks(start):
+    with shardwise.Mesh.open("tp2") as mesh:
+        ...
+    return total
+
+assert spawn(sum_of_ranks, 2, 10.0) == [11.0, 11.0]
+```
+
+Ranks come from the standard library's fork server, which imports torch, transformers and this package once, so a case
+costs a fraction of a second. They import everything else fresh, inherit the caller's environment, directory, import
+path and warning filters, and start from the same seeds. Needs Linux or macOS.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+from shardwise.errors import ConfigError, RankError
+from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
+
+__all__ = ["spawn", "warm"]
+
+Result = TypeVar("Result")
+
+# Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
+PORTS = range(20000, 32000)
+PRELOADED = ("shardwise.ranks.preloaded",)
+"""What ranks find imported; pytest too where their caller has it: test modules import it."""
+SHOWN_CHARS = 6000
+STACK_SECONDS = 1.0
+"""How long ranks may take to say where they are when the time is up."""
+BLAME_SECONDS = 0.1
+"""How long it is waited, after a rank has failed, for the one that it failed because of."""
+TEARDOWN_SECONDS = 10.0
+
+_STARTING = threading.Lock()
+
+
+def spawn(
+    fn: Callable[..., Result],
+    world_size: int,
+    *args: object,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    **kwargs: object,
+) -> list[Result]:
+    """Run `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
+
+    Each rank finds torchrun's variables (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
+    `MASTER_PORT`) and one thread (`OMP_NUM_THREADS`). `fn` joins the process group itself, through `Mesh.open`; a group
+    it leaves open is taken down after all ranks have returned. What ranks print is passed on afterwards, or shown in
+    the error.
+
+    Args:
+        fn: a module-level function; arguments and results travel by pickle, so tensors must be on the CPU.
+        world_size: number of ranks.
+        timeout: seconds until ranks that have not returned are killed.
+        env: variables for the ranks, over the caller's. Too late for those that torch or transformers read when they
+            are imported.
+
+    Raises:
+        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive, or a script
+            that starts ranks while it is imported has no `if __name__ == "__main__":`.
+        RankError: a rank exited without a result, did not return in time, or raised something that cannot be pickled.
+        Exception: whatever the first rank to fail raised, with a RankError as its `__cause__` that names the rank and
+            shows the remote traceback and output. The other ranks are killed.
+    """
+    check_not_importing()
+    _check_request(fn, world_size, timeout)
+    with _reserved_port() as port:
+        case = Case(
+            module=fn.__module__,
+            file=getattr(sys.modules[fn.__module__], "__file__", None),
+            qualname=fn.__qualname__,
+            env={**os.environ, **_rank_variables(world_size, port), **(env or {})},
+            payload=pickle.dumps((args, kwargs, warnings.filters)),
+            seconds=timeout,
+        )
+        ranks: list[_Rank] = []
+        try:
+            for number in range(world_size):
+                ranks.append(_Rank(number, world_size, case))
+            _await_reports(ranks, timeout + STACK_SECONDS)
+            _raise_for(ranks, timeout)
+            _release(ranks)
+            for rank in ranks:
+                for line in rank.printed().splitlines():
+                    print(f"[rank {rank.number}] {line}")
+        finally:
+            for rank in ranks:
+                rank.end()
+        return [pickle.loads(rank.report.result) for rank in ranks if rank.report is not None]
+
+
+def warm() -> None:
+    """Start the process that ranks are forked from, and do not wait until it has imported everything."""
+    multiprocessing.forkserver.set_forkserver_preload(
+        [*(name for name in ("pytest",) if name in sys.modules), *PRELOADED]
+    )
+    multiprocessing.forkserver.ensure_running()
+
+
+def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
+    problems = []
+    module: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
+    found = module
+    for part in getattr(fn, "__qualname__", "?").split("."):
+        found = getattr(found, part, None)
+    if found is not fn:
+        problems.append(
+            f"{fn!r} cannot be found again by its name: pass a function defined at the top level of a module"
+        )
+    elif module.__name__ == "__main__" and not hasattr(module, "__file__"):
+        problems.append(f"{fn!r} was typed in: pass a function of a file that ranks can import")
+    if world_size < 1:
+        problems.append(f"world_size is {world_size}, must be at least 1")
+    if not timeout > 0:
+        problems.append(f"timeout is {timeout} seconds, must be positive")
+    if problems:
+        raise ConfigError("cannot spawn ranks", why="; ".join(problems))
+
+
+class _Rank:
+    """A rank as its caller sees it, from its start to its end.
+
+    Attributes:
+        number: the rank.
+        name: it in words.
+        place: its function.
+        report: what it has said.
+        is_gone: whether it ended without a word.
+    """
+
+    def __init__(self, number: int, world_size: int, case: Case) -> None:
+        self.number = number
+        self.name = f"rank {number} of {world_size}"
+        self.place = f"{case.module}.{case.qualname}"
+        self.report: Report | None = None
+        self.is_gone = False
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end
+        self.connection, theirs = multiprocessing.Pipe()
+        with theirs, Connection(os.dup(self._output.fileno())) as output, _without_script():
+            warm()
+            context = multiprocessing.get_context("forkserver")
+            self.process = context.Process(target=run_rank, args=(number, case, theirs, output))
+            self.process.start()
+
+    def look(self) -> None:
+        """Takes in its report, or that it has ended."""
+        try:
+            if self.connection.poll():
+                self.report = pickle.loads(self.connection.recv_bytes())
+            else:
+                self.is_gone = not self.process.is_alive()
+        except (EOFError, OSError):
+            self.is_gone = True
+
+    def exit_code(self) -> int | None:
+        """How it ended; None if it has not."""
+        self.process.join(TEARDOWN_SECONDS)
+        return self.process.exitcode
+
+    def end(self) -> None:
+        """Kills it and whatever it started."""
+        self.connection.close()
+        pid = self.process.pid
+        assert pid is not None, "it was started"
+        for kill in (os.killpg, os.kill) if self.process.is_alive() else (os.killpg,):
+            with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+                kill(pid, signal.SIGKILL)
+        self.process.join(TEARDOWN_SECONDS)
+        self._output.close()
+
+    def printed(self) -> str:
+        """What it wrote, or the end of that."""
+        self._output.seek(0)
+        text = self._output.read().decode(errors="replace")
+        return text if len(text) <= SHOWN_CHARS else f"... {text[-SHOWN_CHARS:]}"
+
+    def shown(self, verb: str = "printed") -> str:
+        """The same as part of an error."""
+        printed = self.printed().rstrip()
+        return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    """Hides the caller's script from multiprocessing, which would run it in every rank, needed or not."""
+    with _STARTING:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
+
+
+def _await_reports(ranks: Sequence[_Rank], seconds: float) -> None:
+    """Waits until every rank has reported or is gone, one has failed, or the time is up."""
+    deadline = time.monotonic() + seconds
+    has_failed = False
+    while waiting := [rank for rank in ranks if rank.report is None and not rank.is_gone]:
+        sources = [source for rank in waiting for source in (rank.connection, rank.process.sentinel)]
+        if not wait(sources, max(0.0, deadline - time.monotonic())):
+            return
+        for rank in waiting:
+            rank.look()
+        if not has_failed and any(rank.is_gone or (rank.report and rank.report.failure) for rank in waiting):
+            has_failed = True
+            deadline = min(deadline, time.monotonic() + BLAME_SECONDS)
+
+
+def _raise_for(ranks: Sequence[_Rank], timeout: float) -> None:
+    """Raises for the rank that failed first, or those that did not return."""
+    gone = [rank for rank in ranks if rank.is_gone]
+    if gone:  # first of all: the exceptions of its peers (connection closed) follow from that
+        raise _exit_error(gone[0], "without a result")
+    failed = [(rank, rank.report.failure) for rank in ranks if rank.report and rank.report.failure]
+    if failed:
+        rank, failure = min(failed, key=lambda each: each[1].at_seconds)
+        cause = RankError(
+            f"{rank.name} raised {failure.name}",
+            at=rank.place,
+            why=f"its traceback:\n{failure.trace.rstrip()}{rank.shown()}",
+        )
+        error = failure.restore()
+        if error is None:
+            raise cause
+        raise error from cause
+    missing = [rank for rank in ranks if rank.report is None]
+    if missing:
+        returned = ", ".join(str(rank.number) for rank in ranks if rank.report is not None)
+        raise RankError(
+            f"rank(s) {', '.join(str(rank.number) for rank in missing)} of {len(ranks)} did not return within"
+            f" {timeout:g} seconds",
+            at=missing[0].place,
+            why=(f"rank(s) {returned} had returned" if returned else "no rank had returned")
+            + "".join(rank.shown("printed, and was here at last") for rank in missing),
+            fix="look for a collective that not every rank reaches, or raise timeout",
+        )
+
+
+def _release(ranks: Sequence[_Rank]) -> None:
+    """Has ranks that have all reported take down their process group, and checks that they end."""
+    for rank in ranks:
+        rank.connection.close()
+    for rank in ranks:
+        code = rank.exit_code()
+        if code is None:
+            raise RankError(
+                f"{rank.name} returned but did not exit",
+                at=rank.place,
+                why=f"seconds after every rank had returned it still took down its process group{rank.shown()}",
+            )
+        if code != 0:
+            raise _exit_error(rank, "after it had returned its result")
+
+
+def _exit_error(rank: _Rank, when: str) -> RankError:
+    code = rank.exit_code() or 0
+    how = f"was ended by signal {-code}" if code < 0 else f"exited with code {code}"
+    why = f"the function or something it called ended the process{rank.shown()}"
+    return RankError(f"{rank.name} {how} {when}", at=rank.place, why=why)
+
+
+def _rank_variables(world_size: int, port: int) -> dict[str, str]:
+    return {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # Otherwise gloo resolves the host's name, which may be slow or lead elsewhere.
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "SHARDWISE_CALM_GLOO": "1",  # [Note: gloo's loop spins], job/processes.py
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free TCP port that no other caller of `spawn` on this machine gets meanwhile.
+
+    Rank 0 will listen there, so we cannot hold the port itself. We hold the UDP port of the same number, and so does
+    every other caller with its own.
+    """
+    ports = random.SystemRandom()  # not the seeded one: two suites on one machine would try the same ports
+    while True:
+        address = "127.0.0.1", ports.choice(PORTS)
+        with socket.socket(type=socket.SOCK_DGRAM) as reservation:
+            try:
+                reservation.bind(address)
+                with socket.socket() as probe:
+                    probe.bind(address)
+            except OSError:
+                continue
+            yield address[1]
+            return

@@ -1,0 +1,69 @@
+"""Parameters that come into a model, or a wrapper around it, after it was split: what their gradients are."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import nn
+
+from shardwise.errors import UnsupportedError
+from shardwise.plan.decision import SplitPlan
+from shardwise.runtime.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Replicate
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = ["adopt_parameters", "note_inputs"]
+
+_GIVEN = "_shardwise_given"
+
+
+def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
+    """Lets every module of a split model know whether it computes with "split" features or heads, a "part" of the
+    sequence, or with "full" tensors: what is put into it later computes with the same.
+    """
+    split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
+    sequence = plan.sequence
+    for name, module in model.named_modules() if plan.tp_size > 1 else ():
+        if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
+            module.__dict__[_GIVEN] = "split"
+        else:
+            has_part = sequence is not None and sequence.sees_a_part(f"{name}.", name)
+            module.__dict__[_GIVEN] = "part" if has_part else "full"
+
+
+def adopt_parameters(model: nn.Module) -> None:
+    """Gives every trained parameter without an entry one: every rank holds all of it, as every rank computes with it.
+
+    Raises:
+        UnsupportedError: one lies where a rank computes with its own heads or features: nothing says what it is.
+    """
+    registry, given, refused = registry_of(model), {"": "full"}, []
+    mesh = registry.mesh
+    steps = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in ("tp", *DATA_AXES[::-1]) if mesh.size(axis) > 1)
+    for name, module in model.named_modules():
+        given[name] = module.__dict__.get(_GIVEN) or given[name.rpartition(".")[0]]
+        for own, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or knows(module, own):
+                continue
+            fqn = f"{name}.{own}" if name else own
+            entry = entry_of(parameter)
+            if entry is None and given[name] == "split":
+                refused.append(fqn)
+                continue
+            new = ParameterEntry(
+                fqn=fqn,
+                layout=Layout(tuple(parameter.shape), steps),
+                gradient="partial" if given[name] == "part" else "whole",
+                data="reduced" if mesh.data_size > 1 else "",
+                registry=registry,
+            )
+            attach_entry(module, own, entry or new)
+    if refused:
+        raise UnsupportedError(
+            f"{refused[0]}, which came into the model after it was split"
+            + f" (and {len(refused) - 1} more)" * (len(refused) > 1),
+            why="its module computes with this rank's own heads or features, and nothing says which part of the\n"
+            "parameter a rank is to hold",
+            fix="add it before shardwise.parallelize splits the model, or freeze it",
+        )

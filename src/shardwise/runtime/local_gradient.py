@@ -1,0 +1,188 @@
+"""Gradients that know of which full one they are a part, so that torch's own norms and checks are those of all ranks.
+
+# [Note: gradients that know]
+A rank's part of a gradient is an ordinary tensor to everything that works element by element: optimizers, clipping by
+value, averages. A norm is not: torch's `clip_grad_norm_` would clip by another norm on every rank, and `GradScaler`
+would step on some of them only. So where ranks hold parts, `p.grad` is of a class that answers these two questions for
+the full gradients. A norm stays this rank's share until it is stacked with the others, as every total norm is; then one
+all-reduce completes all of them. A check for infinite values is that of all ranks. A norm that is looked at by itself
+is refused: a rank that logs it alone would wait for the others for ever. Everything else gives plain tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwise.comm.operations import all_reduce_
+from shardwise.errors import UnsupportedError
+from shardwise.runtime.canonical import owned_parts
+from shardwise.runtime.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
+
+__all__ = ["complete_norms", "know_full", "share_of_norm"]
+
+
+def know_full(gradient: Tensor, entry: ParameterEntry) -> Tensor:
+    """`gradient`, of a class that knows of which full one it is a part (see [Note: gradients that know])."""
+    if type(gradient) is Tensor:
+        gradient = gradient.as_subclass(_LocalTensor)
+    elif type(gradient) is DTensor:
+        gradient.__class__ = _LocalDTensor
+    mark(gradient, entry)
+    return gradient
+
+
+def share_of_norm(gradients: Iterable[tuple[Tensor, ParameterEntry | None]], order: float) -> Tensor:
+    """The norm of what this rank owns of some gradients: over all ranks every element counts once. float32 scalar."""
+    parts = []
+    device = torch.device("cpu")
+    for gradient, entry in gradients:
+        device = gradient.device
+        parts += [local_part(gradient)] if entry is None else owned_parts(gradient, entry)
+    norms = torch._foreach_norm([part.float() for part in parts if part.numel()], order) if parts else ()
+    return torch.linalg.vector_norm(torch.stack(list(norms)), order) if norms else torch.zeros((), device=device)
+
+
+def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
+    """What the shares of all ranks come to, for every entry of `shares`.
+
+    Communicates: over all ranks, one all-reduce of as many values.
+    """
+    group = registry.mesh.group()
+    if group is None:
+        return shares
+    shares = shares.to(registry.mesh.device)
+    if math.isinf(order):
+        is_nan = shares.isnan()  # which the largest of several values may leave out
+        both = torch.stack([shares.masked_fill(is_nan, 0.0), is_nan.to(shares.dtype)])
+        all_reduce_(both, group, largest=True)
+        return both[0].masked_fill(both[1] > 0, torch.nan)
+    powered = shares.pow(order)
+    all_reduce_(powered, group)
+    return powered.pow(1.0 / order)
+
+
+class _KnowsFull(LocalGradient):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        answer = _ANSWERS.get(func)
+        if answer is not None:
+            return answer(func, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def plain(self) -> Tensor:
+        """The same of torch's class."""
+        raise NotImplementedError
+
+
+class _LocalTensor(_KnowsFull, Tensor):
+    def local(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    plain = local
+
+
+class _LocalDTensor(_KnowsFull, DTensor):
+    def local(self) -> Tensor:
+        return self._local_tensor
+
+    def plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+
+class _NormShare(Tensor):
+    """This rank's share of the norm of a gradient, until it is stacked with the others."""
+
+    registry: Registry
+    order: float
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.stack:
+            return _stack(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.to:
+                return _build_share(func(*args, **(kwargs or {})), args[0].registry, args[0].order)
+            if getattr(func, "__name__", "") == "__get__" and not isinstance(found := func(*args), Tensor):
+                return found  # its device, its dtype
+        raise _refused("the norm of a part of the gradient of a single parameter")
+
+
+def _build_share(value: Tensor, registry: Registry, order: float) -> _NormShare:
+    share = value.as_subclass(_NormShare)
+    share.registry, share.order = registry, order
+    return share
+
+
+def _stack(shares: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
+    """The norms themselves, stacked; those of tensors beside the model's are left as they are."""
+    known = [isinstance(each, _NormShare) for each in shares]
+    first = next(each for each in shares if isinstance(each, _NormShare))
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = torch.stack([each.as_subclass(Tensor) for each in shares], *args, **options)
+        completed = complete_norms(plain, first.registry, first.order).to(plain.device)
+        return torch.where(torch.tensor(known, device=plain.device), completed, plain)
+
+
+def _norm(func: Any, gradient: Tensor, order: Any = None, *args: Any, **options: Any) -> Tensor:
+    order = options.pop("p", options.pop("ord", order))
+    is_of_matrix = func is torch.linalg.norm and order not in (None, "fro") and gradient.ndim > 1
+    if is_of_matrix or any(value is not None and value is not False for value in (*args, *options.values())):
+        raise _refused("a norm of a part of the gradient along some of its dims, or in another dtype")
+    entry, number = entry_of(gradient), 2.0 if order in (None, "fro") else float(order)
+    assert entry is not None
+    return _build_share(share_of_norm([(gradient, entry)], number), entry.registry, number)
+
+
+def _foreach_norm(func: Any, gradients: Sequence[Tensor], order: Any = 2.0, **options: Any) -> list[Tensor]:
+    return [torch.linalg.vector_norm(gradient, options.get("ord", order)) for gradient in gradients]
+
+
+def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """As `GradScaler` calls it; what one rank finds, all know."""
+    func([local_part(gradient) for gradient in gradients], found_inf, inv_scale)
+    entry = next(filter(None, map(entry_of, gradients)))
+    group = entry.registry.mesh.group()
+    if group is not None:
+        all_reduce_(found_inf, group, largest=True)
+
+
+def _same(func: Any, gradient: Tensor) -> Tensor:
+    """Another tensor of the same values."""
+    entry = entry_of(gradient)
+    assert entry is not None
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(gradient)
+    return know_full(found, entry)
+
+
+_ANSWERS: dict[Any, Any] = {
+    torch._foreach_norm: _foreach_norm,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys((torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm), _norm),
+    **dict.fromkeys((Tensor.detach, Tensor.data.__get__), _same),  # type: ignore[attr-defined]
+}
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        what,
+        why="other ranks hold the rest of it, and this rank cannot know whether they ask too",
+        fix="use shardwise.clip_grad_norm_(model, max_norm), which returns the norm over all ranks (with math.inf it "
+        "clips nothing), torch.nn.utils.get_total_norm on every rank, or shardwise.full_gradients(model)",
+    )

@@ -1,0 +1,127 @@
+"""Norms over features that are split over tp ranks: the statistics are shared, everything else is local."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import copy_to_region, reduce_from_region
+from shardwise.errors import UnsupportedError
+from shardwise.plan.decision import NormFormula
+from shardwise.runtime.context import SplitContext
+
+__all__ = ["SplitNorm", "compute_norm", "epsilon_of", "recognise_norm"]
+
+_EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
+
+
+def compute_norm(
+    formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, means: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The norm of `x` by `formula`, with the module's weight, bias and epsilon.
+
+    Args:
+        means: from summands `[..., features, count]` to their means over all features `[..., 1, count]`.
+    """
+    values = x.float()
+    if gate is not None and formula.gate == "before":
+        values = values * F.silu(gate.float())
+    moments = [values.pow(2), values] if formula.centered else [values.pow(2)]
+    found = means(torch.stack(moments, -1))
+    if formula.centered:
+        center = found[..., 1]
+        values = (values - center) * torch.rsqrt(found[..., 0] - center.pow(2) + epsilon_of(module))
+    else:
+        values = values * torch.rsqrt(found[..., 0] + epsilon_of(module))
+    values = values * (module.weight.float() + formula.offset)
+    bias = getattr(module, "bias", None)
+    values = values if bias is None else values + bias.float()
+    if gate is not None and formula.gate == "after":
+        values = values * F.silu(gate.float())
+    return values.to(x.dtype)
+
+
+class SplitNorm:
+    """Mixin of an RMS or layer norm whose features are split over tp ranks.
+
+    Features that several ranks hold (replicated key/value heads) count once for each holder, in the sums and in the
+    number of features alike, so the statistics stay exact.
+
+    Communicates: over tp, one all-reduce of one value a token (two for a layer norm) forward, the same backward.
+    """
+
+    _split: SplitContext
+    _num_features: int
+    _formula: NormFormula
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Args: x and gate `[..., features]`, per rank `[..., features / tp]`. Returns the same shape."""
+        return compute_norm(self._formula, self, x, gate=gate, means=self._means)
+
+    def _means(self, moments: Tensor) -> Tensor:
+        """Args: moments `[..., features, count]`. Returns their means over all ranks' features `[..., 1, count]`."""
+        group = self._split.group
+        summed = moments.sum(-2)
+        return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)
+
+
+def recognise_norm(module: nn.Module) -> NormFormula:
+    """Which formula an unsplit norm (real or meta) computes, by trying it.
+
+    Raises:
+        UnsupportedError: it is no RMS norm or layer norm over its last dim.
+    """
+    weight = module._parameters.get("weight")
+    shapes = {value.shape for value in module._parameters.values() if value is not None}
+    if weight is None or weight.ndim != 1 or len(shapes) > 1 or any(True for _ in module.children()):
+        raise _not_a_norm(module)
+    probe = copy.deepcopy(module).to_empty(device="cpu").float()
+    probe._forward_hooks.clear()
+    probe._forward_pre_hooks.clear()
+    generator = torch.Generator().manual_seed(0)
+    size = weight.shape[0]
+    with torch.no_grad():
+        for name in [name for name, value in probe._parameters.items() if value is not None]:
+            probe._parameters[name] = nn.Parameter(torch.rand(size, generator=generator), requires_grad=False)
+        x = torch.randn(1, 3, size, generator=generator) + 0.5  # a group norm would take the second dim's features
+        gate = torch.randn(1, 3, size, generator=generator)
+        takes_gate = len(inspect.signature(probe.forward).parameters) > 1
+        try:
+            expected = probe(x, gate) if takes_gate else probe(x)
+        except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+            raise _not_a_norm(module) from error
+        if not isinstance(expected, Tensor) or expected.shape != x.shape:
+            raise _not_a_norm(module)
+        for centered, offset, place in itertools.product(
+            (False, True), (0.0, 1.0), ("before", "after") if takes_gate else ("none",)
+        ):
+            formula = NormFormula(centered=centered, offset=offset, gate=place)
+            given = gate if takes_gate else None
+            found = compute_norm(formula, probe, x, gate=given, means=lambda moments: moments.mean(-2, keepdim=True))
+            if torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
+                return formula
+    raise _not_a_norm(module)
+
+
+def _not_a_norm(module: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(module).__name__} cannot be split over its features",
+        why="it computes neither an RMS norm nor a layer norm over its last dim",
+        fix="keep it whole: gather its input with colwise_gather_output and split again with rowwise_split_input",
+    )
+
+
+def epsilon_of(module: object) -> float:
+    """What the norm adds to the mean square."""
+    for name in _EPSILON_NAMES:
+        value = getattr(module, name, None)
+        if isinstance(value, float):
+            return value
+    return 0.0

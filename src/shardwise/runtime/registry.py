@@ -1,0 +1,321 @@
+"""What the parameters of a split model are: the one place that knows, kept per model.
+
+Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients,
+checkpoints, clipping) looks here for how local and canonical tensors map to each other, and who owns what.
+
+# [Note: found by identity]
+A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
+(PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
+`load_state_dict(assign=True)` replace the parameters; the module that owns them stays.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.errors import LayoutError
+from shardwise.mesh import Mesh
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import FsdpPolicy, Precision
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.wrapping import refuse_flattening
+from shardwise.sharding.layout import Layout, Piece
+from shardwise.sharding.placement import Chunk, Split
+
+__all__ = [
+    "LocalGradient",
+    "ParameterEntry",
+    "Registry",
+    "attach_entry",
+    "attach_registry",
+    "copy_out_of_mmap",
+    "entry_of",
+    "find_parameters",
+    "is_split",
+    "knows",
+    "local_part",
+    "mark",
+    "named_entries",
+    "registry_of",
+    "reshard",
+]
+
+_ATTRIBUTE = "_shardwise_registry"
+_ENTRY = "_shardwise_entry"
+_ENTRIES = "_shardwise_entries"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterEntry:
+    """One parameter, or persistent buffer, of a split model.
+
+    Attributes:
+        fqn: canonical name.
+        layout: canonical shape and what each axis does to it.
+        gradient: "whole", or "partial" where the ranks' gradients must be summed over tp.
+        data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
+            `DTensor` over them, "reduced" where it lies whole on each of them and we sum its gradient.
+        registry: the model's registry.
+    """
+
+    fqn: str
+    layout: Layout
+    gradient: str
+    data: str = ""
+    registry: Registry = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def needs_sum(self) -> bool:
+        """Whether ranks compute parts of its gradient that we must sum, over tp or over the data axes."""
+        return self.needs_tensor_sum or self.data == "reduced"
+
+    @functools.cached_property
+    def needs_tensor_sum(self) -> bool:
+        """Whether tp ranks compute parts of its gradient that must be summed."""
+        return self.gradient == "partial" or bool(self.holders)
+
+    def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
+        for holders, start, length in self._shared_spans:
+            assert self.split is not None
+            yield holders, local.narrow(self.split.dim, start, length)
+
+    @functools.cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of tp coords that hold the same elements of a split tensor; none where nobody shares any."""
+        return tuple(sorted({holders for _, holders in self.split.shared()})) if self.split is not None else ()
+
+    @functools.cached_property
+    def owned(self) -> tuple[Piece, ...]:
+        """What this rank is the owner of: over all ranks, every canonical element exactly once."""
+        return self.layout.owned(self.registry.mesh.coords)
+
+    @functools.cached_property
+    def _shared_spans(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        if self.split is None:
+            return ()
+        mesh, dim, chunk = self.registry.mesh, self.split.dim, self.chunk
+        first, last = 0, self.split.local_size_of(mesh.coord("tp"))
+        if chunk is not None and chunk.dim == dim:
+            first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
+        found = []
+        for interval, holders in self.split.shared():
+            for start, stop in self.split.local_of(mesh.coord("tp"), interval):
+                begin, end = max(start, first), max(start, first, min(stop, last))
+                found.append((holders, min(begin - first, last - first), end - begin))
+        return tuple(found)
+
+    @functools.cached_property
+    def split(self) -> Split | None:
+        """How tp splits it, None where every tp rank holds it whole."""
+        for step in self.layout.steps:
+            if step.axis == "tp" and isinstance(step.placement, Split):
+                return step.placement
+        return None
+
+    @functools.cached_property
+    def chunk(self) -> Chunk | None:
+        """How fsdp cuts this tp rank's part, None where it lies whole on every fsdp rank."""
+        for step in self.layout.steps:
+            if step.axis == "fsdp" and isinstance(step.placement, Chunk):
+                return step.placement
+        return None
+
+    @functools.cached_property
+    def tensor_layout(self) -> Layout:
+        """What tp alone does to it: the layout of the parameter while its unit runs."""
+        return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axis == "tp"))
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """What this rank holds, as the model's parameter holds it: a `DTensor` over the data axes where FSDP2 does."""
+        mesh = self.registry.mesh
+        data_mesh = mesh.data_mesh
+        if self.data != "managed" or data_mesh is None:
+            return local
+        shape = self.tensor_layout.local_shape(mesh.coords)
+        placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
+        if self.chunk is not None:
+            placements[-1] = Shard(self.chunk.dim)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
+        registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
+        return memo.get(id(self)) or replace(self, registry=registry)
+
+
+@dataclass(eq=False)
+class Registry:
+    """Everything Shardwise knows of one split model that does not change while it trains.
+
+    Attributes:
+        entries: canonical FQN of every parameter to its entry.
+        tied: alias FQN to canonical FQN.
+        policy: what was chosen about the data axes.
+        precision: the dtypes that were chosen, None where everything keeps its own.
+        data_root: the module whose FSDP2 state rules all others; None where nothing is managed.
+        mapped: FQNs of parameters that still lie in private pages of the files they came from.
+        model: the split model, once it is attached.
+    """
+
+    mesh: Mesh
+    plan: SplitPlan
+    context: SplitContext
+    entries: dict[str, ParameterEntry] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    precision: Precision | None = None
+    data_root: nn.Module | None = None
+    mapped: set[str] = field(default_factory=set)
+    model: Callable[[], nn.Module | None] = lambda: None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+        # A copied model runs on the same ranks.
+        copied = memo[id(self)] = replace(self, entries={}, mapped=set())
+        model = self.model()
+        if id(model) in memo:
+            copied.model = weakref.ref(memo[id(model)])
+        copied.entries.update({fqn: copy.deepcopy(entry, memo) for fqn, entry in self.entries.items()})
+        return copied
+
+    @functools.cached_property
+    def needs_sums(self) -> bool:
+        """Whether any gradient waits for a sum of ours: known once the model is split."""
+        return any(entry.needs_sum for entry in self.entries.values())
+
+    def home(self, fqn: str) -> torch.device:
+        """Where a parameter or buffer lies at rest: the mesh's device, or host memory for what is offloaded."""
+        entry = self.entries.get(self.tied.get(fqn, fqn))
+        offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"
+        return torch.device("cpu") if offloaded else self.mesh.device
+
+    @property
+    def divide_factor(self) -> float:
+        """What gradients are divided by when they are reduced over the data axes."""
+        return self.policy.gradient_divide_factor or float(self.mesh.data_size)
+
+    def entry(self, fqn: str) -> ParameterEntry:
+        """The entry of a parameter by any of its names, tied aliases included."""
+        return self.entries[self.tied.get(fqn, fqn)]
+
+
+def attach_registry(model: nn.Module, registry: Registry) -> None:
+    """Makes `registry` the model's, and lets every parameter and its owner know its entry."""
+    model.__dict__[_ATTRIBUTE] = registry
+    registry.model = weakref.ref(model)
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                attach_entry(module, own, registry.entry(f"{name}.{own}" if name else own))
+
+
+def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
+    """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
+    owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    mark(parameter, entry)
+    if entry.registry.mesh.shape.world_size > 1:
+        refuse_flattening(parameter)
+
+
+def knows(owner: nn.Module, name: str) -> bool:
+    """Whether the owner's parameter `name` has an entry."""
+    return name in owner.__dict__.get(_ENTRIES, ())
+
+
+def mark(value: Tensor, entry: ParameterEntry) -> None:
+    """Makes `entry_of(value)` give `entry`."""
+    setattr(value, _ENTRY, entry)
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
+    """Every parameter once, by the name that `model`, split or a wrapper around a split model, gives it, with its
+    entry: None for one that came in later (see [Note: found by identity]).
+    """
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        entries = module.__dict__.get(_ENTRIES, {})
+        for own, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                entry = entries.get(own)
+                if entry is not None and entry_of(parameter) is not entry:
+                    mark(parameter, entry)
+                yield f"{name}.{own}" if name else own, parameter, entry
+
+
+def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
+    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included."""
+    return {
+        f"{name}.{own}" if name else own: entry
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, entry in module.__dict__.get(_ENTRIES, {}).items()
+    }
+
+
+def copy_out_of_mmap(model: nn.Module) -> None:
+    """Moves parameters that lie in mapped files into memory of their own, before something writes to all of them."""
+    registry = registry_of(model)
+    reshard(model)
+    for _, parameter, entry in find_parameters(model):
+        if entry is not None and entry.fqn in registry.mapped:
+            parameter.data = parameter.data.clone()
+    registry.mapped.clear()
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then what lies at rest."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class LocalGradient:
+    """What a gradient is that knows of which full one it is a part; see `shardwise.runtime.local_gradient`."""
+
+    def local(self) -> Tensor:
+        """What this rank holds, as a plain tensor that shares its memory."""
+        raise NotImplementedError
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    if isinstance(value, LocalGradient):
+        return value.local()
+    return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
+
+
+def registry_of(model: nn.Module) -> Registry:
+    """The registry of a model that Shardwise has split, also through wrappers such as PEFT's.
+
+    Raises:
+        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+    """
+    for module in model.modules():
+        if _ATTRIBUTE in module.__dict__:
+            return module.__dict__[_ATTRIBUTE]
+    raise LayoutError(
+        f"{type(model).__name__} is not a model that Shardwise has split",
+        fix="pass it through shardwise.parallelize(model, mesh) first, or load it with shardwise.load",
+    )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether Shardwise has split the model already."""
+    return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def entry_of(parameter: Tensor) -> ParameterEntry | None:
+    """The entry that a parameter of a split model carries, or a gradient that knows it; None for any other tensor."""
+    return getattr(parameter, _ENTRY, None)

@@ -1,0 +1,73 @@
+"""Ranks that differ along tp compute parts of one result, so they must be given the same rows."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from shardwise.comm.agree import check_equal
+from shardwise.comm.operations import host_device
+from shardwise.errors import BatchError
+from shardwise.runtime.context import SplitContext
+
+__all__ = ["check_same_batch", "compared_already"]
+
+_MOST_READ = 2**16
+
+
+def check_same_batch(inputs: Any, context: SplitContext) -> None:
+    """Raises the same error on every tp rank unless all were given the same inputs: tensors of the same names, shapes
+    and dtypes, and, where they are integers on the host, of the same values (of large ones, evenly spaced samples).
+
+    Does nothing where that costs more than a word between hosts: where `compared_already`, and in a group that only
+    GPUs can communicate in.
+
+    Raises:
+        BatchError: naming the first input that differs, and what it is on which ranks.
+
+    Communicates: over tp, one all-gather of 16 bytes a rank.
+    """
+    if context.group is None or context.mesh is None or context.batch_compared or torch.compiler.is_compiling():
+        return
+    if host_device(context.group, context.device).type == "cpu":
+        check_equal(
+            context.group,
+            {
+                keystr(path): _describe(value)
+                for path, value in tree_flatten_with_path(inputs)[0]
+                if isinstance(value, Tensor | int)
+            },
+            what="tp ranks were given different batches",
+            device=context.device,
+            fix="give ranks that differ in tp alone the same rows in the same order: choose them by mesh.data_rank",
+            error=BatchError,
+        )
+
+
+@contextmanager
+def compared_already(context: SplitContext) -> Iterator[None]:
+    """Inside, the inputs of forwards are parts of a batch that `check_same_batch` has passed."""
+    context.batch_compared = True
+    try:
+        yield
+    finally:
+        context.batch_compared = False
+
+
+def _describe(value: Tensor | int) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    text = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    is_readable = value.device.type == "cpu" and not isinstance(value, FakeTensor)
+    if not is_readable or value.is_floating_point() or value.is_complex():
+        return text  # floats may differ in their last bits where the ranks' processors do
+    flat = value.detach().reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _MOST_READ)].contiguous()
+    return f"{text}, checksum {zlib.crc32(sample.view(torch.uint8).numpy().data):08x}"

@@ -1,0 +1,139 @@
+"""The edges of the layers that work on parts of the sequence, and of the modules inside that are given all of it.
+
+# [Note: sequence lengths]
+Parts of the sequence are padded to equal length, ceil(length / tp), because collectives of equal parts are fastest.
+Every region cuts the padding off again, so nothing inside attends to it, and its gradient is zero. The true length is
+set where a stack of layers is entered; microbatches of one step share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import gather_full, gather_to_region, scatter_from_region, split_full
+from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
+from shardwise.runtime.context import SplitContext, ends_missing
+
+__all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
+
+
+def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_after: bool) -> None:
+    """Splits the hidden states along the sequence where they enter the first layer, joins them after the last.
+
+    Args:
+        stack: the name of the layers.
+        partial_behind: whether gradients after the stack are partial (a split head follows), so that the join must sum
+            them; else every rank's gradient is complete and the join takes its slice.
+    """
+
+    def join(module: nn.Module, args: Any, output: Any) -> Any:
+        length, context.state.open_stack = context.state.length_of(stack), None
+        return map_first(output, lambda x: _join_sequence(x, length, context, partial_after=partial_after))
+
+    change_hidden(layers[0], lambda x: _split_sequence(x, stack, context))
+    for layer in layers if context.has_dropout else ():
+        _install_rng(layer, context)
+    layers[-1].register_forward_hook(join)
+
+
+def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
+    """Sees to it that `owner`, whose forward runs the layers of a stack, runs both ends of it.
+
+    Raises, when it runs:
+        LayoutError: it skips layers at random in training, or has left the first or the last one out.
+    """
+
+    def begin(module: nn.Module, args: Any) -> None:
+        rates = [getattr(each, "layerdrop", 0.0) for each in (module, getattr(module, "config", None))]
+        if module.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
+            raise ends_missing(stack, "in training it skips layers at random")
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        is_open = context.state.open_stack == stack
+        context.state.end_layers()
+        if is_open and output is not None:  # None: another error is on its way
+            raise ends_missing(stack, "the last of its layers has not run")
+
+    owner.register_forward_pre_hook(begin)
+    owner.register_forward_hook(end, always_call=True)
+
+
+def install_parts(layer: nn.Module, names: Collection[str], context: SplitContext) -> None:
+    """Gives a layer of a stack this rank's part of the sequence of the inputs called `names`."""
+    change_arguments(layer, names, lambda x: own_part(x, context))
+
+
+def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext) -> None:
+    """Gives `module`, called `fqn`, inside a layer of a stack the full sequence; it computes alike on every rank.
+
+    Communicates: over tp, one all-gather of its input forward, and one of its output's gradient backward.
+    """
+
+    def enter(x: Tensor) -> Tensor:
+        context.fork_rng("whole", module, alike=fqn)
+        return _join_sequence(x, context.state.length_of(stack), context, partial_after=False)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        context.restore_rng("whole")
+        return output if output is None else map_first(output, lambda x: own_part(x, context))
+
+    change_hidden(module, enter)
+    module.register_forward_hook(leave, always_call=context.has_dropout)
+
+
+def _install_rng(layer: nn.Module, context: SplitContext) -> None:
+    """Lets a layer that works on a part of the sequence draw its own numbers, each again: it may be run again."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        context.fork_rng("layer", module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        context.restore_rng("layer")
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
+
+
+def _split_sequence(x: Tensor, stack: str, context: SplitContext) -> Tensor:
+    context.state.open_stack = stack
+    context.state.stack_rows, context.state.lengths[stack] = x.shape[:2]
+    context.state.defer_embedding = False
+    if context.state.holds_partial_rows:
+        context.state.holds_partial_rows = False
+        return scatter_from_region(pad(x, 1, context.size), context.group, dim=1)
+    return own_part(x, context)
+
+
+def own_part(x: Tensor, context: SplitContext) -> Tensor:
+    """This rank's part of the sequence of `x` `[batch, sequence, ...]` or `[tokens, hidden]`, padded as they are."""
+    dim = sequence_dim(x)
+    padded = pad(x, dim, context.size)
+    return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
+
+
+def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
+    if partial_after:
+        whole = gather_to_region(x, context.group, dim=1)
+        if whole.grad_fn is not None and not torch.compiler.is_compiling():
+            setattr(whole.grad_fn, "ends_stack", True)  # noqa: B010 - for `layers.outputs`, which looks for it
+    else:
+        whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
+    return cut(whole, 1, length)
+
+
+def sequence_dim(x: Tensor) -> int:
+    return 1 if x.ndim > 2 else 0
+
+
+def pad(x: Tensor, dim: int, size: int) -> Tensor:
+    missing = -x.shape[dim] % size
+    return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
+
+
+def cut(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.narrow(dim, 0, length).contiguous() if x.shape[dim] != length else x

@@ -1,0 +1,335 @@
+"""Deriving a plan: a tiny model is watched, its blocks are tried one kind after another, the best plan that passes wins."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.parallel.declared_plans import vocabulary_plan
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
+from shardwise.search.fuse_reductions import joined
+from shardwise.search.generalize import generalize
+from shardwise.search.influence import find_row_products
+from shardwise.search.real_sizes import RealSizes
+from shardwise.search.refusal import explained, problem_of, refused, split_share
+from shardwise.search.rules import Block, find_blocks
+from shardwise.search.sequence_rules import sequence_plans
+from shardwise.search.trace import Layer, watch
+from shardwise.search.trial import Trial, Verdict, failed
+from shardwise.search.widen_regions import widen_regions
+from shardwise.sharding.placement import Split
+from shardwise.tiny.fields import read_field
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
+from shardwise.tiny.shrink import apply_repeatable
+from shardwise.train.batch import split_rows
+
+__all__ = ["Derivation", "derive_plan"]
+
+logger = logging.getLogger("shardwise.plan")
+
+_SMALL_ENOUGH = 8_000_000
+"""Elements up to which a model is its own tiny model, so that even parts spelled out element by element fit it."""
+_WELL_SPLIT = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derivation:
+    """What deriving found.
+
+    Attributes:
+        plan: the rules that split most.
+        problem: what to raise where next to nothing of the layers is split.
+    """
+
+    plan: Plan
+    problem: PlanError | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Passed:
+    """A plan that passed, the part of the layers that it splits, and what a step of the tiny model communicates."""
+
+    plan: Plan
+    share: float
+    num_collectives: int
+
+    @property
+    def rank(self) -> tuple[float, int, float]:
+        """The best is that which splits most; of those that split the layers well, that which communicates least."""
+        return min(self.share, _WELL_SPLIT), -self.num_collectives, self.share
+
+
+def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool = False) -> Derivation:
+    """Finds the rules that split most of `model` and compute what it computes, tried on simulated ranks.
+
+    Args:
+        model: a transformers model, real or meta, whole.
+        declared: what is known already; kept where it passes.
+
+    Raises:
+        PlanError: no plan at all passes, or the model's code fails where it is tried; names the module.
+        UnsupportedError: no tiny model of the model can be built.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
+    try:
+        return _derive(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way where it is watched and tried
+        verdict = failed(error)
+        raise PlanError(
+            f"{name} cannot be planned over tp={tp_size}",
+            at=verdict.module or None,
+            why=verdict.reason,
+            fix="use tp_size 1, or give rules of your own",
+        ) from error
+
+
+def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
+    name = type(model).__name__
+    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
+    tiny = _build_tiny_model(model, own_size=own_size, parts=tp_size)
+    trial = _trial_of(tiny, parts=tp_size)
+    facts = read_facts(tiny)
+    candidates = _Candidates(tiny, facts, trial, portable=not own_size)
+    best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+    if best is not None and not own_size:
+        confirm = functools.partial(RealSizes(model, parts=tp_size).run, tiny=tiny)
+        if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
+            trial.confirm = confirm
+            best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+    if best is None:
+        raise refused(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+    reached = trial.gradients.keys()
+    unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
+    unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
+    plan = explained(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
+    problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
+    return Derivation(plan=generalize(plan, tiny, model), problem=problem)
+
+
+def _trial_of(tiny: PreTrainedModel, *, parts: int) -> Trial:
+    batch = make_batch(tiny, seed=0)
+    choose_mode(tiny, batch)
+    padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
+    try:
+        return Trial(tiny, batch, parts=parts, padded=padded)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way
+        verdict, own = failed(error), tiny.config.get_text_config()
+        sizes = (f"{name} {read_field(own, name)}" for name in ("hidden_size", "num_attention_heads", "head_dim"))
+        raise PlanError(
+            f"{type(tiny).__name__} does not run unsplit, so nothing shows how to split it",
+            at=verdict.module or None,
+            why=f"{verdict.reason}\n(tried with {', '.join(sizes)} and tokens [2, 16])",
+            fix="correct the sizes in its config until it runs, or give rules of your own",
+        ) from error
+
+
+def _best(candidates: _Candidates, declared: Plan, *, sequence_parallel: bool) -> tuple[_Passed | None, list[Verdict]]:
+    """The best plan that passes, and what trying each showed."""
+    candidates.in_training = False
+    best, verdicts = _search(candidates, declared, sequence_parallel=sequence_parallel)
+    if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
+        candidates.in_training = True
+        again, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
+        verdicts += more
+        best = max((each for each in (best, again) if each is not None), key=lambda each: each.rank, default=None)
+    return best, verdicts
+
+
+def _search(
+    candidates: _Candidates, declared: Plan, *, sequence_parallel: bool
+) -> tuple[_Passed | None, list[Verdict]]:
+    facts, trial, best = candidates.facts, candidates.trial, None
+    verdicts: list[Verdict] = []
+    for plan in candidates.plans(declared):
+        try:
+            share = _share(plan, facts, trial.parts)
+        except PlanError as error:
+            verdicts.append(Verdict(passed=False, reason=error.summary))
+            continue
+        if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
+            continue
+        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
+            verdict = trial.run(candidate, sequence_parallel=sequence_parallel, in_training=True)
+            verdicts.append(verdict)
+            if verdict.passed:
+                found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
+                best = found if best is None else max(best, found, key=lambda each: each.rank)
+                break
+        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, trial.parts):
+            break
+    return best, verdicts
+
+
+def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, parts: int) -> PreTrainedModel:
+    """The model with other weights, or a tiny one of its architecture where the model is large."""
+    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        tiny = copy.deepcopy(model).float().eval()
+        apply_repeatable(tiny.config)
+        perturb_parameters(tiny, torch.Generator().manual_seed(0))
+        return tiny
+    if own_size:
+        config = apply_repeatable(copy.deepcopy(model.config))
+    else:
+        config = shrink_config(model.config, without_dropout=True, parts=parts)
+    return build_tiny_model(config, type(model), seed=0).eval()
+
+
+def _eager(tiny: nn.Module) -> nn.Module:
+    """A copy that computes attention and experts step by step, where the graph shows every dependence."""
+    copy_tiny_model = copy.deepcopy(tiny)
+    for choose in ("set_attn_implementation", "set_experts_implementation"):
+        try:
+            getattr(copy_tiny_model, choose)("eager")
+        except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
+            continue
+    return copy_tiny_model
+
+
+class _Candidates:
+    """Plans worth a try on a tiny model: what is declared, what is declared and more, what is derived alone.
+
+    Args:
+        portable: whether plans must fit models of other sizes than the tiny model's.
+
+    Attributes:
+        in_training: whether parts of plans are tried with padding and dropout, too.
+        reasons: FQNs of parameters for which no split passed, to why; filled while plans are asked for.
+    """
+
+    def __init__(self, tiny: nn.Module, facts: ModelFacts, trial: Trial, *, portable: bool) -> None:
+        self.tiny, self.facts, self.trial, self.portable = tiny, facts, trial, portable
+        self.in_training = False
+        self.reasons: dict[str, str] = {}
+
+    def plans(self, declared: Plan) -> Iterator[Plan]:
+        """The plans, `declared` first where it passes."""
+        passes = bool(declared.rules) and self._try(declared).passed
+        if passes:
+            yield declared
+        parts = self.trial.parts
+        blocks = self._blocks()
+        if passes:
+            planned = resolve(declared, self.facts, tp_size=parts).parameters
+            covered = {fqn for fqn, each in planned.items() if isinstance(each.placement, Split)}
+            yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
+        vocabulary = self._vocabulary()
+        yield vocabulary | self._all_that_pass(blocks)
+        yield vocabulary
+
+    def _try(self, plan: Plan) -> Verdict:
+        return self.trial.run(plan, in_training=self.in_training)
+
+    def _blocks(self) -> list[Block]:
+        """What the tiny model's graph shows; nothing where its own code does not bear being watched."""
+        parts = self.trial.parts
+        try:
+            products, layers = find_row_products(_eager(self.tiny), self.trial.inputs(), parts=parts)
+            return find_blocks(self.tiny, self.facts, products, layers, parts=parts)
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
+            return self._unwatched(error)
+
+    def _unwatched(self, error: Exception) -> list[Any]:
+        """Nothing was seen: says so, and why."""
+        reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
+        logger.warning("%s: %s", type(self.tiny).__name__, reason)
+        self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
+        return []
+
+    def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
+        """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
+        parts = self.trial.parts
+        raised = widen_regions(plan, self.facts, parts=parts)
+        together = [joined(each, self.facts, self._layers, parts=parts) for each in dict.fromkeys((raised, plan))]
+        for each in dict.fromkeys((together[0], raised, *together[1:], plan)):
+            if sequence_parallel:
+                yield from sequence_plans(
+                    self.tiny, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
+                )
+            else:
+                yield each
+
+    @functools.cached_property
+    def _layers(self) -> list[Layer]:
+        try:
+            return watch(_eager(self.tiny), self.trial.inputs(), thorough=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._unwatched(error)
+
+    def _vocabulary(self) -> Plan:
+        """Embedding and head split by vocabulary, or the one of them that can be."""
+        whole = vocabulary_plan(self.facts)
+        for rules in (whole.rules, *((rule,) for rule in whole.rules)):
+            if rules and self._try(Plan(tuple(rules))).passed:
+                return Plan(tuple(rules))
+        return Plan(())
+
+    def _all_that_pass(self, blocks: Sequence[Block]) -> Plan:
+        found = Plan(())
+        for alike in _kinds(blocks):
+            found |= self._first_that_passes(alike)
+        return found
+
+    def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
+        """The rules of blocks of one kind with the first guess that passes; none where no guess does."""
+        plans = [[plan for plan in block.plans() if self._fits(plan)] for block in alike]
+        reason = ""
+        tried: set[Plan] = set()
+        for index in range(max(map(len, plans)) if all(plans) else 0):
+            together = Plan(())
+            for guesses in plans:
+                together |= guesses[min(index, len(guesses) - 1)]
+            if together in tried:
+                continue
+            tried.add(together)
+            verdict = self._try(together)
+            if verdict.passed:
+                return together
+            reason = reason or f"no split passes: {verdict.reason}"  # the best guess says most
+        reason = reason or "its sections are of unequal size, which a rule cannot say for other sizes yet"
+        names = sorted(frozenset[str]().union(*(block.parameters for block in alike)))
+        logger.info("%s and so on stay replicated: %s", ", ".join(names[:3]), reason)
+        self.reasons |= dict.fromkeys(names, reason)
+        return Plan(())
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether the plan may be used: pieces spelled out element by element are for one size."""
+        return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
+
+
+def _gathers(plan: Plan, facts: ModelFacts, tp_size: int) -> bool:
+    """Whether linears of a plan hand on joined outputs or cut full inputs: a block with rows and columns needs not."""
+    resolved = resolve(plan, facts, tp_size=tp_size)
+    edges = {region.edge for region in resolved.regions}
+    return "gather" in edges or bool({"rowwise_rep", "rowwise_split_input"} & set(resolved.modules.values()))
+
+
+def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks of the same kind in the layers of one stack, which are tried together: they may depend on each other."""
+    kinds: dict[tuple[str, tuple[str, ...]], list[Block]] = {}
+    for block in blocks:
+        kinds.setdefault((block.layer.rpartition(".")[0], block.key), []).append(block)
+    return list(kinds.values())
+
+
+def _share(plan: Plan, facts: ModelFacts, tp_size: int) -> float:
+    """Elements of the layers' split parameters over all of the layers' elements."""
+    planned = resolve(plan, facts, tp_size=tp_size).parameters
+    return split_share([each for fqn, each in planned.items() if facts.layer_of(fqn) is not None])

@@ -1,0 +1,70 @@
+"""Blocks side by side: where a layer only adds what they compute, one collective can sum them both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.resolve import resolve
+from shardwise.plan.rule import ParameterRule, RegionRule, Rule
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
+from shardwise.search.reachability import gradients_of
+from shardwise.search.trace import Layer, ModuleCall
+
+__all__ = ["joined"]
+
+
+def joined(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, parts: int) -> Plan:
+    """`plan` with sums left to later ones of the same layer where both are only added, to be tried.
+
+    Args:
+        layers: what was watched of them, every tensor a node, nothing cut.
+        parts: for how many ranks.
+    """
+    split = resolve(plan, facts, tp_size=parts)
+    rules: list[Rule] = []
+    for layer in layers:
+        leaving = [call for call in layer.calls if _is_left(call.fqn, split, layer.fqn)]
+        for first, second in _added(leaving, layer):
+            kind, style = (ParameterRule, "rowwise") if first.fqn in split.modules else (RegionRule, "region_output")
+            name = second.fqn.removeprefix(f"{layer.fqn}.")
+            reason = f"the layer adds it to what {name} computes: one sum for both"
+            rules.append(kind(first.fqn, f"{style}_into({name})", source="structure", reason=reason))
+    return plan | Plan(tuple(rules)) if rules else plan
+
+
+def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
+    """Whether a region is left at `module`: its own output is reduced, or it is row split in one that is not."""
+    if not module.startswith(f"{layer}."):
+        return False
+    for region in split.regions:
+        if region.edge == "output" and f"{module}.".startswith(f"{region.fqn}."):
+            return module == region.fqn
+    return split.modules.get(module) == "rowwise"
+
+
+def _added(calls: Sequence[ModuleCall], layer: Layer) -> Iterator[tuple[ModuleCall, ModuleCall]]:
+    """Calls, each with the next one whose output the layer's outputs depend on in just the same way."""
+    called = [call.fqn for call in calls]
+    once = [call for call in calls if called.count(call.fqn) == 1 and call.outputs and call.inputs]
+    outputs = [value for value in layer.outputs if value.grad_fn is not None]
+    generator = torch.Generator().manual_seed(2)
+    total = sum(((value * torch.randn(value.shape, generator=generator)).sum() for value in outputs), torch.zeros(()))
+    for position, first in enumerate(once[:-1]):
+        second = once[position + 1]
+        ours, theirs = gradients_of(total, [first.outputs[0], second.outputs[0]])
+        if ours is None or theirs is None or ours.numel() != theirs.numel() or not bool(ours.any()):
+            continue
+        if torch.allclose(ours.flatten(), theirs.flatten(), rtol=1e-5, atol=1e-7) and not _reaches(first, second):
+            yield first, second
+
+
+def _reaches(first: ModuleCall, second: ModuleCall) -> bool:
+    """Whether what the second is given depends on what the first put out."""
+    total = sum((value.sum() for value in second.inputs if value.requires_grad), torch.zeros(()))
+    gradients: Sequence[Tensor | None] = gradients_of(total, [first.outputs[0]])
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)

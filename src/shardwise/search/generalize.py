@@ -1,0 +1,161 @@
+"""From a tiny model's plan to the model's: rules found on a few layers, for all layers of their kind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+
+from torch import nn
+
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.match import star_numbers
+from shardwise.plan.rule import SECTIONS, InputRule, Rule
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import outermost_layers
+
+__all__ = ["generalize"]
+
+_Suffixed = tuple[str, Rule]
+"""A rule of a layer, and what follows the layer's name in its pattern."""
+
+
+def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
+    """`plan`, found on `tiny model`, for `model`: each of its layers gets the rules of a layer of its kind in the tiny model.
+
+    That is the layer of the same name where it is the same, else the first of the kind; lists inside of it (experts)
+    may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
+    Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
+    """
+    tiny_models, layers = (
+        {layer: _names(each, layer) for layer in outermost_layers(read_facts(each).stacks)} for each in (tiny, model)
+    )
+    inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_models}
+    outside: list[Rule] = []
+    for rule in plan.rules:
+        owner = next((layer for layer in tiny_models if f"{rule.pattern}.".startswith(f"{layer}.")), None)
+        (outside if owner is None else inside[owner]).append(rule)
+    found: list[Rule] = []
+    for kind in SECTIONS:
+        own = {
+            layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
+            for layer, rules in inside.items()
+        }
+        found += _for_layers(own, tiny_models, layers)
+    return Plan(tuple(outside)) | Plan(tuple(found))
+
+
+def _for_layers(
+    inside: dict[str, list[_Suffixed]], tiny_models: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
+) -> Iterator[Rule]:
+    """The rules of one section for `layers`, from those inside of the tiny model's; both with the names of what they hold."""
+    examples: dict[tuple[str, frozenset[str]], list[str]] = {}
+    for layer, names in tiny_models.items():
+        examples.setdefault(_kind(layer, names), []).append(layer)
+    found: list[tuple[str, _Suffixed]] = []
+    for layer, names in layers.items():
+        alike = examples.get(_kind(layer, names), [])
+        is_known = layer in alike and tiny_models[layer] == names
+        if is_known:
+            own = inside[layer]
+        else:
+            own = _merged([_for_any_length(inside[each], tiny_models[each]) for each in alike])
+        held = frozenset[str]().union(*(tiny_models[each] for each in alike))
+        own = _with_inputs(own, [inside[each] for each in alike], held, is_known=is_known)
+        found += ((layer, each) for each in own)
+    yield from _folded(found, list(layers))
+
+
+def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
+    """The rules of a layer, with `*` for the number in a list all of whose items have the same rule."""
+    for position in range(max((suffix.count(".") for suffix, _ in rules), default=0) + 1):
+        styles = {suffix: rule.style for suffix, rule in rules}
+        folded: dict[str, Rule] = {}
+        for suffix, rule in rules:
+            wild = _starred(suffix, position)
+            items = [name for name in (*names, *styles) if _starred(name, position) == wild]
+            same = wild != suffix and all(styles.get(item) == rule.style for item in items)
+            folded.setdefault(wild if same else suffix, rule)
+        rules = list(folded.items())
+    return rules
+
+
+def _starred(suffix: str, position: int) -> str:
+    """`suffix` with `*` for the component at `position`, if it is a number."""
+    parts = suffix.split(".")
+    if position < len(parts) and parts[position].isdigit():
+        parts[position] = "*"
+    return ".".join(parts)
+
+
+def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
+    """The first layer's rules, with `*` for a number that differs where the others have a rule of the same style.
+
+    Layers that share their weights may each use another item of one list (adapters): then any layer may use any.
+    """
+    first, others = (alike or [[]])[0], alike[1:]
+    return [(reduce(_joined, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
+
+
+def _with_inputs(
+    rules: list[_Suffixed], others: list[list[_Suffixed]], own: frozenset[str], *, is_known: bool
+) -> list[_Suffixed]:
+    """`rules`, with the rules on inputs that other layers of the kind have.
+
+    Args:
+        own: names of what the layers hold.
+        is_known: whether the rules are the layer's very own. Then it lacks only inputs that it is not always given,
+            which are those of modules with parameters; what a function like an activation is given, it always is.
+    """
+    found = dict(rules)
+    for suffix, rule in itertools.chain.from_iterable(others):
+        is_always_given = suffix.rpartition(".")[0] not in {"", *own}
+        if isinstance(rule, InputRule) and not (is_known and is_always_given and rule.dim is not None):
+            found.setdefault(suffix, rule)
+    return list(found.items())
+
+
+def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) -> list[str]:
+    """Suffixes in other layers that differ from the rule's in numbers only, where they do not have it itself."""
+    kind = star_numbers(suffix)
+    return [
+        other
+        for rules in others
+        if all(suffix != other for other, _ in rules)
+        for other, each in rules
+        if each.style == rule.style and star_numbers(other) == kind
+    ]
+
+
+def _joined(pattern: str, other: str) -> str:
+    parts = zip(pattern.split("."), other.split("."), strict=True)
+    return ".".join(mine if mine == theirs else "*" for mine, theirs in parts)
+
+
+def _kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
+    """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
+    return layer.rpartition(".")[0], frozenset(map(star_numbers, names))
+
+
+def _names(model: nn.Module, layer: str) -> frozenset[str]:
+    """The names of a layer's parameters and of the modules that own them, from after its own name on."""
+    module = model.get_submodule(layer)
+    own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
+
+
+def _folded(found: list[tuple[str, _Suffixed]], layers: list[str]) -> Iterator[Rule]:
+    """Writes rules that every layer of a stack has alike once, in the order of their first layer."""
+    stacks: dict[str, list[str]] = {}
+    for layer in layers:
+        stacks.setdefault(layer.rpartition(".")[0], []).append(layer)
+    alike: dict[tuple[str, str, str], dict[str, Rule]] = {}
+    for layer, (suffix, rule) in found:
+        stack = layer.rpartition(".")[0]
+        alike.setdefault((stack, suffix, rule.style), {})[layer] = rule
+    for (stack, suffix, _), same in alike.items():
+        if len(same) == len(stacks[stack]) > 1:
+            yield replace(next(iter(same.values())), pattern=f"{stack}.*{suffix}")
+        else:
+            yield from (replace(rule, pattern=layer + suffix) for layer, rule in same.items())

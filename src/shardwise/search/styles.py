@@ -1,0 +1,102 @@
+"""The style that splits a parameter as its holding says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwise.errors import LayoutError, PlanError
+from shardwise.plan.features import feature_split, qkv_split
+from shardwise.plan.split_style import SplitStyle
+from shardwise.plan.structure import Heads, ModelFacts, parent_of
+from shardwise.search.influence import RequiredIndices
+from shardwise.sharding.boxes import Interval
+from shardwise.sharding.placement import Split, equal_sections
+
+__all__ = ["Styler"]
+
+_MAX_SECTIONS = 8
+_WASTE = 1.1
+"""How much more than needed a style may hold; a named style says more to a reader than intervals do."""
+
+
+class Styler:
+    """Finds styles for the parameters of one layer.
+
+    Args:
+        layer: FQN of the layer.
+        parts: for how many ranks.
+    """
+
+    def __init__(self, facts: ModelFacts, layer: str, parts: int) -> None:
+        self._facts, self._layer, self._parts = facts, layer, parts
+        self._shapes = {fqn: shape for fqn, _, _, shape in facts.parameters() if fqn.startswith(f"{layer}.")}
+
+    def style(self, name: str, holding: RequiredIndices) -> str:
+        """The style whose placement holds what every rank needs, and least beside; spelled out where none does."""
+        fitting = [(_held(split), style) for style, split in self._named(name, holding.dim) if _covers(split, holding)]
+        exact = sum(len(indices) for indices in holding.ranks)
+        if fitting:
+            held, style = min(fitting, key=lambda each: each[0])
+            if held <= max(exact * _WASTE, holding.size):
+                return style
+        return str(SplitStyle(holding.dim, 1, _intervals(holding)))
+
+    def _named(self, name: str, dim: int) -> Iterator[tuple[str, Split]]:
+        owner, size, parts = parent_of(name), self._shapes[name][dim], self._parts
+        heads = self._heads(owner)
+        try:
+            yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=parts)
+        except (PlanError, LayoutError):
+            pass
+        for sections in range(2, _MAX_SECTIONS + 1):
+            if size % sections == 0:
+                yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=parts)
+        kind = self._facts.modules[owner].kind
+        if heads is not None and dim == (1 if kind == "transposed" else 0):
+            try:
+                yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=parts)
+            except (PlanError, LayoutError):
+                pass
+
+    def _heads(self, module: str) -> Heads | None:
+        while module and module != self._layer:
+            if self._facts.modules[module].heads is not None:
+                return self._facts.modules[module].heads
+            module = parent_of(module)
+        return None
+
+
+def _covers(split: Split, holding: RequiredIndices) -> bool:
+    for rank, indices in enumerate(holding.ranks):
+        held = {index for start, stop in split.pieces[rank] for index in range(start, stop)}
+        if not indices <= held:
+            return False
+    return True
+
+
+def _held(split: Split) -> int:
+    return sum(stop - start for intervals in split.pieces for start, stop in intervals)
+
+
+def _intervals(holding: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
+    """Each rank's indices as runs; indices that nobody seems to need stay with the neighbour before them."""
+    needed = [set(indices) for indices in holding.ranks]
+    known = set().union(*needed)
+    last: list[int] = [0]
+    for index in range(holding.size):
+        if index in known:
+            last = [rank for rank, indices in enumerate(holding.ranks) if index in indices]
+        else:
+            for rank in last:
+                needed[rank].add(index)
+    return tuple(_runs(sorted(indices)) for indices in needed)
+
+
+def _runs(indices: list[int]) -> tuple[Interval, ...]:
+    found: list[Interval] = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return tuple(found)

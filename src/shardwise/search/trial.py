@@ -1,0 +1,216 @@
+"""Trying a split: a tiny model is trained on simulated ranks and held against the full one, in milliseconds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.simulated import SimulatedGroup, run_ranks
+from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.sequence_plan import NoStackError
+from shardwise.plan.spec import Plan
+from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
+from shardwise.runtime.canonical import canonical_tensor
+from shardwise.runtime.registry import registry_of
+from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.simulate import SimulatedMesh
+from shardwise.train.gradients import track_gradients
+
+__all__ = ["Trial", "Verdict", "failed"]
+
+_LOSS = 1e-4
+_GRADIENT = 1e-3
+_GRADIENT_FLOOR = 1e-6
+_REASON = 200  # letters of an error that are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What trying a plan showed.
+
+    Attributes:
+        passed: whether loss and every gradient are the full model's.
+        reason: why not.
+        module: FQN of the innermost module that was running where it failed, "" where nothing did.
+        lacks_stack: whether there was no list of layers along whose sequence to split.
+        in_training: whether it is padding or dropout that it fails with.
+        num_collectives: what one rank's forward and backward communicated, where it passed.
+    """
+
+    passed: bool
+    reason: str = ""
+    module: str = ""
+    lacks_stack: bool = False
+    in_training: bool = False
+    num_collectives: int = 0
+
+
+class Trial:
+    """A tiny model, its batch, and what the full one computes of it.
+
+    Args:
+        tiny model: it has not run yet; every rank is given a copy, because modules may keep what they computed.
+        batch: its inputs with labels.
+        parts: number of simulated ranks.
+        padded: one padded row, for runs in training mode with dropout.
+
+    Attributes:
+        confirm: what plans must pass besides; None where nothing else is asked.
+
+    Raises:
+        UnsupportedError: it computes other numbers when it runs again.
+    """
+
+    def __init__(
+        self, tiny: nn.Module, batch: Mapping[str, Any], *, parts: int, padded: Mapping[str, Any] | None = None
+    ) -> None:
+        self.batch, self.parts = batch, parts
+        self.confirm: Callable[..., Verdict] | None = None
+        self._tiny, self._padded = tiny, padded
+        self._tiny_training = None if padded is None else training_copy(tiny, padded)
+        self._truth, again = _train(copy.deepcopy(tiny), batch), _train(copy.deepcopy(tiny), batch)
+        if abs(again.loss - self._truth.loss) > _LOSS:
+            raise UnsupportedError(
+                f"{type(tiny).__name__} computes something else every time it runs",
+                why=f"its forward draws random numbers in eval mode too: a loss of {self._truth.loss:.6f}, then "
+                f"{again.loss:.6f};\nno split can be held against numbers that change",
+                fix="give rules of your own, or use tp_size 1",
+            )
+        self.gradients = self._truth.gradients
+
+    def inputs(self) -> dict[str, Any]:
+        """A copy of the batch: some models write into what they are given."""
+        return copied(self.batch)
+
+    def run(self, plan: Plan, *, sequence_parallel: bool = False, in_training: bool = False) -> Verdict:
+        """Trains the tiny model one step, split by `plan`, and compares.
+
+        Args:
+            in_training: then also on the padded row with dropout, if there is one: what ranks drop must be what the
+                full tiny model could drop.
+        """
+        results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)
+        if isinstance(results, Verdict):
+            return results
+        reason = next(filter(None, (_difference(each, self._truth) for each in results)), "")
+        if reason:
+            return Verdict(passed=False, reason=reason)
+        if in_training and self._tiny_training is not None and self._padded is not None:
+            wrong = self._run_in_training(plan, self._tiny_training, self._padded, sequence_parallel=sequence_parallel)
+            if wrong is not None:
+                return replace(wrong, reason=f"with padding and dropout: {wrong.reason}", in_training=True)
+        if self.confirm is not None:
+            confirmed = self.confirm(plan, sequence_parallel=sequence_parallel)
+            if not confirmed.passed:
+                return confirmed
+        return Verdict(passed=True, num_collectives=results[0].num_collectives)
+
+    def _run_in_training(
+        self, plan: Plan, tiny: nn.Module, padded: Mapping[str, Any], *, sequence_parallel: bool
+    ) -> Verdict | None:
+        with seeded():
+            results = self._split(tiny, plan, padded, sequence_parallel=sequence_parallel)
+            if isinstance(results, Verdict):
+                return results
+            redraws = Redraws([each.draws for each in results], [each.random_state for each in results])
+            truth = _train(copy.deepcopy(tiny), padded, redraws)
+        reasons = [*redraws.problems, *filter(None, (_difference(each, truth) for each in results))]
+        return Verdict(passed=False, reason=reasons[0]) if reasons else None
+
+    def _split(
+        self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
+    ) -> list[_Result] | Verdict:
+        """What each rank computes of the batch; the verdict where it fails."""
+
+        def rank(group: SimulatedGroup) -> _Result:
+            model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), Draws()
+            decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
+            gradients = track_gradients(model, apply_plan(model, mesh, decided, ParallelSpec()))
+            with draws if model.training else nullcontext():
+                loss = objective_of(model(**copied(batch)))
+            with gradients.together():
+                loss.backward()
+                num_collectives = group.num_exchanges
+            return _Result(
+                loss=float(loss.detach()),
+                gradients=_full_gradients(model),
+                num_collectives=num_collectives,
+                draws=draws.values,
+                random_state=torch.get_rng_state(),
+            )
+
+        try:
+            return run_ranks(rank, self.parts)
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
+            return failed(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What a rank, or the full tiny model, computed, communicated and drew, and its random state afterwards."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    num_collectives: int = 0
+    draws: Sequence[Tensor] = ()
+    random_state: Tensor = torch.empty(0)  # noqa: RUF009 - frozen
+
+
+def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None = None) -> _Result:
+    """What the full model computes, given what ranks drew."""
+    with redraws or nullcontext():
+        loss = objective_of(model(**copied(batch)))
+    loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return _Result(loss=float(loss.detach()), gradients=gradients)
+
+
+def _difference(found: _Result, truth: _Result) -> str:
+    """What a rank computed otherwise than the full tiny model, in words."""
+    if not abs(found.loss - truth.loss) <= _LOSS:
+        return f"loss {found.loss:.6f} instead of {truth.loss:.6f}"
+    for name, expected in truth.gradients.items():
+        error = float((found.gradients[name] - expected).abs().max()) if expected.numel() else 0.0
+        allowed = _GRADIENT * float(expected.abs().max()) + _GRADIENT_FLOOR if expected.numel() else 0.0
+        if not error <= allowed:
+            return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
+    return ""
+
+
+def failed(error: Exception) -> Verdict:
+    """The verdict on a plan with which running a model raised `error`."""
+    text = " ".join(str(error).split())[:_REASON]
+    reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
+    return Verdict(passed=False, reason=reason, lacks_stack=isinstance(error, NoStackError), module=_running(error))
+
+
+def _running(error: BaseException) -> str:
+    """FQN of the innermost module whose code was running when the error was raised, "" where none was."""
+    running, trace = [], error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        running += [owner] if isinstance(owner, nn.Module) else []
+        trace = trace.tb_next
+    names = {id(module): name for name, module in running[0].named_modules()} if running else {}
+    return next((names[id(module)] for module in reversed(running) if id(module) in names), "")
+
+
+def _full_gradients(model: nn.Module) -> dict[str, Tensor]:
+    registry = registry_of(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        full = canonical_tensor(gradient, registry.entry(name).layout, registry.mesh)
+        assert full is not None
+        found[name] = full
+    return found

@@ -1,0 +1,39 @@
+"""Regions made larger: a block of experts with its router and shared experts is one region, not one for each."""
+
+from __future__ import annotations
+
+from shardwise.plan.resolve import resolve
+from shardwise.plan.rule import RegionRule
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts, parent_of
+
+__all__ = ["widen_regions"]
+
+_EDGES = ("region", "region_output", "aside")
+
+
+def widen_regions(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
+    """`plan` with every region that is left at its output, or lies in a list inside of a layer (experts that tokens
+    choose), raised to the module around it or the list, to be tried.
+
+    What else is split there joins it: one collective in each direction instead of one for each, and tokens are routed
+    where all of the sequence is seen, alike on every rank. A module that is a layer, or a list, is no such module.
+    """
+    raised = []
+    for region in resolve(plan, facts, tp_size=parts).regions:
+        block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
+        if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in raised:
+            raised.append(block)
+    if not raised:
+        return plan
+    blocks = [RegionRule(block, "region_output", "structure", "its parts add up to one sum") for block in raised]
+    inside = tuple(f"{block}." for block in raised)
+    kept = [rule for rule in plan.rules if rule.style not in _EDGES or not f"{rule.pattern}.".startswith(inside)]
+    return Plan(tuple(blocks)) | Plan(tuple(kept))
+
+
+def _list_around(module: str, facts: ModelFacts) -> str:
+    """The outermost list that `module` is in, inside of a layer; the empty name where there is none."""
+    names = module.split(".")
+    around = [".".join(names[:end]) for end in range(1, len(names))]
+    return next((name for name in around if facts.modules[name].kind == "list" and facts.layer_of(name)), "")

@@ -1,0 +1,54 @@
+"""Boxes: axis-aligned blocks of a tensor's index space.
+
+An `Interval` `(start, stop)` is half open. A `Box` has one interval per dim; the box of a scalar is `()`, of volume 1.
+"""
+
+import math
+
+__all__ = ["Box", "Interval", "full_box", "intersect", "move", "shape_of", "subtract", "volume"]
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """Extent of `box` along every dim."""
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Number of elements in `box`."""
+    return math.prod(shape_of(box))
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    """The box of a full tensor of `shape`."""
+    return tuple((0, size) for size in shape)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements in both boxes (of equal rank), or None where there are none."""
+    both = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
+
+
+def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
+    """`box` without `hole`, as disjoint boxes: at most two per dim."""
+    common = intersect(box, hole)
+    if common is None:
+        return (box,) if volume(box) else ()
+    rest: list[Box] = []
+    for dim, ((start, stop), (cut_start, cut_stop)) in enumerate(zip(box, common, strict=True)):
+        # Dims before this one are already narrowed to the hole, so the slabs do not overlap.
+        for slab in ((start, cut_start), (cut_stop, stop)):
+            if slab[0] < slab[1]:
+                rest.append((*common[:dim], slab, *box[dim + 1 :]))
+    return tuple(rest)
+
+
+def move(box: Box, origin: Box, target: Box) -> Box:
+    """`box` seen from `target` instead of `origin`: shifted by the distance between their first corners."""
+    return tuple(
+        (start - old + new, stop - old + new)
+        for (start, stop), (old, _), (new, _) in zip(box, origin, target, strict=True)
+    )

@@ -1,0 +1,78 @@
+"""Frozen values as JSON, and back to equal ones: layouts for manifests, decided plans for ranks to compare.
+
+A dataclass is an object of its fields, or says itself by `to_json` and `from_json` what it is; a placement says in
+`kind` which one it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from shardwise.errors import LayoutError
+from shardwise.sharding.placement import Chunk, Placement, Replicate, Split
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["from_json", "to_json"]
+
+_KINDS: dict[str, type] = {"replicate": Replicate, "chunk": Chunk, "split": Split}
+
+
+def to_json(value: Any) -> Any:
+    """`value` (a layout, a placement, a decided plan) as what `json.dumps` takes; `from_json` reads it back."""
+    if isinstance(value, MeshShape):
+        return str(value)
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if is_dataclass(value):
+        kind = {"kind": type(value).__name__.lower()} if isinstance(value, Placement) else {}
+        return kind | {each.name: to_json(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: to_json(each) for name, each in value.items()}
+    if isinstance(value, frozenset):
+        return sorted(value)
+    return [to_json(each) for each in value] if isinstance(value, tuple) else value
+
+
+def from_json(form: Any, data: Any) -> Any:
+    """The value of the type `form` that `to_json` wrote as `data`.
+
+    Raises:
+        LayoutError: `data` is no such value, or an inconsistent one.
+    """
+    try:
+        return _decode(form, data)
+    except LayoutError:
+        raise
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        name = getattr(form, "__name__", "Placement")
+        raise LayoutError(f"no {name} in JSON", why=f"{type(error).__name__}: {error}") from error
+
+
+def _decode(form: Any, data: Any) -> Any:
+    origin, arguments = get_origin(form), get_args(form)
+    if form is MeshShape:
+        return MeshShape.parse(data)
+    if hasattr(form, "from_json"):
+        return form.from_json(data)
+    if is_dataclass(form):
+        hints: dict[str, Any] = get_type_hints(form)
+        if data.keys() != {each.name for each in fields(form)}:
+            raise KeyError(f"{form} has the attributes {', '.join(each.name for each in fields(form))}")
+        made: Any = form
+        return made(**{name: _decode(hints[name], each) for name, each in data.items()})
+    if form == Placement:
+        return _decode(_KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
+    if NoneType in arguments:
+        inner = next(each for each in arguments if each is not NoneType)
+        return None if data is None else _decode(inner, data)
+    if origin is Mapping:
+        return {name: _decode(arguments[1], each) for name, each in data.items()}
+    if origin is frozenset:
+        return frozenset(data)
+    if origin is tuple:
+        hinted = [arguments[0]] * len(data) if arguments[-1] is Ellipsis else arguments
+        return tuple(_decode(each, value) for each, value in zip(hinted, data, strict=True))
+    if type(data) is not form:
+        raise TypeError(f"{data!r} is no {form.__name__}")
+    return data

@@ -1,0 +1,178 @@
+"""`Layout`: which elements of a canonical tensor every coord of a mesh holds, and where.
+
+Canonical is the tensor as Hugging Face stores it; local is what a rank keeps. A layout is a sequence of steps, each
+applying one axis's placement to the result of the steps before it: tensor parallelism first, then FSDP's chunks of what
+tensor parallelism left.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardwise.errors import LayoutError
+from shardwise.sharding.boxes import Box, Interval, shape_of
+from shardwise.sharding.placement import Chunk, Placement, Replicate, Split
+
+__all__ = ["Layout", "Piece", "Step"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `full` of the canonical tensor, lying at `local` in the local one; the boxes have equal shape."""
+
+    full: Box
+    local: Box
+
+    def __post_init__(self) -> None:
+        if shape_of(self.full) != shape_of(self.local):
+            raise LayoutError(f"a piece maps {self.full} to {self.local}", why="the boxes of a piece have equal shape")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one mesh axis of `size` ranks does to the tensor."""
+
+    axis: str
+    size: int
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.axis}{self.size}: {self.placement}"
+
+
+# One dim of a rank's tensor: where its runs come from, of those it holds or of those it owns, and its whole extent.
+@dataclass(frozen=True)
+class _Run:
+    full: int
+    local: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Dim:
+    runs: tuple[_Run, ...]
+    extent: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The canonical `shape` of a tensor and the steps that take it to a rank's local tensor.
+
+    Methods take `coords`, a position on every axis of the steps (an axis of size 1 may be left out; further axes are
+    ignored, so a rank's coords on the whole mesh will do). Elements that several coords of an axis hold belong to the
+    lowest of them; an axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
+
+    Raises:
+        LayoutError: an axis has two steps, a placement's dim or number of coords does not fit, or a `Split` does not
+            have the size of the dim that reaches it.
+    """
+
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise LayoutError(f"a tensor cannot have the shape {self.shape}")
+        axes = [step.axis for step in self.steps]
+        if len(set(axes)) < len(axes):
+            raise LayoutError(f"an axis has two steps in the layout {self}", why="one step per axis")
+        # A dim that an uneven split has passed has one extent per coord, and the next step must fit them all.
+        extents: list[set[int]] = [{size} for size in self.shape]
+        for step in self.steps:
+            _check_step(step, extents, at=f"layout {self}")
+
+    def __str__(self) -> str:
+        return ", ".join([str(list(self.shape)), *map(str, self.steps)])
+
+    def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the local tensor at `coords`."""
+        return tuple(dim.extent for dim in self._dims(coords, owned=False))
+
+    def pieces(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
+        """The pieces that the rank at `coords` holds, in local row-major order."""
+        return _pieces(self._dims(coords, owned=False))
+
+    def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
+        """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once."""
+        for step in self.steps:
+            if isinstance(step.placement, Replicate) and _coord(step, coords):
+                return ()
+        return _pieces(self._dims(coords, owned=True))
+
+    def _dims(self, coords: Mapping[str, int], *, owned: bool) -> list[_Dim]:
+        dims = [_Dim((_Run(0, 0, size),) if size else (), size) for size in self.shape]
+        for step in self.steps:
+            coord = _coord(step, coords)
+            placement = step.placement
+            if isinstance(placement, Chunk):
+                dim = dims[placement.dim]
+                start, stop = placement.interval(coord, size=dim.extent, parts=step.size)
+                dims[placement.dim] = _select(dim, (((start, stop), (0, stop - start)),), extent=stop - start)
+            elif isinstance(placement, Split):
+                intervals = placement.owned(coord) if owned else placement.pieces[coord]
+                pairs = tuple((interval, placement.local_of(coord, interval)[0]) for interval in intervals)
+                dims[placement.dim] = _select(dims[placement.dim], pairs, extent=placement.local_size_of(coord))
+        return dims
+
+
+def _check_step(step: Step, extents: list[set[int]], *, at: str) -> None:
+    """Check that `step` fits dims of `extents`, and narrow these to what it leaves."""
+    if step.size < 1:
+        raise LayoutError(f"axis {step.axis!r} has size {step.size}", at=at, why="a size is at least 1")
+    placement = step.placement
+    if isinstance(placement, Replicate):
+        return
+    if placement.dim >= len(extents):
+        raise LayoutError(f"{placement} on a tensor of {len(extents)} dims", at=at, why="dims are counted from 0")
+    arriving = extents[placement.dim]
+    if isinstance(placement, Chunk):
+        ends = [placement.interval(c, size=size, parts=step.size) for size in arriving for c in range(step.size)]
+        extents[placement.dim] = {stop - start for start, stop in ends}
+        return
+    if placement.parts != step.size:
+        raise LayoutError(f"{placement} on axis {step.axis!r} of size {step.size}", at=at, why="one part per coord")
+    if arriving != {placement.size}:
+        sizes = " or ".join(map(str, sorted(arriving)))
+        raise LayoutError(
+            f"{placement} describes a dim of size {placement.size}, but {sizes} reaches axis {step.axis!r}",
+            at=at,
+            why="the pieces of a split name every element of the dim it splits",
+        )
+    extents[placement.dim] = {placement.local_size_of(coord) for coord in range(step.size)}
+
+
+def _coord(step: Step, coords: Mapping[str, int]) -> int:
+    if step.axis not in coords and step.size > 1:
+        raise LayoutError(f"no coord for axis {step.axis!r} of size {step.size}", why=f"coords are {dict(coords)}")
+    coord = coords.get(step.axis, 0)
+    if not 0 <= coord < step.size:
+        raise LayoutError(f"coord {step.axis}={coord} is outside its axis", why=f"it has {step.size} coords")
+    return coord
+
+
+def _select(dim: _Dim, pairs: tuple[tuple[Interval, Interval], ...], *, extent: int) -> _Dim:
+    """What is left of `dim` when the positions of each pair's first interval move to its second."""
+    runs: list[_Run] = []
+    for (start, stop), (target, _) in pairs:
+        for run in dim.runs:
+            first, last = max(start, run.local), min(stop, run.local + run.length)
+            if first >= last:
+                continue
+            moved = _Run(run.full + first - run.local, target + first - start, last - first)
+            before = runs[-1] if runs else None
+            if before and (before.full + before.length, before.local + before.length) == (moved.full, moved.local):
+                runs[-1] = _Run(before.full, before.local, before.length + moved.length)
+            else:
+                runs.append(moved)
+    return _Dim(tuple(runs), extent)
+
+
+def _pieces(dims: list[_Dim]) -> tuple[Piece, ...]:
+    pieces = (
+        Piece(
+            tuple((run.full, run.full + run.length) for run in runs),
+            tuple((run.local, run.local + run.length) for run in runs),
+        )
+        for runs in itertools.product(*(dim.runs for dim in dims))
+    )
+    return tuple(pieces)

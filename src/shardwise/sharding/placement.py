@@ -1,0 +1,268 @@
+"""Placements: what happens to a tensor along one mesh axis.
+
+`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Split` says explicitly which intervals of one dim
+a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of whole heads, fused
+weights whose sections are split one by one, and key/value heads that several coords hold.
+
+All placements are frozen values. `str()` gives a short text for tables; `sharding/json_form.py` has the exact one.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import LayoutError
+from shardwise.sharding.boxes import Interval
+
+__all__ = [
+    "Chunk",
+    "Placement",
+    "Replicate",
+    "Split",
+    "equal_sections",
+    "split_blocks",
+    "split_even",
+    "split_heads",
+    "split_sections",
+]
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every coord holds the full tensor."""
+
+    def __str__(self) -> str:
+        return "replicate"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`torch.chunk` along `dim`, of whatever size arrives: equal runs of ceil(size / parts), the last ones shorter or
+    empty. This is what DTensor's `Shard` and FSDP2 do.
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+
+    def interval(self, coord: int, *, size: int, parts: int) -> Interval:
+        """What `coord` of `parts` holds of a dim of `size`; `start == stop` where it holds nothing."""
+        run = -(-size // parts)
+        return min(coord * run, size), min((coord + 1) * run, size)
+
+    def __str__(self) -> str:
+        return f"chunk dim {self.dim}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Explicit intervals of one dim for every coord.
+
+    Args:
+        dim: The tensor dim, counted from 0.
+        pieces: For every coord its intervals of the canonical dim, in the order in which they lie locally. Together
+            they cover the dim; several coords may hold the same interval, one coord holds it once.
+
+    Raises:
+        LayoutError: the pieces overlap within a coord, or leave a gap.
+    """
+
+    dim: int
+    pieces: tuple[tuple[Interval, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_dim(self.dim)
+        if not self.pieces:
+            raise LayoutError(f"a split of dim {self.dim} has no coords", why="pieces holds one entry per coord")
+        for coord, intervals in enumerate(self.pieces):
+            self._check_coord(coord, intervals)
+        self._check_cover()
+
+    def _check_coord(self, coord: int, intervals: tuple[Interval, ...]) -> None:
+        at = f"split of dim {self.dim}, coord {coord} of {self.parts}"
+        for start, stop in intervals:
+            if not 0 <= start < stop:
+                raise LayoutError(f"({start}, {stop}) is not an interval", at=at, why="0 <= start < stop must hold")
+        ordered = sorted(intervals)
+        for before, after in itertools.pairwise(ordered):
+            if after[0] < before[1]:
+                raise LayoutError(f"intervals {before} and {after} overlap", at=at, why="a coord holds an element once")
+
+    def _check_cover(self) -> None:
+        reached = 0
+        for start, stop in sorted(interval for intervals in self.pieces for interval in intervals):
+            if start > reached:
+                raise LayoutError(
+                    f"no coord holds elements {reached} to {start - 1} of dim {self.dim}",
+                    why=f"the pieces of {self.parts} coords must cover the dim without a gap",
+                )
+            reached = max(reached, stop)
+
+    @property
+    def parts(self) -> int:
+        """Number of coords."""
+        return len(self.pieces)
+
+    @property
+    def size(self) -> int:
+        """Extent of the canonical dim: the pieces cover it, so it ends where the last of them does."""
+        return max((stop for intervals in self.pieces for _, stop in intervals), default=0)
+
+    def local_size_of(self, coord: int) -> int:
+        """Extent of the local dim at `coord`."""
+        return sum(stop - start for start, stop in self.pieces[coord])
+
+    def owned(self, coord: int) -> tuple[Interval, ...]:
+        """The intervals that `coord` is the first to hold, in local order; over all coords they partition the dim."""
+        left = list(self.pieces[coord])
+        for lower in self.pieces[:coord]:
+            for hole in lower:
+                left = [rest for interval in left for rest in _without(interval, hole)]
+        return tuple(left)
+
+    def local_of(self, coord: int, interval: Interval) -> tuple[Interval, ...]:
+        """Where the elements of `interval` that `coord` holds lie in its local dim, in local order."""
+        found: list[Interval] = []
+        offset = 0
+        for start, stop in self.pieces[coord]:
+            first, last = max(start, interval[0]), min(stop, interval[1])
+            if first < last:
+                found.append((offset + first - start, offset + last - start))
+            offset += stop - start
+        return tuple(found)
+
+    def shared(self) -> tuple[tuple[Interval, tuple[int, ...]], ...]:
+        """The intervals that more than one coord holds, ascending, each with its holders."""
+        edges = sorted({edge for intervals in self.pieces for interval in intervals for edge in interval})
+        found: list[tuple[Interval, tuple[int, ...]]] = []
+        for start, stop in itertools.pairwise(edges):
+            holders = tuple(coord for coord in range(self.parts) if self.local_of(coord, (start, stop)))
+            if len(holders) < 2:
+                continue
+            if found and found[-1][0][1] == start and found[-1][1] == holders:
+                found[-1] = ((found[-1][0][0], stop), holders)
+            else:
+                found.append(((start, stop), holders))
+        return tuple(found)
+
+    def __str__(self) -> str:
+        text = f"split dim {self.dim} /{self.parts}"
+        if any(len(intervals) > 1 for intervals in self.pieces):
+            text += " fused"
+        if len({self.local_size_of(coord) for coord in range(self.parts)}) > 1:
+            text += " uneven"
+        copies = sorted({len(holders) for _, holders in self.shared()})
+        if copies:
+            text += " x" + ",".join(map(str, copies))
+        return text
+
+
+Placement = Replicate | Chunk | Split
+
+
+def split_even(dim: int, size: int, *, parts: int) -> Split:
+    """A dim of `size` cut as `torch.chunk` cuts it; the last coords may hold less, or nothing."""
+    _check_counts(size=size, parts=parts)
+    intervals = (Chunk(dim).interval(coord, size=size, parts=parts) for coord in range(parts))
+    return Split(dim, tuple(_pieces(interval) for interval in intervals))
+
+
+def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> Split:
+    """`num_blocks` blocks of `block_size`, never cut inside; the first coords hold one block more if need be."""
+    _check_counts(num_blocks=num_blocks, block_size=block_size, parts=parts)
+    fewest, extra = divmod(num_blocks, parts)
+    starts = [(coord * fewest + min(coord, extra)) * block_size for coord in range(parts + 1)]
+    return Split(dim, tuple(_pieces(interval) for interval in itertools.pairwise(starts)))
+
+
+def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split:
+    """Whole attention heads, as `split_blocks`; with more coords than heads, adjacent coords share a head.
+
+    Raises:
+        LayoutError: `parts` is greater than `num_heads` and not a multiple of it.
+    """
+    _check_counts(num_heads=num_heads, head_dim=head_dim, parts=parts)
+    if parts <= num_heads:
+        return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)
+    if num_heads == 0 or parts % num_heads:
+        raise LayoutError(
+            f"cannot place {num_heads} heads on {parts} coords",
+            why=f"{num_heads} heads do not reach {parts} coords, and {parts} is not a multiple of {num_heads}",
+            fix="use a multiple of the number of heads, or at most as many coords as heads",
+        )
+    copies = parts // num_heads
+    heads = (coord // copies for coord in range(parts))
+    return Split(dim, tuple(_pieces((head * head_dim, (head + 1) * head_dim)) for head in heads))
+
+
+def split_sections(dim: int, sections: Sequence[Split]) -> Split:
+    """A fused dim that is the concatenation of `sections`, each split on its own (query, key, value; gate, up).
+
+    Every coord holds its share of each section, section by section.
+
+    Raises:
+        LayoutError: the sections differ in dim or number of coords, or there are none.
+    """
+    if not sections:
+        raise LayoutError("a fused split has no sections", why="sections holds one split per fused part")
+    parts = sections[0].parts
+    pieces: list[list[Interval]] = [[] for _ in range(parts)]
+    offset = 0
+    for number, section in enumerate(sections):
+        if section.dim != dim or section.parts != parts:
+            raise LayoutError(
+                f"section {number} is {section}, in a fused split of dim {dim} over {parts} coords",
+                why="all sections split the same dim among the same coords",
+            )
+        for coord, intervals in enumerate(section.pieces):
+            pieces[coord].extend((start + offset, stop + offset) for start, stop in intervals)
+        offset += section.size
+    return Split(dim, tuple(_merge(intervals) for intervals in pieces))
+
+
+def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Split:
+    """A fused dim of `num_sections` sections of equal size, each cut as `split_even` cuts it.
+
+    Raises:
+        LayoutError: `size` is not a multiple of `num_sections`.
+    """
+    _check_counts(size=size, num_sections=num_sections, parts=parts)
+    if num_sections == 0 or size % num_sections:
+        raise LayoutError(f"a dim of size {size} does not divide into {num_sections} equal sections")
+    return split_sections(dim, [split_even(dim, size // num_sections, parts=parts)] * num_sections)
+
+
+def _check_dim(dim: int) -> None:
+    if dim < 0:
+        raise LayoutError(
+            f"a placement has dim {dim}", why="dims are counted from 0", fix="add the tensor's rank to it"
+        )
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if count < (1 if name == "parts" else 0):
+            raise LayoutError(
+                f"a split has {name}={count}", why="sizes are not negative, and there is one part or more"
+            )
+
+
+def _pieces(interval: Interval) -> tuple[Interval, ...]:
+    return (interval,) if interval[0] < interval[1] else ()
+
+
+def _merge(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _without(interval: Interval, hole: Interval) -> tuple[Interval, ...]:
+    if hole[1] <= interval[0] or interval[1] <= hole[0]:
+        return (interval,)
+    return (*_pieces((interval[0], hole[0])), *_pieces((hole[1], interval[1])))

@@ -1,0 +1,76 @@
+"""From one layout to another: which elements to copy from where. Decides only; the bytes move elsewhere."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import LayoutError
+from shardwise.sharding.boxes import Box, intersect, move, shape_of, subtract, volume
+from shardwise.sharding.layout import Piece
+
+__all__ = ["Copy", "Source", "copies"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Saved elements: the box `full` of the canonical tensor, lying at `local` in the array that `key` names.
+
+    `key` is whatever the reader finds an array by: a file and tensor name, a rank.
+    """
+
+    key: Hashable
+    full: Box
+    local: Box
+
+    def __post_init__(self) -> None:
+        if shape_of(self.full) != shape_of(self.local):
+            raise LayoutError(
+                f"source {self.key!r} maps {self.full} to {self.local}", why="the boxes of a source have equal shape"
+            )
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy `source_box` of the source's array to `target_box` of the wanted local tensor; they have equal shape."""
+
+    source: Source
+    source_box: Box
+    target_box: Box
+
+
+def copies(saved: Sequence[Source], wanted: Sequence[Piece]) -> tuple[Copy, ...]:
+    """The copies that fill every element of `wanted` exactly once.
+
+    Where sources overlap (replicas), the first one serves; unneeded sources are not touched.
+
+    Raises:
+        LayoutError: some wanted elements are in no source.
+    """
+    found: list[Copy] = []
+    missing: list[Box] = []
+    for piece in wanted:
+        left = [piece.full] if volume(piece.full) else []
+        for source in saved:
+            if not left:
+                break
+            rest: list[Box] = []
+            for box in left:
+                hit = intersect(box, source.full)
+                if hit is None:
+                    rest.append(box)
+                    continue
+                found.append(Copy(source, move(hit, source.full, source.local), move(hit, piece.full, piece.local)))
+                rest.extend(subtract(box, hit))
+            left = rest
+        missing.extend(left)
+    if missing:
+        shown = ", ".join(_text(box) for box in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise LayoutError(
+            f"no source holds the elements {shown}",
+            why=f"{sum(map(volume, missing))} of {sum(volume(piece.full) for piece in wanted)} wanted elements are in"
+            f" none of the {len(saved)} sources",
+        )
+    return tuple(found)
+
+
+def _text(box: Box) -> str:
+    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"

@@ -1,0 +1,1 @@
+"""Tiny models of any architecture, with what they are given."""

@@ -1,0 +1,132 @@
+"""Makes batches that a tiny model's forward takes, with labels."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shardwise.tiny.families import FAMILIES
+from shardwise.tiny.fields import sub_configs
+from shardwise.tiny.signals import class_names, make_patches, make_signal, signals_of
+
+__all__ = ["Padding", "make_batch"]
+
+Padding = Literal["none", "left", "right"]
+
+_IGNORED = -100
+_CHARACTERS = 128  # ids of models without a vocabulary, which read code points
+_SEQUENCE_CLASSIFIERS = (
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
+)
+_PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
+
+
+def make_batch(
+    model: PreTrainedModel,
+    *,
+    batch_size: int = 2,
+    sequence_length: int = 16,
+    seed: int,
+    padding: Padding = "none",
+) -> dict[str, Tensor]:
+    """Random inputs for `model`, with labels where its forward takes them.
+
+    Args:
+        model: its forward's arguments and its class decide what the batch holds.
+        batch_size: sequences.
+        sequence_length: tokens in each, of encoder and decoder alike.
+        seed: of everything in the batch.
+        padding: the side of every second sequence whose quarter is masked.
+
+    Returns:
+        input_ids, attention_mask and labels, [batch_size, sequence_length] unless the head says otherwise; images or
+        audio instead, or besides, where the model needs them.
+
+    Raises:
+        UnsupportedError: the forward takes no input this function knows, or one whose size it cannot tell.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    takes = inspect.signature(model.forward).parameters
+    shape = (batch_size, sequence_length)
+    mask = _mask(shape, padding)
+    family = FAMILIES.get(model.config.model_type)
+    batch: dict[str, Tensor] = {}
+    if "input_ids" in takes:
+        num_rows = getattr(model.config, family.id_rows) if family and family.id_rows else 1
+        batch["input_ids"] = _tokens(model, (batch_size * num_rows, sequence_length), generator)
+        if "attention_mask" in takes:
+            batch["attention_mask"] = mask
+    if "decoder_input_ids" in takes:
+        batch["decoder_input_ids"] = _tokens(model, shape, generator)
+    patches = make_patches(model, batch_size, generator=generator)
+    batch |= patches
+    for name in () if patches else signals_of(model):
+        batch[name] = make_signal(model, name, shape, generator=generator)
+        if family and family.masks_frames:
+            batch["attention_mask"] = torch.ones(batch[name].shape[:2], dtype=torch.long)
+    tokens = batch.get("input_ids")
+    batch |= _labels(model, tokens, mask, generator)
+    if tokens is not None and model.config.is_encoder_decoder and _is_listed(model, *_SEQUENCE_CLASSIFIERS):
+        last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
+        tokens[torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
+    return batch
+
+
+def _labels(
+    model: PreTrainedModel, tokens: Tensor | None, mask: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    takes = inspect.signature(model.forward).parameters
+    batch_size, sequence_length = mask.shape
+    if "start_positions" in takes:
+        return {
+            name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
+            for name in ("start_positions", "end_positions")
+        }
+    if "labels" not in takes or "list[dict]" in str(takes["labels"].annotation):
+        return {}  # boxes of every image are no tensor; without them there is no loss
+    if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
+        return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
+    if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames
+        return {"labels": _tokens(model, (batch_size, sequence_length // 4), generator)}
+    if _is_listed(model, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"):
+        labels = torch.randint(0, model.config.num_labels, tuple(mask.shape), generator=generator)
+    elif "decoder_input_ids" in takes or tokens is None:
+        labels = _tokens(model, (batch_size, sequence_length), generator)
+    elif len(tokens) == len(mask):
+        labels = tokens
+    else:
+        labels, mask = tokens.view(batch_size, -1, sequence_length).mT, mask[..., None]
+    return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
+
+
+def _is_listed(model: PreTrainedModel, *tables: str) -> bool:
+    return type(model).__name__ in {name for table in tables for name in class_names(table)}
+
+
+def _mask(shape: tuple[int, int], padding: Padding) -> Tensor:
+    mask = torch.ones(shape, dtype=torch.long)
+    width = shape[1] // _PADDED_SHARE
+    if padding != "none" and width:
+        mask[1::2, slice(None, width) if padding == "left" else slice(-width, None)] = 0
+    return mask
+
+
+def _tokens(model: PreTrainedModel, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Random token ids without special ones: those represent images, padding and ends."""
+    sizes = [size for part in sub_configs(model.config) if isinstance(size := vars(part).get("vocab_size"), int)]
+    special = {
+        token
+        for config in sub_configs(model.config)
+        for name, value in vars(config).items()
+        if name.endswith(("token_id", "token_index", "token_ids"))
+        for token in (value if isinstance(value, list | tuple) else (value,))
+    }
+    allowed = torch.tensor([token for token in range(min(sizes, default=_CHARACTERS)) if token not in special])
+    return allowed[torch.randint(0, len(allowed), shape, generator=generator)]

@@ -1,0 +1,113 @@
+"""Chooses the layers of a tiny model: few, and of every kind that occurs in the original."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from shardwise.tiny.families import LAYER_CYCLES, LAYER_FLAGS, LAYER_PERIODS, LAYER_PREFIXES, LAYER_SUFFIXES
+
+__all__ = ["choose_layers", "shrink_layer_lists"]
+
+_MAX_COMBINATIONS = 6  # above this many combinations of kinds, each kind occurs, but not in every combination
+
+
+def choose_layers(values: Mapping[str, Any], num_layers: int, wanted: int, *, repeats: int = 1) -> list[int]:
+    """Indices of original layers the tiny model keeps, ascending: at least `wanted`, `repeats` of each kind.
+
+    Args:
+        values: the attributes of the configuration.
+        num_layers: how many layers the original has.
+        wanted: how many the tiny model has if there is only one kind.
+    """
+    kinds = [_kind(values, num_layers, index) for index in range(num_layers)]
+    if len(set(kinds)) > _MAX_COMBINATIONS:
+        chosen = _cover(kinds)
+    else:
+        chosen = {index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < repeats}
+    chosen |= set(range(_cycle(values)))
+    for index in range(num_layers):
+        if len(chosen) >= wanted:
+            break
+        chosen.add(index)
+    return sorted(index for index in chosen if index < num_layers)
+
+
+def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[int]) -> dict[str, Any]:
+    """The attributes that say what each layer is, for the chosen layers only."""
+    new: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in LAYER_PREFIXES and _is_count(value):
+            new[name] = sum(index < value for index in chosen)
+        elif name in LAYER_SUFFIXES and _is_count(value):
+            new[name] = sum(index >= num_layers - value for index in chosen)
+        elif name in LAYER_PERIODS and _is_count(value) and value > 1:
+            new.update(_shrink_period(values, name))
+        elif _is_index_list(name, value, num_layers):
+            new[name] = type(value)(position for position, index in enumerate(chosen) if index in value)
+        elif _is_per_layer(value, num_layers):
+            new[name] = type(value)(value[index] for index in chosen)
+    return new
+
+
+def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hashable, ...]:
+    """What layer `index` is, as far as lists and counts say."""
+    kind: list[Hashable] = []
+    for name, value in values.items():
+        if name in LAYER_PREFIXES and _is_count(value):
+            kind.append(index < value)
+        elif name in LAYER_SUFFIXES and _is_count(value):
+            kind.append(index >= num_layers - value)
+        elif _is_index_list(name, value, num_layers):
+            kind.append(index in value)
+        elif _is_per_layer(value, num_layers):
+            kind.append(repr(value[index]))
+    return tuple(kind)
+
+
+def _cover(kinds: list[tuple[Hashable, ...]]) -> set[int]:
+    """Layers in which each kind occurs, though not in every combination."""
+    chosen: set[int] = set()
+    missing = {part for kind in kinds for part in enumerate(kind)}
+    while missing:
+        best = max(range(len(kinds)), key=lambda index: (len(missing & set(enumerate(kinds[index]))), -index))
+        chosen.add(best)
+        missing -= set(enumerate(kinds[best]))
+    return chosen
+
+
+def _cycle(values: Mapping[str, Any]) -> int:
+    """How many layers a tiny model needs for every phase of its (shrunk) periods."""
+    cycles = [len(value) for name, value in values.items() if name in LAYER_CYCLES and value]
+    for name, value in values.items():
+        if name in LAYER_PERIODS and _is_count(value) and value > 1:
+            cycles.append(_shrink_period(values, name)[name])
+    return max(cycles, default=0)
+
+
+def _shrink_period(values: Mapping[str, Any], name: str) -> dict[str, int]:
+    """A period of at most 2, or 4 where it has an offset, so that periods of 2 beside it stay visible."""
+    period, offset_name = values[name], LAYER_PERIODS[name]
+    if offset_name is None:
+        return {name: min(period, 2)}
+    new = min(period, 4)
+    return {name: new, offset_name: values[offset_name] * new // period}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_per_layer(value: object, num_layers: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == num_layers and num_layers > 1
+
+
+def _is_index_list(name: str, value: object, num_layers: int) -> bool:
+    """Whether a list names layers by index: ascending distinct integers, called after layers or indices."""
+    return (
+        isinstance(value, list | tuple)
+        and name not in LAYER_FLAGS
+        and any(word in name for word in ("layer", "idx", "indexes", "indices"))
+        and all(_is_count(each) and 0 <= each <= num_layers for each in value)
+        and len(set(value)) == len(value)
+    )

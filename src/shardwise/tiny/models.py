@@ -1,0 +1,118 @@
+"""Builds tiny models: models of a real architecture, small enough to prove a split on in seconds.
+
+```python
+config = shrink_config(AutoConfig.from_pretrained(path))
+model = build_twin(config, AutoModelForCausalLM, seed=0)
+loss = model(**make_batch(model, seed=0)).loss
+```
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.errors import UnsupportedError
+from shardwise.tiny.fields import sub_configs
+from shardwise.tiny.inputs import Padding, make_batch
+from shardwise.tiny.objective import objective_of
+from shardwise.tiny.shrink import shrink_config
+
+__all__ = [
+    "Padding",
+    "build_tiny_model",
+    "choose_mode",
+    "make_batch",
+    "perturb_parameters",
+    "shrink_config",
+]
+
+_MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
+_VECTOR_NOISE = 0.05
+_STATE_NOISE = 0.02
+
+
+def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTrainedModel:
+    """A model of `config` on CPU in float32 with random weights, none of them constant; equal for equal seeds.
+
+    Args:
+        config: a tiny one, from `shrink_config`.
+        cls: a model class, or an auto class such as `AutoModelForCausalLM`.
+        seed: of all weights.
+
+    Raises:
+        UnsupportedError: the class cannot be constructed, with the cause.
+    """
+    config = _config_for(cls, config)
+    make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
+    with torch.random.fork_rng(devices=[]), _uninitialized_as_nan():
+        torch.default_generator.manual_seed(seed)  # not the devices': one rank plans, all drop alike
+        try:
+            model = make(config)
+        except Exception as error:  # foreign constructors fail in any way; the cause is passed on
+            raise UnsupportedError(
+                f"no tiny model of {config.model_type!r}", at=cls.__name__, why=f"{type(error).__name__}: {error}"
+            ) from error
+    model = model.float()
+    perturb_parameters(model, torch.Generator().manual_seed(seed))
+    return model
+
+
+def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of `config` that `cls` is made from: text heads of multimodal models take the text configuration."""
+    wanted = getattr(cls, "config_class", None)
+    if wanted is None or isinstance(config, wanted):
+        return config
+    return next((part for part in sub_configs(config) if isinstance(part, wanted)), config)
+
+
+@contextmanager
+def _uninitialized_as_nan() -> Iterator[None]:
+    """Within, `torch.empty` gives NaN, so that what a model never initializes can be told from what it does."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def choose_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
+    """Puts a tiny model without dropout into eval mode, or into training mode where only that can run backward."""
+    for mode in (model.eval, model.train):
+        mode()
+        trial = copy.deepcopy(model)
+        try:
+            objective_of(trial(**{name: value.clone() for name, value in batch.items()})).backward()
+        except (AssertionError, RuntimeError, ValueError, TypeError):
+            continue
+        return model
+    return model.eval()
+
+
+@torch.no_grad()
+def perturb_parameters(model: nn.Module, generator: torch.Generator) -> None:
+    """Adds noise to all parameters that train and to buffers of zeros that checkpoints hold (router corrections)."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            _add_noise(parameter, generator)
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        if name in saved and buffer.is_floating_point() and not buffer.count_nonzero():
+            _add_noise(buffer, generator)
+
+
+def _add_noise(value: Tensor, generator: torch.Generator) -> None:
+    value.nan_to_num_(0.0, posinf=0.0, neginf=0.0)
+    is_constant = value.numel() == 0 or bool((value == value.flatten()[0]).all())
+    if value.dim() > 1:
+        scale = _MATRIX_NOISE
+    else:  # a vector that varies holds rates or decays of a state space, which bear less
+        scale = _VECTOR_NOISE if is_constant else _STATE_NOISE
+    value.add_(torch.randn(value.shape, generator=generator, dtype=value.dtype) * scale)

@@ -1,0 +1,39 @@
+"""What a tiny model is trained on: its own loss, or a stand-in for models that compute none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["copied", "has_loss", "objective_of"]
+
+
+def copied(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the batch: some models write into what they are given."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def objective_of(output: Any) -> Tensor:
+    """The model's loss; without one, a fixed random weighting of everything it puts out."""
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if loss is not None:
+        return loss
+    values = [value for value in output.values() if isinstance(value, Tensor) and value.requires_grad]
+    return torch.stack([(value.float() * _weights(value)).mean() for value in values]).sum()
+
+
+@torch.no_grad()
+def has_loss(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether the model computes a loss of `batch`."""
+    output = model(**copied(batch))
+    return isinstance(output, Mapping) and output.get("loss") is not None
+
+
+def _weights(value: Tensor) -> Tensor:
+    """The same for every row, so that the mean over rows is what data-parallel ranks can compute together."""
+    shape = value.shape[1:]
+    generator = torch.Generator().manual_seed(shape.numel())
+    return torch.randn(shape, generator=generator).to(value.device)

@@ -1,0 +1,276 @@
+"""Shrinks a model's configuration to a tiny one of the same structure."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
+
+from shardwise.errors import UnsupportedError
+from shardwise.tiny import families as rules
+from shardwise.tiny.fields import fields_of, layer_overrides, read_field, sub_configs
+from shardwise.tiny.layer_patterns import choose_layers, shrink_layer_lists
+from shardwise.tiny.rotary import shrink_rotary
+
+__all__ = ["apply_repeatable", "keep_layers", "shrink_config"]
+
+# Endings of fields that make training random: dropout, stochastic depth, masking of spectrograms, noise on routers.
+_RANDOM = (
+    *("dropout", "pdrop", "layerdrop", "drop_rate", "dropout_prob", "dropout_rate", "drop_path_rate", "drop_prob"),
+    *("mask_time_prob", "mask_feature_prob", "jitter_noise", "jitter_eps", "_dropout_p"),
+)
+_TOKENS = ("token_id", "token_index", "token_ids")
+
+
+def shrink_config(
+    config: PreTrainedConfig,
+    *,
+    num_layers: int = 2,
+    vocab_size: int = 131,
+    without_dropout: bool = False,
+    parts: int = 1,
+) -> PreTrainedConfig:
+    """A tiny copy of `config` with the same structure; `config` itself is left as it is.
+
+    Kept: model type, ties, biases, norms, activations, the grouping of heads, whether heads and hidden size are
+    coupled, routing, ranks, and every kind of layer. Heads, experts and inner sizes divide by 2 and 4, the vocabulary
+    does not.
+
+    Args:
+        config: of any transformers model; sub-configurations are shrunk too.
+        num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers.
+        vocab_size: rows of the embedding.
+        without_dropout: sets every dropout, and whatever else makes training random, to 0.
+        parts: what heads divide by in the tiny model if they do in the original.
+
+    Raises:
+        UnsupportedError: the tiny configuration does not pass the checks of its class.
+    """
+    tiny = copy.deepcopy(config)
+    hidden_sizes = {size for each in sub_configs(config) if isinstance(size := read_field(each, "hidden_size"), int)}
+    shrinks = [
+        _Shrink(each, hidden_sizes, num_layers=num_layers, vocab_size=vocab_size, parts=parts)
+        for each in sub_configs(config)
+    ]
+    width = _width_of(heads for shrink in shrinks for heads in shrink.query_heads())
+    for original, part, shrink in zip(sub_configs(config), list(sub_configs(tiny)), shrinks, strict=True):
+        new = shrink.values(width)
+        # Not through setattr: configurations check each assignment, and in between the values do not fit together.
+        vars(part).update(new)
+        vars(part).update(shrink_rotary(original, part))
+        if shrink.overrides:
+            part.per_layer_config = shrink.new_overrides(new)
+    apply_repeatable(tiny, without_dropout=without_dropout)
+    _check(tiny)
+    return tiny
+
+
+def keep_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time."""
+    short = copy.deepcopy(config)
+    for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
+        shrink = _Shrink(original, set(), num_layers=2, vocab_size=0, parts=1)
+        vars(part).update(shrink.layers())
+        if shrink.overrides:
+            part.per_layer_config = shrink.kept_overrides()
+    return apply_repeatable(short)
+
+
+def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) -> PreTrainedConfig:
+    """Sets `config` so that a forward computes the same every time and keeps nothing, in place.
+
+    Tiny models are trained and never generate, and some models cannot make a cache for every order of their layers.
+    """
+    for part in sub_configs(config):
+        if hasattr(part, "use_cache"):
+            vars(part)["use_cache"] = False
+        for name, value in fields_of(part).items() if without_dropout else ():
+            if name.endswith(_RANDOM) and value:
+                vars(part)[name] = _zero(value)
+    return config
+
+
+def _check(config: PreTrainedConfig) -> None:
+    for part in sub_configs(config):
+        validate = getattr(part, "validate", None)
+        if validate is None:
+            continue
+        try:
+            validate()
+        except (StrictDataclassError, ValueError, TypeError) as error:
+            raise UnsupportedError(
+                f"no tiny model of {config.model_type!r}", at=type(part).__name__, why=str(error)
+            ) from error
+
+
+class _Shrink:
+    """Computes the new values of one configuration, without its sub-configurations."""
+
+    def __init__(
+        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int, parts: int
+    ) -> None:
+        self._config = config
+        self._old = fields_of(config)
+        self.overrides = layer_overrides(config)
+        self._chosen: list[int] = []
+        self._hidden_sizes = hidden_sizes
+        self._hidden = read_field(config, "hidden_size")
+        self._family = rules.FAMILIES.get(config.model_type)
+        self._num_layers = num_layers
+        self._vocab_size = vocab_size
+        self._parts = parts
+        self._width = 0
+
+    def query_heads(self) -> list[int]:
+        """How many query heads the tiny model has, of every kind."""
+        counts = (value for name, value in self._old.items() if name in rules.QUERY_HEADS)
+        return [self._query_heads(value) for value in counts if _is_size(value)]
+
+    def values(self, width: int) -> dict[str, Any]:
+        """Attribute -> new value, for those that change, in a tiny model whose hidden states are `width` wide."""
+        self._width = width
+        new = self.layers()
+        sizes = {**self._old, **new}
+        for name, value in sizes.items():
+            if isinstance(value, list | tuple) and value and all(_is_size(each) for each in value):
+                new[name] = type(value)(self._size(name, each) for each in value)
+            elif _is_size(value):
+                new[name] = self._size(name, value)
+        new.update(self._tokens({**self._old, **new}))
+        return new | dict(self._family.set if self._family else {})
+
+    def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Layer -> fields in which it differs, in the original's proportion to the rest."""
+        return {
+            place: {name: self._override(name, value, new) for name, value in fields.items()}
+            for place, fields in self.kept_overrides().items()
+        }
+
+    def kept_overrides(self) -> dict[int, Mapping[str, Any]]:
+        """Layer -> fields in which it differs, as they are."""
+        kept = enumerate(self._chosen)
+        return {place: self.overrides[index] for place, index in kept if index in self.overrides}
+
+    def _override(self, name: str, value: Any, new: Mapping[str, Any]) -> Any:
+        rest = self._old.get(name)
+        if not _is_size(value) or not _is_size(rest):
+            return value
+        if value == rest or not rest or not value:
+            return new.get(name, rest) if value == rest else self._size(name, value)
+        if name in rules.CAPS:
+            return self._size(name, value)
+        unit = 2 if value % 2 == 0 else 1  # halves of heads rotate
+        return max(1, round(new.get(name, rest) * value / rest / unit) * unit)
+
+    def layers(self) -> dict[str, Any]:
+        """Attribute -> new value, for those that count layers or say what each is."""
+        total = read_field(self._config, "num_hidden_layers")
+        new: dict[str, Any] = {}
+        count = self._num_layers
+        if isinstance(total, int) and total > 0:
+            differing = {"overrides": [self.overrides.get(index) for index in range(total)]} if self.overrides else {}
+            repeats = self._family.repeats if self._family else 1
+            self._chosen = choose_layers(self._old | differing, total, self._num_layers, repeats=repeats)
+            new = shrink_layer_lists(self._old, total, self._chosen)
+            count = len(self._chosen)
+        for name, value in self._old.items():
+            if name in rules.LAYER_COUNTS and _is_size(value):
+                new[name] = min(value, count) if value != total else count
+        fixed = self._family.set if self._family else {}
+        return new | {name: value for name, value in fixed.items() if name in rules.LAYER_COUNTS}
+
+    def _size(self, name: str, value: int) -> int:
+        if name in rules.QUERY_HEADS:
+            return self._query_heads(value)
+        if name in rules.KEY_VALUE_HEADS:
+            return self._key_value_heads(name, value)
+        if name in rules.HEAD_DIMS:
+            return self._head_dim(name, value)
+        if name in rules.RANKED_WIDTHS:
+            return self._scaled(value, multiple=16)
+        if name in rules.FEED_FORWARDS:
+            return self._scaled(value, multiple=16, distinct=True)
+        if name in rules.VOCABULARIES:
+            return min(value, self._vocab_size)
+        return min(value, rules.CAPS.get(name, value))
+
+    def _key_value_heads(self, name: str, value: int) -> int:
+        """As many as query heads, one, or a number that several query heads share."""
+        query = next(
+            (found for other in rules.KEY_VALUE_HEADS[name] if (found := read_field(self._config, other))), value
+        )
+        query = max(query) if isinstance(query, list | tuple) else query
+        if value >= query:
+            return self._query_heads(query)
+        if self._parts % value == 0 and query % self._parts == 0:
+            return value  # every part holds one of them, and how many hold the same is part of the plan
+        if value == 1:
+            return 1
+        fewer = min(self._query_heads(query) // 2, 4 if value >= 4 else 2)
+        return self._parts if value % self._parts == 0 and fewer % self._parts else fewer
+
+    def _query_heads(self, value: int) -> int:
+        """8, or as many as parts need that divide them, with a key/value head in each part if those divide too."""
+        if value in (1, 2, 4):
+            return value
+        shared = [each for name in rules.KEY_VALUE_HEADS if isinstance(each := self._old.get(name), int)]
+        per_part = any(1 < each < value and each % self._parts == 0 for each in shared)
+        unit = 2 * self._parts if per_part else self._parts
+        return rules.HEADS if value % self._parts else -(-rules.HEADS // unit) * unit
+
+    def _head_dim(self, name: str, value: int) -> int:
+        coupled, decoupled = rules.HEAD_DIMS[name]
+        for other in ("qk_rope_head_dim", "qk_head_dim"):  # under latent attention `head_dim` repeats one of both
+            if name == "head_dim" and read_field(self._config, other) == value:
+                return rules.HEAD_DIMS[other][0]
+        heads = read_field(self._config, "num_attention_heads")
+        if coupled == decoupled or not _is_size(heads) or not _is_size(self._hidden):
+            return coupled
+        return self._width // self._query_heads(heads) if heads * value == self._hidden else decoupled
+
+    def _scaled(self, value: int, *, multiple: int, distinct: bool = False) -> int:
+        """In the same ratio to the hidden size, between a quarter of it and four times it."""
+        if value in self._hidden_sizes and not (distinct and value != self._hidden):
+            return self._width
+        if value == 0:
+            return 0
+        hidden = self._hidden if _is_size(self._hidden) else max(self._hidden_sizes, default=value)
+        scaled = round(value * self._width / hidden / multiple) * multiple
+        return min(max(scaled, multiple), 4 * self._width)
+
+    def _tokens(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Special tokens inside the vocabulary, distinct as they were."""
+        vocab_size = values.get("vocab_size", self._vocab_size)
+        vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
+        names = [name for name in values if name.endswith(_TOKENS)]
+        found = {each for name in names for each in _as_list(values[name]) if _is_size(each) and each >= vocab_size}
+        moved = {each: vocab_size - 1 - place % max(1, vocab_size // 2) for place, each in enumerate(sorted(found))}
+        return {
+            name: [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
+            for name in names
+            if isinstance(value := values[name], int | list)
+        }
+
+
+def _zero(value: Any) -> Any:
+    """No chance at all, for one rate or one of every stage."""
+    return type(value)(0.0 for _ in value) if isinstance(value, list | tuple) else 0.0
+
+
+def _width_of(heads: Iterable[int]) -> int:
+    """What all these numbers of heads divide, with 4 channels or more for each head."""
+    counts = {1, *heads}
+    together = math.lcm(*counts)
+    return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,292 @@
+"""What a training run is asked to do, as frozen values. Building one reads nothing and starts nothing.
+
+The fields here are the keys of the YAML file that `shardwise train` reads: their names, types, bounds, defaults and
+help stand here and nowhere else. `cli/config_file.py` reads the file by them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from shardwise.errors import MeshError
+from shardwise.plan.options import FsdpPolicy, Recompute
+from shardwise.topology.axes import UNSERVED_AXES
+from shardwise.topology.shape import MeshShape
+
+__all__ = [
+    "CompilationConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PrecisionConfig",
+    "Problem",
+    "ScheduleConfig",
+    "TrainConfig",
+    "check_config",
+    "lr_factor",
+]
+
+Finite = Field(allow_inf_nan=False)
+TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    Attributes:
+        key: the dotted key it is about, such as `optimizer.lr`.
+        what: what is wrong, with the value.
+        fix: what to write instead; empty when `what` says it all.
+    """
+
+    key: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" + (f"; {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained, and in which precision its weights are kept."""
+
+    path: str | None = None
+    """Model directory or hub id: its weights are loaded."""
+    config: str | dict[str, Any] | None = None
+    """Instead of `path`: a configuration (a mapping, or a config.json), whose weights are drawn from the seed."""
+    tokenizer: str | None = None
+    """Tokenizer directory or hub id; by default the model's own."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights, gradients and optimizer state; `precision` says what is computed in."""
+    plan: dict[str, str] = field(default_factory=dict)
+    """Rules laid over the automatic plan: name pattern -> style."""
+    allow_missing: tuple[str, ...] = ()
+    """Patterns of parameters that the checkpoint at `path` need not have and that are drawn from the seed then."""
+    allow_unused: tuple[str, ...] = ()
+    """Patterns of tensors of that checkpoint which belong to layers that the model does not have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from, and how it is cut into rows."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them."""
+    dataset: str | None = None
+    """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
+    subset: str | None = None
+    """Configuration name of a `dataset` that has several."""
+    split: str = "train"
+    """Split of a `dataset`."""
+    text_key: str = "text"
+    """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
+    include: tuple[str, ...] = TEXT_PATTERNS
+    """Which files of a directory are read, as glob patterns below it."""
+    seq_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens in a row, at least 2: each token predicts the next."""
+    cache_dir: str | None = None
+    """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
+    state: str | None = None
+    """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Text that is held out, and how often the loss on it is told."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them; null evaluates nothing."""
+    every: PositiveInt = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    max_batches: PositiveInt = 50
+    """Most batches of one evaluation, of `batch_size` rows each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """What is computed in, beside the weights' own type `model.dtype`."""
+
+    compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of forward and backward; `auto` is bfloat16 on GPUs and `model.dtype` on CPUs, where it is slower."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over data-parallel ranks."""
+    nonfinite: Literal["raise", "skip"] = "raise"
+    """What happens to a step whose gradients are infinite or NaN; with float16 it is skipped in any case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilationConfig:
+    """Whether the blocks of the model are compiled."""
+
+    backend: str | None = None
+    """Backend of torch.compile, such as inductor; null compiles nothing."""
+    dynamic: bool | None = None
+    """Whether sequence lengths are left open; null opens them at the second one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How the learning rate moves over the run."""
+
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = "cosine"
+    """Shape of the decay after the warmup; warmup_stable_decay falls linearly over the last `decay_steps`."""
+    decay_steps: NonNegativeInt = 0
+    """Of warmup_stable_decay: how many steps at the end of the run the rate falls."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from 0."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """What is left of the rate at the last step, as a share of `lr`; `constant` does not decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The optimizer and what bounds its updates."""
+
+    name: str = "AdamW"
+    """A class of torch.optim, or the dotted path of another."""
+    lr: Annotated[PositiveFloat, Finite] = 3e-4
+    """Peak learning rate."""
+    weight_decay: Annotated[float, Field(ge=0), Finite] = 0.0
+    """Weight decay."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the class, such as `betas: [0.9, 0.95]`."""
+    groups: tuple[dict[str, Any], ...] = ()
+    """Other arguments for some parameters, by name pattern or number of dims, the first that fits:
+    `[{max_dims: 1, weight_decay: 0}, {params: "**.embed_tokens.*", lr: 1.0e-4}]`."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients with a larger norm are scaled down to it; null leaves them."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where a run writes down what happens."""
+
+    dir: str = "runs/latest"
+    """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
+    the last step) and, if asked for, tensorboard/."""
+    every: PositiveInt = 10
+    """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
+    tensorboard: bool = False
+    """Also write TensorBoard events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
+    recompute: Recompute = field(default_factory=Recompute)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    layout: str = "tp1"
+    """Ranks along each axis, outermost first, such as `tp2`."""
+    sequence_parallel: bool = False
+    """Split activations between the tensor-parallel regions along the sequence."""
+    steps: PositiveInt = 1000
+    """Optimizer steps."""
+    batch_size: PositiveInt = 8
+    """Rows of one step, over all ranks and microbatches."""
+    num_microbatches: PositiveInt = 1
+    """Parts in which each rank takes its rows; more of them need less memory."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides the order of the data, dropout, and weights that are not loaded."""
+    timeout_seconds: Annotated[float, Field(gt=0, lt=10**9)] = 600.0
+    """How long ranks wait for one that does not come, at the start and in a step. Then it is named."""
+    export: str | None = None
+    """Directory for the trained model and its tokenizer, for `from_pretrained`."""
+
+
+def check_config(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with `config` that can be told from its values, beside their types and bounds."""
+    return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config)]
+
+
+def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
+    """Share of the peak learning rate at `step`, counted from 0, of `num_steps`."""
+    if step < schedule.warmup_steps:
+        return (step + 1) / (schedule.warmup_steps + 1)
+    if schedule.name == "constant":
+        return 1.0
+    if schedule.name == "warmup_stable_decay":
+        left = (num_steps - step) / (schedule.decay_steps + 1)
+        return min(1.0, schedule.final_ratio + (1 - schedule.final_ratio) * left)
+    progress = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
+    left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return schedule.final_ratio + (1 - schedule.final_ratio) * left
+
+
+def _check_sources(config: TrainConfig) -> Iterator[Problem]:
+    model, data = config.model, config.data
+    if (model.path is None) == (model.config is None):
+        given = "neither is given" if model.path is None else "both are given"
+        yield Problem("model", f"takes either path (trained weights) or config (new weights); {given}")
+    if model.config is not None and model.path is None and model.tokenizer is None:
+        yield Problem(
+            "model.tokenizer", "is missing", "a model made from model.config brings no tokenizer, so name one"
+        )
+    if isinstance(model.config, Mapping) and "model_type" not in model.config:
+        yield Problem("model.config", "has no model_type", "name the architecture, such as model_type: llama")
+    if (data.path is None) == (data.dataset is None):
+        given = "neither is given" if data.path is None else "both are given"
+        yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
+    if data.dataset is None and data.subset is not None:
+        yield Problem("data.subset", "only means something with data.dataset")
+    if not data.include:
+        yield Problem("data.include", "is empty, so no file would be read")
+    for pattern in data.include:
+        if not pattern or pattern.startswith("/"):
+            yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
+
+
+def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
+    schedule = config.optimizer.schedule
+    for key in {"lr", "weight_decay"} & config.optimizer.options.keys():
+        yield Problem(f"optimizer.options.{key}", f"stands in the wrong place: it is optimizer.{key}")
+    if schedule.warmup_steps > config.steps:
+        what = f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})"
+        yield Problem("optimizer.schedule.warmup_steps", what)
+    elif schedule.decay_steps > config.steps - schedule.warmup_steps:
+        yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps}, which does not fit into the steps")
+    elif (is_wsd := schedule.name == "warmup_stable_decay") != (schedule.decay_steps > 0):
+        fix = "say over how many steps the rate falls" if is_wsd else "it belongs to warmup_stable_decay"
+        yield Problem("optimizer.schedule.decay_steps", f"is {schedule.decay_steps} with {schedule.name}", fix)
+
+
+def _check_layout(config: TrainConfig) -> Iterator[Problem]:
+    try:
+        shape = MeshShape.parse(config.layout)
+    except MeshError as error:
+        yield Problem("layout", str(error))
+        return
+    for axis in UNSERVED_AXES:
+        if shape.size(axis) > 1:
+            yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use ddp, fsdp and tp")
+    if config.fsdp != FsdpPolicy() and shape.data_size == 1:
+        yield Problem("fsdp", f"says how fsdp and ddp axes work; the layout is {shape}")
+    parts = shape.data_size * config.num_microbatches
+    if config.batch_size % parts:
+        yield Problem(
+            "batch_size",
+            f"is {config.batch_size}, which does not divide into {shape.data_size} data-parallel part(s) "
+            f"of {config.num_microbatches} microbatch(es)",
+            f"use a multiple of {parts}",
+        )
+    if config.sequence_parallel and shape.tp_size == 1:
+        yield Problem("sequence_parallel", f"needs tp_size of at least 2; the layout is {shape}")

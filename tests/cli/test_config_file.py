@@ -1,0 +1,135 @@
+"""A configuration is read as written, and everything wrong with it is said at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwise.cli.config_file import build_config, config_reference, dump_config, parse_config, read_config
+from shardwise.errors import ConfigError, LoadError
+from shardwise.train.run_config import TrainConfig
+
+pytestmark = pytest.mark.pure
+
+GOOD = """
+model: {path: some/model}
+data: {path: corpus, include: ["**/*.py"]}
+layout: tp2
+optimizer: {lr: 3e-4, options: {betas: [0.9, 0.95]}, schedule: {name: linear, warmup_steps: 5}}
+"""
+
+
+def write(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(tmp_path, text, *overrides):
+    _, problems = parse_config(write(tmp_path, text), overrides)
+    return {problem.key: str(problem) for problem in problems}
+
+
+def test_a_file_with_overrides_becomes_values_of_the_right_types(tmp_path):
+    config = read_config(write(tmp_path, GOOD), ["optimizer.lr=1e-3", "steps=7", "export=out", "data.seq_length=64"])
+    assert config.optimizer.lr == 1e-3 and config.optimizer.schedule.warmup_steps == 5
+    assert (config.steps, config.export, config.layout, config.data.seq_length) == (7, "out", "tp2", 64)
+    assert config.data.include == ("**/*.py",) and config.optimizer.options == {"betas": [0.9, 0.95]}
+    assert config.optimizer.max_grad_norm == TrainConfig().optimizer.max_grad_norm
+
+
+def test_a_configuration_written_out_reads_back_equal(tmp_path):
+    config = read_config(write(tmp_path, GOOD), ["optimizer.max_grad_norm=null"])
+    assert config.optimizer.max_grad_norm is None
+    assert read_config(write(tmp_path, dump_config(config))) == config
+
+
+def test_every_problem_is_named_with_a_suggestion(tmp_path):
+    text = """
+    model: {path: some/model, dtype: float23}
+    lr: 1
+    data: {path: corpus, seq_lenght: 3, seq_length: true}
+    optimizer: {lr: fast, schedule: {name: cosin}, options: [1]}
+    layout: tq2
+    steps: 0
+    """
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(path, ["layout.x=1", "oops"])
+    message = str(caught.value)
+    for part in (
+        "run.yaml has 11 problems",
+        "lr: unknown key (did you mean 'optimizer.lr'?)",
+        "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
+        "data.seq_length: is True, must be an integer",
+        "optimizer.lr: is the text 'fast', must be a number",
+        "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay'",
+        "(did you mean 'cosine'?)",
+        "optimizer.options: is the list [1], must be a group of keys",
+        "model.dtype: is the text 'float23', must be 'float32' or 'bfloat16' (did you mean 'float32'?)",
+        "layout: cannot read the layout 'tq2'",
+        "steps: is 0, must be greater than 0; Optimizer steps",
+        "layout.x: cannot be set: layout is the text 'tq2'",
+        "oops: is no override; write key=value",
+    ):
+        assert part in message, f"{part!r} is not in\n{message}"
+
+
+def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
+    assert problems_of(tmp_path, "model: {pth: x}\ndata: {path: a}").keys() == {"model.pth"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "part"),
+    [
+        ("model.config={model_type: llama}", "model", "both are given"),
+        ("data.path=null", "data", "neither is given"),
+        ("data.subset=x", "data.subset", "only means something"),
+        ("data.include=[]", "data.include", "is empty"),
+        ("data.include=[/etc/*]", "data.include", "no pattern below"),
+        ("batch_size=9", "batch_size", "use a multiple of 4"),
+        ("layout=tp1", "sequence_parallel", "needs tp_size of at least 2"),
+        ("layout=pp2.tp2", "layout", "pp is not supported yet"),
+        ("data.seq_length=1", "data.seq_length", "at least 2"),
+        ("seed=-1", "seed", "greater than or equal to 0"),
+        ("optimizer.lr=.inf", "optimizer.lr", "a finite number"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay", "greater than or equal to 0"),
+        ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "null leaves them"),
+        ("optimizer.options.lr=1", "optimizer.options.lr", "it is optimizer.lr"),
+        ("optimizer.schedule.warmup_steps=2000", "optimizer.schedule.warmup_steps", "0 and steps"),
+        ("optimizer.schedule.final_ratio=2", "optimizer.schedule.final_ratio", "less than or equal to 1; What is left"),
+    ],
+)
+def test_values_that_make_no_sense_are_problems(tmp_path, override, key, part):
+    text = f"{GOOD}\nsequence_parallel: true\nnum_microbatches: 4\n"
+    assert problems_of(tmp_path, text) == {}
+    found = problems_of(tmp_path, text, override)
+    assert found.keys() == {key} and part in found[key]
+
+
+def test_new_models_need_a_type_and_a_tokenizer():
+    _, problems = build_config({"model": {"config": {"hidden_size": 8}}, "data": {"path": "x"}})
+    assert {problem.key for problem in problems} == {"model.tokenizer", "model.config"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("steps: 1\nsteps: 2", "'steps' stands there twice"), ("- a", "not keys and values")],
+)
+def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text, message):
+    with pytest.raises(LoadError, match=message):
+        read_config(write(tmp_path, text))
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path):
+    write(tmp_path, GOOD)
+    with pytest.raises(LoadError, match="did you mean 'run.yaml'"):
+        read_config(tmp_path / "rnu.yaml")
+
+
+def test_the_reference_explains_every_key():
+    page = config_reference()
+    for field in dataclasses.fields(TrainConfig):
+        assert f"  {field.name}" in page
+    assert "optimizer.schedule.warmup_steps" in page and "[0.0003]" in page

@@ -1,0 +1,191 @@
+"""What goes in and out of a model that FSDP2 holds: loading, full state, export, generation, and its own knobs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausalLM
+
+import shardwise
+from bench.sweep.known import default_config
+from shardwise.errors import UnsupportedError
+from shardwise.parallel import fsdp as data
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.data_axes import find_units
+from shardwise.ranks.spawn import spawn
+from shardwise.tiny.models import build_tiny_model, shrink_config
+from shardwise.topology.shape import MeshShape
+from shardwise.train.batch import count_targets
+from tests.families import rows_of, tiny_batch, tiny_model
+
+LAYOUTS = ("fsdp2", "ddp2", "fsdp2.tp2")
+
+
+def go_through(layout, directory, out):
+    """Loads, runs, hands out, takes in and exports; returns what must be true."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = shardwise.load(directory, mesh)
+        whole = AutoModelForCausalLM.from_pretrained(directory)
+        expected = whole.state_dict()
+        assert type(model).__name__ == "LlamaForCausalLM" and isinstance(model, LlamaForCausalLM)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        held = sum(parameter.to_local().numel() for parameter in model.parameters())
+        batch = tiny_batch(whole)
+        ids = batch["input_ids"]
+        with torch.no_grad():  # leaves the last units gathered
+            torch.testing.assert_close(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+        tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
+        assert torch.equal(tokens, whole.generate(ids, max_new_tokens=5, do_sample=False))
+        state = shardwise.full_state_dict(model)
+        assert set(state) == set(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+        changed = {name: value + 1 for name, value in expected.items()}
+        model.load_state_dict(changed)
+        state = shardwise.full_state_dict(model, rank0_only=True)
+        assert len(state) == (len(expected) if mesh.rank == 0 else 0)
+        assert all(torch.equal(state[name], changed[name]) for name in state)
+        mine = rows_of(batch, mesh)
+        whole.load_state_dict(changed)
+        loss = float(shardwise.TrainStep(model, mesh)(mine).loss)
+        assert loss == pytest.approx(float(whole(**batch).loss.detach()), rel=1e-5)
+        shardwise.export_pretrained(model, out)
+        with pytest.raises(UnsupportedError, match="resize"):
+            model.resize_token_embeddings(200)
+        return held, sum(value.numel() for value in expected.values())
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sharded_model_is_whole_at_its_doors(layout, tmp_path):
+    tiny_model("llama", num_key_value_heads=1).save_pretrained(tmp_path / "whole")
+    shape = MeshShape.parse(layout)
+    found = spawn(go_through, shape.world_size, layout, str(tmp_path / "whole"), str(tmp_path / "out"))
+    for held, everything in found:
+        share = everything / (shape.fsdp_size * shape.tp_size)
+        assert share <= held < 1.3 * share, "key/value heads are shared, norms are cut over fsdp alone"
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.config.architectures == ["LlamaForCausalLM"]
+    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict().items():
+        assert torch.equal(exported.state_dict()[name], value + 1)
+
+
+def draw(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        return shardwise.full_state_dict(shardwise.load(tiny_model("llama").config, mesh, seed=3))
+
+
+@pytest.mark.spawn
+def test_random_weights_do_not_depend_on_the_layout():
+    expected = spawn(draw, 1, "tp1")[0]
+    for layout in ("fsdp2", "fsdp2.tp2"):
+        for state in spawn(draw, MeshShape.parse(layout).world_size, layout):
+            assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+def turn_knobs(options):
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        whole, filters = tiny_model("llama"), list(warnings.filters)
+        model = shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(**options))
+        assert list(warnings.filters) == filters, "the warnings of the whole process were filtered"
+        batch = tiny_batch(whole)
+        whole(**batch).loss.backward()
+        mine = {name: value[mesh.rank :][:1] for name, value in batch.items()}
+        shardwise.TrainStep(model, mesh)(mine)
+        found = shardwise.full_gradients(model)
+        return max(float((found[name] - parameter.grad).abs().max()) for name, parameter in whole.named_parameters())
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefetch": 2},
+        {"keep_last_block": False},
+        {"gradient_divide_factor": 8.0},
+        {"cpu_offload": True},
+        pytest.param(
+            {"separate_reduce_group": True},
+            marks=pytest.mark.skipif(
+                not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch 2.13 brought it"
+            ),
+        ),
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_knobs_change_how_and_not_what(options):
+    assert max(spawn(turn_knobs, 2, options)) < 1e-6
+
+
+def ask_for_symmetric_memory():
+    with (
+        shardwise.Mesh.open("fsdp2") as mesh,
+        pytest.raises(UnsupportedError, match="symmetric memory on cpu|has no FSDPModule"),
+    ):
+        shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(symmetric_memory=True))
+
+
+@pytest.mark.spawn
+def test_what_a_device_cannot_do_is_an_error():
+    spawn(ask_for_symmetric_memory, 2)
+
+
+@pytest.mark.single
+def test_units_are_blocks_and_ends_and_modules_that_share_are_one():
+    units = find_units(read_facts(tiny_model("llama")))
+    assert units == (("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("lm_head",))
+    assert find_units(read_facts(tiny_model("llama", tied=True)))[-1] == ("model.embed_tokens", "lm_head")
+
+
+@pytest.mark.single
+def test_an_embedding_stays_with_the_model_where_the_head_gives_no_logits():
+    """DeBERTa's newer head multiplies with the weight of the embedding, outside of the embedding's forward."""
+    config = shrink_config(default_config("deberta"))
+    config.legacy = False
+    facts = read_facts(build_tiny_model(config, DebertaForMaskedLM, seed=0))
+    assert (facts.embedding,) not in find_units(facts)
+    assert (facts.head,) in find_units(facts)
+
+
+class Choosing(torch.nn.Module):
+    """One of two experts, by the sign of the first number that comes in."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([mlp, copy.deepcopy(mlp)])
+
+    def forward(self, x):
+        return self.experts[int(x.flatten()[0] > 0)](x)
+
+
+def choose(reduces_unused):
+    """Gradients of a model whose ranks run different experts, beside the unsplit model's, row by row."""
+    data._REDUCES_UNUSED = reduces_unused and data._REDUCES_UNUSED
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        whole = tiny_model("llama", num_hidden_layers=3)
+        for layer in whole.model.layers:
+            layer.mlp = Choosing(layer.mlp)
+        batch = tiny_batch(whole, rows=8)
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh)
+        runs = []
+        for expert in [expert for layer in whole.model.layers for expert in layer.mlp.experts]:
+            expert.register_forward_hook(lambda module, args, output: runs.append(module))
+        step = shardwise.TrainStep(model, mesh)
+        for row in range(4):
+            step({name: value[2 * row + mesh.data_rank, None] for name, value in batch.items()})
+            pair = [{name: value[2 * row + rank, None] for name, value in batch.items()} for rank in range(2)]
+            counts = [count_targets(whole, part) for part in pair]
+            for part, count in zip(pair, counts, strict=True):
+                (whole(**part).loss * count / sum(counts)).backward()
+        assert len(set(runs)) > 3, "some layer has run both"
+        for name, gradient in shardwise.full_gradients(model).items():
+            torch.testing.assert_close(gradient, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("reduces_unused", [True, False], ids=["torch", "ours"])
+def test_ranks_may_run_different_experts(reduces_unused):
+    spawn(choose, 2, reduces_unused)

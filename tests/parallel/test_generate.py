@@ -1,0 +1,45 @@
+"""`generate()` of a split model gives the unsplit model's tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise
+from tests.families import tiny_model
+
+pytestmark = pytest.mark.spawn
+
+# transformers' own auxiliary loss of mixtral does not bear generating with a mask.
+FAMILIES = {"llama": {}, "gemma2": {}, "mixtral": {"output_router_logits": False}}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+SAMPLED = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 20}
+
+
+def prompts(model):
+    """Two rows of 7 tokens, the first padded on the left."""
+    ids = torch.randint(3, model.config.vocab_size, (2, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[0, :3], mask[0, :3] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(mesh, family, sequence_parallel):
+    whole = tiny_model(family, eos_token_id=None, **FAMILIES[family])
+    inputs = prompts(whole)
+    expected = whole.generate(**inputs, **GREEDY).tolist()
+    torch.manual_seed(3)
+    sampled = whole.generate(**inputs, **SAMPLED).tolist()
+    model = shardwise.parallelize(whole, mesh, sequence_parallel=sequence_parallel)
+    greedy = model.generate(**inputs, **GREEDY).tolist()
+    torch.manual_seed(3)
+    return expected, greedy, sampled, model.generate(**inputs, **SAMPLED).tolist()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_whole_models_greedy_or_sampled(on_ranks, family, sequence_parallel):
+    for expected, greedy, expected_sample, sample in on_ranks(generate, layout="tp2"):
+        assert len(expected[0]) == 7 + 12
+        assert greedy == expected
+        assert sample == expected_sample != expected

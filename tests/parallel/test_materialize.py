@@ -1,0 +1,74 @@
+"""Values that no checkpoint gives: those of the unsplit model, whatever its constructor and `_init_weights` read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise
+from bench.sweep.known import default_config, model_class
+from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.runtime.canonical import local_tensor
+from shardwise.runtime.registry import registry_of
+from shardwise.tiny.models import build_tiny_model, shrink_config
+from shardwise.topology.shape import MeshShape
+
+
+def loaded(source, name, layout):
+    with fake_mesh(MeshShape.parse(layout)) as mesh:
+        return shardwise.load(source, mesh, auto_class=model_class(name), seed=3)
+
+
+def tensors_of(model):
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+# Told by counts that a split divides; constants and draws of constructors; by another module's `_init_weights`.
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        ("bamba", "BambaForCausalLM"),
+        ("zamba", "ZambaForCausalLM"),
+        ("apertus", "ApertusForCausalLM"),
+        ("fnet", "FNetForMaskedLM"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel"),
+        ("falcon_h1", "FalconH1ForCausalLM"),
+    ],
+)
+def test_initial_values_are_parts_of_the_unsplit_model_s(model_type, name):
+    config = shrink_config(default_config(model_type))
+    whole, split = loaded(config, name, "tp1"), loaded(config, name, "tp2")
+    expected, entries = tensors_of(whole), registry_of(split).entries
+    assert any(entry.split is not None for entry in entries.values())
+    for fqn, value in tensors_of(split).items():
+        part = expected[fqn]
+        if fqn in entries:
+            part = local_tensor(part, entries[fqn].layout, {"tp": 0})
+        assert torch.equal(value, part), fqn
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("falcon_h1", "FalconH1ForCausalLM"), ("apertus", "ApertusForCausalLM")]
+)
+def test_constants_are_what_transformers_gives(model_type, name):
+    config = shrink_config(default_config(model_type))
+    theirs = dict(model_class(name)(config).named_buffers())
+    ours = dict(loaded(config, name, "tp1").named_buffers())
+    assert ours.keys() == theirs.keys()
+    for fqn, value in ours.items():
+        assert torch.equal(value, theirs[fqn]), fqn
+
+
+@pytest.mark.single
+def test_buffers_that_no_checkpoint_holds_are_restored(tmp_path):
+    config = shrink_config(default_config("falcon_h1"))
+    config.ssm_multipliers = [0.5, 2.0, 0.25, 4.0, 8.0]
+    whole = build_tiny_model(config, model_class("FalconH1ForCausalLM"), seed=0)
+    whole.save_pretrained(tmp_path)
+    split = loaded(tmp_path, "FalconH1ForCausalLM", "tp2")
+    expected = whole.model.layers[0].mamba.mup_vector
+    assert len(expected.unique()) == 5
+    name = "model.layers.0.mamba.mup_vector"
+    assert torch.equal(dict(split.named_buffers())[name], expected)

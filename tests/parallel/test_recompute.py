@@ -1,0 +1,154 @@
+"""Recomputation keeps less for backward, computes the same, and says so where it cannot be done."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+
+import shardwise
+from shardwise.comm.count import CommunicationCount
+from shardwise.errors import ConfigError
+from shardwise.parallel.activation_memory import MemoryCount
+from shardwise.ranks.spawn import spawn
+from tests.families import rows_of, tiny_batch, tiny_model
+
+LAYERS, LENGTH = 4, 32
+
+
+def hold(mode, **options):
+    """Bytes held between forward and backward, and the gradients."""
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        batch = tiny_batch(model, length=LENGTH)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode, **options)).train()
+        with MemoryCount(model) as count:
+            loss = model(**batch).loss
+            held = count.held().activations
+        loss.backward()
+        return held, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.single
+def test_every_mode_keeps_less_and_computes_the_same():
+    found = {
+        "none": hold("none"),
+        "attention": hold("attention"),
+        "selective": hold("selective"),
+        "every other": hold("full", every=2),
+        "mlps": hold("full", modules=("model.layers.*.mlp",)),
+        "full": hold("full"),
+    }
+    nbytes = {name: count for name, (count, _) in found.items()}
+    assert nbytes["full"] < nbytes["every other"] < nbytes["none"]
+    assert nbytes["selective"] < nbytes["none"] and nbytes["attention"] < nbytes["none"]
+    assert nbytes["mlps"] < nbytes["none"]
+    hidden = 2 * LENGTH * 64 * 4
+    assert nbytes["full"] < nbytes["none"] / 4 and nbytes["full"] >= LAYERS * hidden
+    for _, gradients in found.values():
+        for name, gradient in found["none"][1].items():
+            torch.testing.assert_close(gradients[name], gradient)
+
+
+def count_collectives(mode):
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = tiny_model("llama", num_hidden_layers=LAYERS)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode))
+        with CommunicationCount() as count:
+            shardwise.TrainStep(model, mesh)(batch)
+        return count.num_calls("all_reduce", at_least_elements=2 * 13 * 64)
+
+
+@pytest.mark.spawn
+def test_full_recomputation_repeats_a_blocks_collectives_and_selective_keeps_them():
+    assert spawn(count_collectives, 2, "none") == [4 * LAYERS + 2] * 2
+    assert spawn(count_collectives, 2, "selective") == [4 * LAYERS + 2] * 2
+    # The last reduction of a block is followed by nothing that backward needs, so checkpointing stops before it.
+    repeated = spawn(count_collectives, 2, "full")[0] - (4 * LAYERS + 2)
+    assert 0 < repeated <= 2 * LAYERS
+
+
+def drop_out(mode):
+    """Gradients of a model with dropout, from equal seeds."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = tiny_model("llama", attention_dropout=0.3)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode)).train()
+        torch.manual_seed(7)
+        shardwise.TrainStep(model, mesh)(batch)
+        return shardwise.full_gradients(model)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
+def test_dropout_is_the_same_when_it_is_drawn_again(mode):
+    for kept, recomputed in zip(spawn(drop_out, 2, "none"), spawn(drop_out, 2, mode), strict=True):
+        for name, gradient in kept.items():
+            torch.testing.assert_close(recomputed[name], gradient)
+
+
+def freeze(layout):
+    """A frozen model with a trained part, as adapters make it."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = tiny_model("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1.mlp" in name)
+        batch = tiny_batch(model)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"))
+        mine = rows_of(batch, mesh)
+        shardwise.TrainStep(model, mesh)(mine)
+        found = shardwise.full_gradients(model)
+        whole = tiny_model("llama")
+        whole(**batch).loss.backward()
+        assert set(found) == {f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+        return max(float((found[name] - whole.get_parameter(name).grad).abs().max()) for name in found)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_frozen_bases_are_recomputed_too(layout):
+    assert max(spawn(freeze, 2, layout)) < 1e-6
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "ful"}, "did you mean 'full'"),
+        ({"mode": "full", "every": 0}, "every is 0"),
+        ({"mode": "attention", "modules": ("a",)}, "modules with mode"),
+    ],
+)
+def test_choices_that_make_no_sense_are_errors(options, message):
+    with pytest.raises(ConfigError, match=message):
+        shardwise.Recompute(**options)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [(("model.layers.*.mpl",), "matches no module"), (("model.layers.*", "model.layers.*.mlp"), "lies within")],
+)
+def test_patterns_that_cannot_be_followed_are_errors(modules, message):
+    with shardwise.Mesh.open("tp1") as mesh, pytest.raises(ConfigError, match=message):
+        shardwise.parallelize(tiny_model("llama"), mesh, recompute=shardwise.Recompute(mode="full", modules=modules))
+
+
+@pytest.mark.single
+def test_a_head_that_hands_on_unnamed_whether_to_cache_builds_none():
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.GraniteMoeConfig(**sizes, num_hidden_layers=2, vocab_size=32, num_local_experts=2)
+    model = transformers.GraniteMoeForCausalLM(config)
+    assert "use_cache" not in inspect.signature(model.forward).parameters
+    ids = torch.arange(8)[None]
+    with shardwise.Mesh.open("tp1") as mesh:
+        shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="selective"))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()  # a cache that grew in forward would be found longer when blocks run again
+        with torch.no_grad():
+            assert model(input_ids=ids).past_key_values is not None
+        with pytest.raises(ConfigError, match="use_cache=True"):
+            model(input_ids=ids, use_cache=True)

@@ -1,0 +1,73 @@
+"""Ranks of a tp group that are given different rows are told so, alike, before anything is computed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.comm.count import CommunicationCount
+from shardwise.errors import BatchError
+from shardwise.ranks.spawn import spawn
+from tests.families import tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+FAULTS = {
+    "rows": lambda batch: {name: value.flip(0) for name, value in batch.items()},
+    "one token": lambda batch: batch | {"input_ids": batch["input_ids"].index_fill(1, torch.tensor([2]), 5)},
+    "length": lambda batch: {name: value[:, :-3] for name, value in batch.items()},
+    "number of rows": lambda batch: {name: value[:2] for name, value in batch.items()},
+    "no labels": lambda batch: {"input_ids": batch["input_ids"]},
+    "dtype": lambda batch: batch | {"labels": batch["labels"].int()},
+}
+
+
+def step_on(fault, layout, by_hand):
+    """What the last rank's fault comes to on this rank."""
+    with shardwise.Mesh.open(layout) as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        batch = tiny_batch(model, rows=4, length=16)
+        last = mesh.rank == mesh.shape.world_size - 1
+        step = shardwise.TrainStep(model, mesh, num_microbatches=2)
+        step(batch)
+        given = FAULTS[fault](batch) if last else batch
+        try:
+            model(**given) if by_hand else step(given)
+        except BatchError as error:
+            return str(error)
+        return "nothing"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_rows_on_one_rank_are_one_error_on_both(fault):
+    first, second = spawn(step_on, 2, fault, "tp2", False)
+    assert first == second
+    assert "tp ranks were given different batches" in first and "on rank 0: " in first and "on rank 1: " in first
+
+
+@pytest.mark.parametrize("fault", ["rows", "length"])
+def test_a_loop_of_ones_own_is_told_so_too(fault):
+    first, second = spawn(step_on, 2, fault, "tp2", True)
+    assert first == second and "tp ranks were given different batches" in first
+
+
+def test_another_data_rank_hears_of_it():
+    said = spawn(step_on, 4, "length", "fsdp2.tp2", False)
+    assert len(set(said)) == 1 and "on rank 2: int64 [4, 16]" in said[0] and "on rank 3: int64 [4, 13]" in said[0]
+
+
+def count(num_microbatches):
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        step = shardwise.TrainStep(model, mesh, num_microbatches=num_microbatches)
+        batch = tiny_batch(model, rows=4)
+        with CommunicationCount() as counted:
+            step(copy.deepcopy(batch))
+        return counted.calls["all_gather", (4,)]
+
+
+def test_a_step_compares_its_batch_once():
+    assert spawn(count, 2, 4) == [1, 1]

@@ -1,0 +1,236 @@
+"""Models that nobody registered: their plans are derived from structure, tried, kept, and train exactly."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+import shardwise
+from shardwise.errors import PlanError
+from shardwise.parallel.declared_plans import declared_plan
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.fit import govern, idle_rules
+from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import resolve
+from shardwise.plan.spec import Plan
+from shardwise.proof.parity import measure
+from shardwise.ranks.spawn import spawn
+from shardwise.search import planning
+from shardwise.search.planning import plan_for
+from shardwise.sharding.placement import Replicate
+from tests.families import tiny_model
+
+
+class ZebraConfig(PreTrainedConfig):
+    model_type = "zebra"
+
+    def __init__(self, stripes=4, width=32, herd=53, depth=2, **kwargs):
+        super().__init__(**kwargs)
+        self.stripes, self.width, self.vocab_size, self.depth = stripes, width, herd, depth
+
+
+class Gallop(nn.Module):
+    """Attention with a fused [value | query | key], explicit head counts, a gate, and a bias table with a column a
+    head.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.how_many = config.stripes
+        self.each = config.width // config.stripes
+        self.fused = nn.Linear(config.width, 3 * config.width)
+        self.gate = nn.Linear(config.width, config.width)
+        self.distance = nn.Embedding(16, config.stripes)
+        self.back = nn.Linear(config.width, config.width)
+
+    def forward(self, grass):
+        rows, length, _ = grass.shape
+        value, query, key = (
+            part.view(rows, length, self.how_many, self.each).transpose(1, 2) for part in self.fused(grass).chunk(3, -1)
+        )
+        steps = (torch.arange(length)[:, None] - torch.arange(length)).abs().clamp(max=15)
+        scores = query @ key.transpose(-1, -2) / self.each**0.5 + self.distance(steps).permute(2, 0, 1)
+        scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -torch.inf)
+        out = (scores.softmax(-1) @ value).transpose(1, 2).reshape(rows, length, self.how_many * self.each)
+        return self.back(out * torch.sigmoid(self.gate(grass)))
+
+
+class Stride(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.calm = nn.LayerNorm(config.width)
+        self.gallop = Gallop(config)
+        self.rest = nn.LayerNorm(config.width)
+        self.wide = nn.Linear(config.width, 4 * config.width)
+        self.narrow = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, grass):
+        grass = grass + self.gallop(self.calm(grass))
+        return grass + self.narrow(nn.functional.gelu(self.wide(self.rest(grass))))
+
+
+class ZebraForCausalLM(PreTrainedModel):
+    config_class = ZebraConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.savanna = nn.Embedding(config.vocab_size, config.width)
+        self.strides = nn.ModuleList(Stride(config) for _ in range(config.depth))
+        self.voice = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def get_input_embeddings(self):
+        return self.savanna
+
+    def get_output_embeddings(self):
+        return self.voice
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        grass = self.savanna(input_ids)
+        for stride in self.strides:
+            grass = stride(grass)
+        logits = self.voice(grass)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def train_zebra(layout):
+    with shardwise.Mesh.open(layout) as mesh:
+        torch.manual_seed(0)
+        whole = ZebraForCausalLM(ZebraConfig()).eval()
+        ids = torch.randint(0, 53, (2, 12), generator=torch.Generator().manual_seed(1))
+        return measure(
+            whole,
+            {"input_ids": ids, "labels": ids},
+            mesh,
+            split=shardwise.parallelize,
+            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
+        )
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+def test_a_model_that_nobody_registered_is_derived_and_trains_exactly(layout):
+    for found in spawn(train_zebra, int(layout[2:]), layout):
+        assert found.passed, found
+        assert found.block_share > 0.9, found.whole
+
+
+def small(model_type="gpt2", **values):
+    config = transformers.AutoConfig.for_model(model_type, **values)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 64}
+
+
+@pytest.mark.single
+def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    derived = []
+    whole = planning.derive_plan
+    monkeypatch.setattr(planning, "derive_plan", lambda *args, **rest: derived.append(1) or whole(*args, **rest))
+    first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2)
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
+    assert len(derived) == 1
+    (kept,) = (tmp_path / "shardwise" / "plans").iterdir()
+    assert plan_for(small(**GPT2), ParallelSpec(plan="derived"), tp_size=2) == first
+    assert len(derived) == 2, "asked for again"
+    kept.write_text("{ damaged")
+    assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
+    assert len(derived) == 3, "a damaged file is derived again"
+
+
+@pytest.mark.single
+def test_plans_of_large_models_come_from_tiny_ones_and_cover_all_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), tp_size=4)
+    styles = {rule.pattern: rule.style for rule in plan.rules}
+    assert styles["transformer.h.*.attn.c_attn"] == "split(1, sections=3)"
+    assert styles["transformer.h.*.mlp.c_proj"] == "rowwise"
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.single
+def test_without_derivation_a_model_that_declares_nothing_is_an_error_that_teaches(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
+    with pytest.raises(PlanError, match="GPT2LMHeadModel") as error:
+        plan_for(small(**GPT2), ParallelSpec(plan="declared"), tp_size=2)
+    assert '"colwise"' in str(error.value)
+    rules = {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"}
+    assert len(plan_for(small(**GPT2), ParallelSpec(plan=rules), tp_size=2).rules) > len(rules), (
+        "rules lie on top of what is derived"
+    )
+
+
+class Knot(nn.Module):
+    """Every output depends on every weight through a matrix inverse: nothing here falls into parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.rope = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x @ torch.linalg.inv(self.rope.weight + 3 * torch.eye(8))
+
+
+@pytest.mark.single
+def test_something_that_is_no_transformers_model_says_what_to_do():
+    with pytest.raises(PlanError, match="no tensor-parallel plan is known for Knot") as error:
+        plan_for(Knot(), ParallelSpec(plan="auto"), tp_size=2)
+    assert "give rules" in str(error.value)
+
+
+def adapted():
+    return peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+
+
+@pytest.mark.single
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # what peft asks transformers for
+def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
+    wrapped = peft.get_peft_model(tiny_model("llama"), adapted())
+    for asked in ("auto", "declared"):
+        with pytest.raises(PlanError, match="9 of the 9 rules declared for PeftModel split nothing") as error:
+            plan_for(wrapped, ParallelSpec(plan=asked), tp_size=2)
+        assert "model.layers.*.self_attn.q_proj: colwise" in str(error.value)
+        assert "before anything is put around it" in str(error.value)
+
+
+@pytest.mark.single
+def test_a_proved_family_with_other_modules_inside_is_examined(caplog, monkeypatch):
+    model = peft.inject_adapter_in_model(adapted(), tiny_model("llama"))
+    plan = plan_for(model, ParallelSpec(), tp_size=2)
+    assert "2 of the 9 rules declared for LlamaForCausalLM split nothing" in caplog.text
+    facts = read_facts(model)
+    resolved = resolve(plan, facts, tp_size=2).parameters
+    assert resolved["model.layers.0.self_attn.q_proj.base_layer.weight"].placement != Replicate()
+    assert resolved["model.layers.0.self_attn.q_proj.lora_B.default.weight"].placement != Replicate()
+    plain = plan_for(tiny_model("llama"), ParallelSpec(), tp_size=2)
+    with pytest.raises(PlanError, match="q_proj has no parameter of its own that could be split") as error:
+        resolve(plain, facts, tp_size=2)
+    assert "q_proj.base_layer" in str(error.value)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("qwen3_moe", {"mlp_only_layers": [0, 1]}), ("qwen3_moe", {"mlp_only_layers": []}), ("deepseek_v3", {})],
+)
+def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, values, caplog):
+    model = tiny_model(family, **values)
+    facts = read_facts(model)
+    declared = declared_plan(model, facts)
+    assert not idle_rules(declared, facts)
+    assert govern(declared, facts).unmatched

@@ -1,0 +1,226 @@
+"""Plans along the sequence: what runs when decides, whatever the order of registration, and what mixes is given all."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from bench.sweep.known import default_config, model_class
+from shardwise.errors import PlanError
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
+from shardwise.plan.sequence_plan import Stack, find_sequence
+from shardwise.plan.spec import Plan
+from shardwise.search.deriving import derive_plan
+from shardwise.search.generalize import generalize
+from shardwise.search.trial import Trial
+from shardwise.search.widen_regions import widen_regions
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+
+pytestmark = pytest.mark.single
+
+WIDTH, HEADS, VOCABULARY = 32, 4, 48
+
+
+class Looking(nn.Module):
+    """Attention that adds what it is given to pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.query, self.key, self.value, self.away = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, stream: Tensor, passing: Tensor, context: Tensor | None = None) -> Tensor:
+        other = stream if context is None else context
+        query, key, value = (
+            each(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each, x in ((self.query, stream), (self.key, other), (self.value, other))
+        )
+        return passing + self.away(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+class Smear(nn.Module):
+    """Mixes positions without anything to split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream.cumsum(1) * self.rate / stream.shape[1]
+
+
+class Round(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calm, self.looking, self.smear = nn.LayerNorm(WIDTH), Looking(), Smear()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, stream: Tensor, hint: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        stream = self.looking(self.calm(stream), stream, context) * hint
+        stream = stream + self.smear(stream)
+        return stream + self.narrow(F.gelu(self.wide(stream))), stream.detach()
+
+
+class OddModel(PreTrainedModel):
+    """The transform of its head is registered in front, the norm of its embedding after, and it has two stacks."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig, *, stacks: int) -> None:
+        super().__init__(config)
+        self.transform, self.final = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.first = nn.ModuleList(Round() for _ in range(2)) if stacks > 1 else None
+        self.rounds = nn.ModuleList(Round() for _ in range(2))
+        self.between, self.embedding_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.words, self.hints = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.voice = nn.Linear(WIDTH, VOCABULARY)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        pass
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.voice
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        stream, hint, context = self.embedding_norm(self.words(input_ids)), self.hints(input_ids), None
+        if self.first is not None:
+            context = stream
+            for each in self.first:
+                context, _ = each(context, hint)
+            context = self.between(context)
+        for each in self.rounds:
+            stream, _ = each(stream, hint, context)
+        logits = self.voice(F.gelu(self.transform(self.final(stream))))
+        return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
+
+
+def odd_model(stacks=1):
+    torch.manual_seed(0)
+    return OddModel(PretrainedConfig(vocab_size=VOCABULARY), stacks=stacks).eval()
+
+
+def trial_of(model, parts=2, length=12):
+    ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, parts=parts)
+
+
+def styles(plan):
+    return {rule.pattern: rule.style for rule in plan.rules}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("length", [12, 7])
+def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, length):
+    model = odd_model()
+    plan = derive_plan(model, Plan(()), tp_size=parts, sequence_parallel=True).plan
+    found = styles(plan)
+    assert found["rounds"] == "sequence_partial"
+    assert found["rounds.*.smear"] == "whole_sequence"
+    assert found["rounds.*.hint"] == "sequence"
+    assert found["rounds.*.looking.passing"] == "aside"
+    behind = {name for name, style in found.items() if style == "partial_gradient"}
+    assert behind == {"transform.weight", "transform.bias", "final.weight", "final.bias"}
+    verdict = trial_of(model, parts, length).run(plan, sequence_parallel=True)
+    assert verdict.passed, verdict.reason
+    verdict = trial_of(model, parts, length).run(plan)
+    assert verdict.passed, f"rules along the sequence mean nothing without: {verdict.reason}"
+
+
+@pytest.mark.parametrize("broken", ["rounds.*.smear", "rounds.*.hint", "rounds.*.looking.passing", "final.weight"])
+def test_every_one_of_these_rules_is_needed(broken):
+    model = odd_model()
+    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan
+    without = Plan(tuple(rule for rule in plan.rules if rule.pattern != broken))
+    assert len(without.rules) == len(plan.rules) - 1
+    assert not trial_of(model).run(without, sequence_parallel=True).passed
+
+
+def test_two_stacks_have_lengths_and_ends_of_their_own():
+    model = odd_model(stacks=2)
+    found = styles(plan := derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan)
+    assert (found["first"], found["rounds"]) == ("sequence", "sequence_partial")
+    assert "between.weight" not in found, "it runs after a stack, but what follows it is whole"
+    assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "name"),
+    [
+        ("camembert", "masked_lm", "CamembertForMaskedLM"),  # the head is registered in front
+        ("bart", "seq2seq_lm", "BartForConditionalGeneration"),  # two stacks, a norm registered after and run before
+        ("axk1", "causal_lm", "AXK1ForCausalLM"),  # experts whose routing is along the sequence, a norm on their sum
+        ("llama4_text", "causal_lm", "Llama4ForCausalLM"),  # experts that flatten what they return
+        ("codegen", "causal_lm", "CodeGenForCausalLM"),  # an attention that stays replicated
+        ("gemma4_text", "causal_lm", "Gemma4ForCausalLM"),  # embedded tokens also enter every layer by another way
+        ("neomme", "masked_lm", "NeoMMEForMaskedLM"),  # an input that only the last layer is given
+    ],
+)
+def test_architectures_that_the_order_of_registration_misleads(model_type, task, name):
+    tiny = build_tiny_model(
+        shrink_config(default_config(model_type, task=task), without_dropout=True), model_class(name), seed=0
+    )
+    plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True).plan
+    verdict = Trial(tiny, make_batch(tiny, seed=0), parts=2).run(plan, sequence_parallel=True)
+    assert verdict.passed, verdict.reason
+
+
+def test_without_rules_the_one_stack_and_the_order_of_registration_are_taken():
+    facts = read_facts(odd_model(stacks=2))
+    with pytest.raises(PlanError, match="one stack") as error:
+        find_sequence(facts, {}, {}, (), head=None)
+    assert "0 stacks" in str(error.value)
+
+
+def test_rules_name_stacks_whole_modules_and_parts():
+    facts = read_facts(odd_model(stacks=2))
+    rules = {
+        "first": "sequence",
+        "rounds": "sequence_partial",
+        "rounds.0.smear": "whole_sequence",
+        "final.weight": "partial_gradient",
+    }
+    governing = {name: SequenceRule(name, style) for name, style in rules.items()}
+    inputs = {"rounds.0.hint": InputRule("rounds.0.hint", "sequence")}
+    found = find_sequence(facts, governing, inputs, (), head="voice")
+    assert found.stacks == (Stack(fqn="first", partial_after=False), Stack(fqn="rounds", partial_after=True))
+    assert found.inputs == ("rounds.0.hint",)
+    assert found.partial_after
+    partial = {
+        name
+        for name, _ in odd_model(stacks=2).named_parameters()
+        if found.sees_a_part(name, name.rpartition(".")[0]) and name.startswith(("final", "rounds.0.smear", "rounds.1"))
+    }
+    assert "rounds.0.smear.rate" not in partial, "it computes alike on every rank"
+    assert {"final.weight", "rounds.1.smear.rate"} <= partial
+    assert "final.bias" not in partial
+    with pytest.raises(PlanError, match="final is no list of layers"):
+        find_sequence(facts, {"final": SequenceRule("final", "sequence_partial")}, {}, (), head="voice")
+
+
+def test_inputs_that_only_some_layers_are_given_have_rules_in_all():
+    tiny, model = odd_model(), copy.deepcopy(odd_model())
+    calm = tuple(ParameterRule(f"rounds.{layer}.calm", "replicate") for layer in range(2))
+    plan = Plan((*calm, InputRule("rounds.1.hint", "sequence", "structure")))
+    assert styles(generalize(plan, tiny, model)) == {"rounds.*.calm": "replicate", "rounds.*.hint": "sequence"}
+
+
+def test_a_block_of_experts_becomes_one_region():
+    tiny = build_tiny_model(
+        shrink_config(default_config("qwen2_moe", task="causal_lm"), without_dropout=True),
+        model_class("Qwen2MoeForCausalLM"),
+        seed=0,
+    )
+    plan = derive_plan(tiny, Plan(()), tp_size=2).plan
+    blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
+    assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
+    assert widen_regions(plan, read_facts(tiny), parts=2) == plan, "a block is no layer's whole"

@@ -1,0 +1,90 @@
+"""`Layout` against a reference that slices real arrays."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from shardwise.errors import LayoutError
+from shardwise.sharding.layout import Layout, Piece, Step
+from shardwise.sharding.placement import Chunk, Replicate, split_even, split_heads
+from tests.sharding.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes, whole_tensor
+
+pytestmark = pytest.mark.pure
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes.flatmap(layouts))
+def test_pieces_say_where_every_local_element_comes_from(layout):
+    whole = whole_tensor(layout.shape)
+    for coords in all_coords(layout):
+        expected = local_tensor(layout, coords)
+        assert layout.local_shape(coords) == expected.shape
+        local = np.full(expected.shape, EMPTY)
+        for piece in layout.pieces(coords):
+            assert (local[at(piece.local)] == EMPTY).all()
+            local[at(piece.local)] = whole[at(piece.full)]
+        assert (local == expected).all()
+
+
+@settings(deadline=None, max_examples=200)
+@given(shapes.flatmap(layouts))
+def test_every_element_is_owned_once_by_its_first_holder(layout):
+    count = np.zeros(layout.shape, dtype=int)
+    seen = np.zeros(layout.shape, dtype=bool)
+    for coords in all_coords(layout):
+        for piece in layout.owned(coords):
+            assert not seen[at(piece.full)].any()
+            count[at(piece.full)] += 1
+            lies = whole_tensor(layout.shape)[at(piece.full)]
+            assert (local_tensor(layout, coords)[at(piece.local)] == lies).all()
+        for piece in layout.pieces(coords):
+            seen[at(piece.full)] = True
+    assert (count == 1).all()
+
+
+def test_no_steps_is_the_whole_tensor():
+    assert Layout((2, 3)).pieces({}) == (Piece(((0, 2), (0, 3)), ((0, 2), (0, 3))),)
+    assert Layout(()).owned({"tp": 1}) == (Piece((), ()),)
+
+
+def test_tensor_parallel_then_fsdp():
+    layout = Layout((8, 3), (Step("tp", 4, split_heads(0, 2, head_dim=4, parts=4)), Step("fsdp", 2, Chunk(0))))
+    assert layout.local_shape({"tp": 3, "fsdp": 1}) == (2, 3)
+    assert layout.pieces({"tp": 3, "fsdp": 1, "pp": 7}) == (Piece(((6, 8), (0, 3)), ((0, 2), (0, 3))),)
+    assert layout.owned({"tp": 3, "fsdp": 1}) == ()
+    assert str(layout) == "[8, 3], tp4: split dim 0 /4 x2, fsdp2: chunk dim 0"
+
+
+def test_a_split_of_a_split():
+    layout = Layout((8,), (Step("tp", 2, split_even(0, 8, parts=2)), Step("cp", 2, split_even(0, 4, parts=2))))
+    assert layout.pieces({"tp": 1, "cp": 1}) == (Piece(((6, 8),), ((0, 2),)),)
+
+
+def test_replicas_own_nothing():
+    replicated = Layout((4,), (Step("ddp", 2, Replicate()),))
+    assert replicated.owned({"ddp": 0}) == replicated.pieces({"ddp": 1})
+    assert replicated.owned({"ddp": 1}) == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda: Layout((-1,)), "(-1,)"),
+        (lambda: Layout((4,), (Step("tp", 0, Replicate()),)), "size 0"),
+        (lambda: Layout((4,), (Step("tp", 2, Replicate()), Step("tp", 2, Chunk(0)))), "two steps"),
+        (lambda: Layout((4,), (Step("tp", 2, Chunk(1)),)), "chunk dim 1 on a tensor of 1 dims"),
+        (lambda: Layout((4,), (Step("tp", 3, split_even(0, 4, parts=2)),)), "on axis 'tp' of size 3"),
+        (lambda: Layout((5,), (Step("tp", 2, split_even(0, 4, parts=2)),)), "size 4, but 5 reaches axis 'tp'"),
+        (
+            lambda: Layout((5,), (Step("tp", 2, Chunk(0)), Step("cp", 2, split_even(0, 3, parts=2)))),
+            "size 3, but 2 or 3 reaches axis 'cp'",
+        ),
+        (lambda: Layout((4,), (Step("tp", 2, Chunk(0)),)).pieces({}), "no coord for axis 'tp' of size 2"),
+        (lambda: Layout((4,), (Step("tp", 2, Chunk(0)),)).pieces({"tp": 2}), "coord tp=2 is outside"),
+        (lambda: Piece(((0, 2),), ((0, 3),)), "equal shape"),
+    ],
+)
+def test_what_is_no_layout(wrong, says):
+    with pytest.raises(LayoutError) as caught:
+        wrong()
+    assert says in str(caught.value)
