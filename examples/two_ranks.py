@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 import shardwise
-from shardwise.ranks.spawn import spawn
+from shardwise.testing.spawn import spawn
 
 CONFIG = LlamaConfig(
     vocab_size=199,  # a vocabulary that does not divide evenly is fine

@@ -76,7 +76,7 @@ def cases_of(tasks: list[str], variant: Variant) -> list[Case]:
 def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     """The row of a case: its fields, the result and its cause, and what was measured.
 
-    Results are "ok" and "wrong"; "refused" where the split is an error; "no tiny model" where no tiny model can be built or
+    Results are "ok" and "wrong"; "refused" where the split is an error; "no tiny model" where none can be built or
     it does not run whole; "error" for anything else.
     """
     row = case.fields()

@@ -1,7 +1,7 @@
 """Random legal configurations: other heads, widths, experts, ties, biases and layers than any tiny model has.
 
-A tiny model's configuration is changed in a few places at once, by what its fields mean; what is legal is what transformers
-builds and trains. Everything is drawn from one seed.
+A tiny model's configuration is changed in a few places at once, by what its fields mean; what is legal is what
+transformers builds and trains. Everything is drawn from one seed.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 import shardwise
-from shardwise.api import deriving, verifying
+from shardwise.api import verifying
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
@@ -23,6 +23,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
+from shardwise.search import deriving
 from shardwise.tiny.models import build_tiny_model
 from shardwise.topology.shape import MeshShape
 from sweep.cases import GROUPS, one_line
@@ -32,8 +33,8 @@ from sweep.known import architectures, model_class
 __all__ = ["FuzzCase", "draw_cases", "prove_random"]
 
 WAYS = ("auto", "shrunk", "loaded")
-"""How the split model comes about: as a user's would; with a plan derived on a tiny model of other sizes than its own; read
-from a directory, with such a plan."""
+"""How the split model comes about: as a user's would; with a plan derived on a tiny model of other sizes than its own;
+read from a directory, with such a plan."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,12 +48,12 @@ def write_table(rows: list[Row], path: Path) -> None:
     lines = [
         "# Architectures",
         "",
-        f"Tiny models of the architectures of transformers {versions}, trained whole and split over gloo ranks, held to",
+        f"Tiny models of the architectures of transformers {versions}, trained unsplit and split over gloo, held to",
         "what `shardwise verify` and the README hold a split to. Made by `bench/architectures.py` (`make coverage`).",
         "",
         *_overview(rows),
         "",
-        "*refused*: an error says what cannot be split and why. *no tiny model*: no tiny model can be built, or it does not",
+        "*refused*: an error says what cannot be split and why. *no tiny model*: none can be built, or it does not",
         "run whole. Share is of the layers' parameters that the batch reaches. Collectives are those over tp, executed",
         "in one run of a layer, forward / backward, the mean over all layers of all stacks; what a step does outside",
         "of layers (embedding, loss, the one sum of gradients after it) is not in them. Seconds are those to find the",
@@ -120,7 +120,7 @@ def _detail(rows: list[Row], tasks: tuple[str, ...]) -> list[str]:
     for row in own:
         by_case.setdefault((row["task"], row["model_type"], row["class_name"]), {})[_variant(row)] = row
     lines = [
-        f"| model type | class | {' | '.join(variants)} | share split | collectives a layer | stays replicated, and why |",
+        f"| model type | class | {' | '.join(variants)} | share split | collectives a layer | replicated, and why |",
         "|---|---|" + "---|" * (len(variants) + 3),
     ]
     for (_, model_type, name), found in sorted(by_case.items()):

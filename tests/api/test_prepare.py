@@ -9,12 +9,13 @@ import torch
 import transformers
 
 import shardwise
-from shardwise.api import planning, prepare
+from shardwise.api import prepare
 from shardwise.errors import LayoutError, PlanError, RankError
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.ranks.spawn import spawn
+from shardwise.search import planning
 from shardwise.sharding.json_form import from_json, to_json
 from tests.families import tiny_model
 

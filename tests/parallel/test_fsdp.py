@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausa
 import shardwise
 from bench.sweep.known import default_config
 from shardwise.errors import UnsupportedError
-from shardwise.parallel import fsdp as data
+from shardwise.parallel import fsdp
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
 from shardwise.ranks.spawn import spawn
@@ -163,7 +163,7 @@ class Choosing(torch.nn.Module):
 
 def choose(reduces_unused):
     """Gradients of a model whose ranks run different experts, beside the unsplit model's, row by row."""
-    data._REDUCES_UNUSED = reduces_unused and data._REDUCES_UNUSED
+    fsdp._REDUCES_UNUSED = reduces_unused and fsdp._REDUCES_UNUSED
     with shardwise.Mesh.open("fsdp2") as mesh:
         whole = tiny_model("llama", num_hidden_layers=3)
         for layer in whole.model.layers:

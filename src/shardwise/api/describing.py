@@ -33,7 +33,7 @@ def describe(
     batch: tuple[int, int] | None = None,
     **options: Any,
 ) -> Explanation:
-    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what stays replicated
+    """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what is replicated
     and why, and the bytes a rank holds.
 
     Args:

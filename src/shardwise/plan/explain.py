@@ -1,4 +1,4 @@
-"""The plan as a table: what happens to every kind of parameter, what stays replicated and why, the share of bytes split."""
+"""The plan as a table: what happens to each kind of parameter, what is replicated and why, the share of bytes split."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 # [Note: partial inside]
 Inside a region every rank computes with its own heads or features, and every gradient is partial: the ranks' values add
 up to the true one. That holds for activations and for parameters alike, so one collective on the region's input settles
-all projections that read it, and a parameter that stays replicated inside a region (a q/k norm, an MLA latent projection, a
+all projections that read it, and a parameter replicated inside a region (a q/k norm, an MLA latent projection, a
 router, a sink) needs just one sum in the gradient phase. Nothing inside reduces on its own. This is why q, k and v cost
 one all-reduce and not three, and why no style needs special treatment for a replicated parameter.
 """

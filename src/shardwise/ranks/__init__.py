@@ -1,1 +1,1 @@
-"""Helpers for testing code that runs on several ranks: see `shardwise.ranks.spawn`."""
+"""Ranks on this machine's CPU, for proofs and tests: started, given a function, asked for what it returned."""

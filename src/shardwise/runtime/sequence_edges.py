@@ -120,7 +120,7 @@ def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_aft
     if partial_after:
         whole = gather_to_region(x, context.group, dim=1)
         if whole.grad_fn is not None and not torch.compiler.is_compiling():
-            setattr(whole.grad_fn, "ends_stack", True)  # noqa: B010 - for `layers.outputs`, which looks for it
+            setattr(whole.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
     else:
         whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
     return cut(whole, 1, length)

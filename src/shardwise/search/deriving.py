@@ -1,4 +1,4 @@
-"""Deriving a plan: a tiny model is watched, its blocks are tried one kind after another, the best plan that passes wins."""
+"""Deriving a plan: a tiny model is watched, its blocks are tried kind by kind, the best plan that passes wins."""
 
 from __future__ import annotations
 

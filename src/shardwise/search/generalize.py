@@ -22,7 +22,7 @@ _Suffixed = tuple[str, Rule]
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
-    """`plan`, found on `tiny model`, for `model`: each of its layers gets the rules of a layer of its kind in the tiny model.
+    """`plan`, found on `tiny`, for `model`: each of its layers gets the rules of a layer of its kind in the tiny model.
 
     That is the layer of the same name where it is the same, else the first of the kind; lists inside of it (experts)
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
@@ -49,7 +49,7 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
 def _for_layers(
     inside: dict[str, list[_Suffixed]], tiny_models: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
 ) -> Iterator[Rule]:
-    """The rules of one section for `layers`, from those inside of the tiny model's; both with the names of what they hold."""
+    """The rules of one section for `layers`, from those inside of `tiny`'s; both with what they hold."""
     examples: dict[tuple[str, frozenset[str]], list[str]] = {}
     for layer, names in tiny_models.items():
         examples.setdefault(_kind(layer, names), []).append(layer)

@@ -5,7 +5,7 @@ Cut the input features of a product (an attention's output projection, an MLP's 
 rank and ask autograd which parameter elements each run depends on. The exact zeros of the gradients are the answer.
 Where the runs depend on different elements of a weight, that weight can be split: every rank keeps what its run depends
 on. Elements that several runs depend on are held by several ranks (key/value heads shared by query heads), and a
-parameter all of which reaches everything stays replicated (a q/k norm, a latent projection). Nothing here knows attention
+parameter all of which reaches everything is replicated (a q/k norm, a latent projection). Nothing here knows attention
 from a state-space scan, or in which order a fused weight holds its sections: the graph knows.
 
 A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is

@@ -1,9 +1,9 @@
 """Which plan a model gets: declared and proved, or derived from its structure and tried on simulated ranks.
 
 The user's rules lie on top of an automatic plan. For families that the test suite proves this is what transformers
-declares, corrected by us. Any other architecture is examined once: a tiny model of it is built, what transformers declares is
-tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on disk too,
-for this version of transformers.
+declares, corrected by us. Any other architecture is examined once: a tiny model of it is built, what transformers
+declares is tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on
+disk too, for this version of transformers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import uuid
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from huggingface_hub import constants
 from torch import nn
 from transformers import PreTrainedModel
 
-import shardwise
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
 from shardwise.parallel.facts import read_facts
@@ -134,7 +134,7 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         "declared": str(declared),
         "tp_size": tp_size,
         "sequence_parallel": sequence_parallel,
-        "versions": [shardwise.__version__, transformers.__version__, torch.__version__],
+        "versions": [version("shardwise"), transformers.__version__, torch.__version__],
     }
     digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"

@@ -1,7 +1,7 @@
 """A plan held against the sizes of the model that it is for: few of its layers, on tensors without values.
 
-What passes on a tiny model may not fit other sizes: heads that a rank's share of does not make whole groups, sections of
-unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
+What passes on a tiny model may not fit other sizes: heads that a rank's share of does not make whole groups, sections
+of unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
 and backward on fake tensors before the plan is used.
 """
 

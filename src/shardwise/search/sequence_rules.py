@@ -1,7 +1,7 @@
-"""How a tiny model's layers can be split along the sequence: plans to try, told by what runs when and what mixes positions.
+"""How a tiny model's layers can be split along the sequence: plans to try, by what runs when and what mixes positions.
 
 Between its blocks a layer works on every position alone, so a part of the sequence will do. What mixes positions is a
-split region, which is given all of it at its edge, or a module that stays replicated and must be given all of it. What runs
+split region, which is given all of it at its edge, or a replicated module that must be given all of it. What runs
 after the last layer, wherever it is registered, has partial gradients where a split head follows.
 """
 

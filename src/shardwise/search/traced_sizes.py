@@ -2,9 +2,9 @@
 
 # [Note: counted sizes]
 An attention reshapes by `self.num_heads`; on a rank that holds half of the heads it must say half. The graph knows
-nothing of integers, so while a tiny model is watched every integer attribute is a `Count`, which carries its formula through
-arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim then says what the
-formula must come to on a rank, and the attributes to divide are those that solve all these equations.
+nothing of integers, so while a tiny model is watched every integer attribute is a `Count`, which carries its formula
+through arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim then says
+what the formula must come to on a rank, and the attributes to divide are those that solve all these equations.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ class _StateStore:
 def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
     """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
 
-    transformers' reverse conversion runs once, over the unsplit model, on lazy tensors: a group is what the result shows
+    transformers' reverse conversion runs once, over all of the model, on lazy tensors: a group is what the result shows
     to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
 
     Args:

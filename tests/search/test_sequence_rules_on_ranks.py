@@ -1,4 +1,4 @@
-"""Sequence parallelism found by running a tiny model, on real ranks: recomputed layers, generation, what is communicated."""
+"""Sequence parallelism found by running a tiny model, on real ranks: recomputed layers, generation, communication."""
 
 from __future__ import annotations
 
