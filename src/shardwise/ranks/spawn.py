@@ -54,6 +54,9 @@ BLAME_SECONDS = 0.1
 """How long it is waited, after a rank has failed, for the one that it failed because of."""
 TEARDOWN_SECONDS = 10.0
 
+LONGEST_TEMPORARY_DIRECTORY = 64
+"""Bytes: multiprocessing adds two names to it."""
+
 _STARTING = threading.Lock()
 
 
@@ -118,7 +121,8 @@ def warm() -> None:
     multiprocessing.forkserver.set_forkserver_preload(
         [*(name for name in ("pytest",) if name in sys.modules), *PRELOADED]
     )
-    multiprocessing.forkserver.ensure_running()
+    with _short_temporary_directory():
+        multiprocessing.forkserver.ensure_running()
 
 
 def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
@@ -202,6 +206,20 @@ class _Rank:
         """The same as part of an error."""
         printed = self.printed().rstrip()
         return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
+
+
+@contextmanager
+def _short_temporary_directory() -> Iterator[None]:
+    """Has multiprocessing put the server's socket under /tmp where the path in `TMPDIR` would be longer than the system
+    allows (108 bytes, 104 on macOS).
+    """
+    before = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_DIRECTORY:
+        tempfile.tempdir = "/tmp"
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 @contextmanager
