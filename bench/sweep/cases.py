@@ -13,6 +13,7 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import objective_of
 from sweep.known import architectures, default_config, model_class
@@ -82,34 +83,36 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     row = case.fields()
     start = time.perf_counter()
     try:
-        (config,) = spawn(_tiny_config, 1, case, timeout=timeout_seconds)
+        ((config, drops),) = spawn(_tiny_config, 1, case, timeout=timeout_seconds)
     except ShardwiseError as error:
         row |= {"result": "no tiny model", "cause": one_line(error)}
     except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
         row |= {"result": "no tiny model", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
     else:
-        row |= _proved(case, config, timeout_seconds)
+        row |= _proved(case, config, timeout_seconds, drops=drops)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
 
 
-def _tiny_config(case: Case) -> Any:
-    """The configuration of a tiny model that was seen to run whole, forward and backward."""
-    config = shrink_config(default_config(case.model_type, task=case.task), without_dropout=True)
+def _tiny_config(case: Case) -> tuple[Any, bool]:
+    """The config of a tiny model that was seen to run unsplit, and whether the large one has dropout."""
+    default = default_config(case.model_type, task=case.task)
+    config = shrink_config(default, without_dropout=True)
     if case.variant.attention:
         config._attn_implementation = case.variant.attention
     tiny = build_tiny_model(config, model_class(case.class_name), seed=0)
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     objective_of(tiny(**batch)).backward()
-    return config
+    return config, has_dropout(default)
 
 
-def _proved(case: Case, config: Any, timeout_seconds: float) -> dict[str, Any]:
+def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:
     variant = case.variant
     proof = Proof(
         config=config,
         model_class=model_class(case.class_name),
         layout=variant.layout,
+        drops=drops,
         spec=ParallelSpec(sequence_parallel=variant.sequence_parallel),
     )
     try:

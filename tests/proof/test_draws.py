@@ -50,7 +50,8 @@ def starcoder():
     ],
 )
 def test_a_split_that_drops_right_passes(family, name, sequence_parallel):
-    config = shrink_config(default_config(family, task="causal_lm"), without_dropout=True)
+    config = shrink_config(default_config(family, task="causal_lm"))
+    config.attention_dropout = 0.1
     tiny = build_tiny_model(config, model_class(name), seed=0)
     plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=sequence_parallel).plan
     verdict = trial_of(tiny.eval()).run(plan, sequence_parallel=sequence_parallel, in_training=True)
@@ -80,9 +81,9 @@ def test_a_split_that_drops_wrongly_is_refused(starcoder, monkeypatch, fault, se
 class Forgetful(nn.Module):
     """Drops what it is given, of which every rank holds all, before it is split; and again inside."""
 
-    def __init__(self):
+    def __init__(self, chance):
         super().__init__()
-        self.drop, self.drop_inside = nn.Dropout(0.0), nn.Dropout(0.0)
+        self.drop, self.drop_inside = nn.Dropout(chance), nn.Dropout(chance)
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
@@ -92,10 +93,10 @@ class Forgetful(nn.Module):
 class ForgetfulModel(PreTrainedModel):
     config_class = PreTrainedConfig
 
-    def __init__(self, config):
+    def __init__(self, config, chance=0.1):
         super().__init__(config)
         self.letters = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Forgetful() for _ in range(2))
+        self.layers = nn.ModuleList(Forgetful(chance) for _ in range(2))
         self.guess = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, input_ids, labels):
@@ -129,6 +130,15 @@ def test_a_plan_that_drops_wrongly_gives_way_to_one_that_does_not():
     assert found.problem is None
     assert trial.run(found.plan, in_training=True).passed
     assert "layers.*.wide" in str(found.plan), "the layers are still split"
+
+
+@pytest.mark.single
+def test_what_a_model_never_drops_need_not_be_right():
+    torch.manual_seed(0)
+    model = ForgetfulModel(PreTrainedConfig(vocab_size=VOCABULARY), chance=0.0).eval()
+    assert "layers.*: region" in str(derive_plan(model, Plan.of(REGION), tp_size=2).plan)
+    model.layers[1].drop.p = 0.1
+    assert "layers.*: region" not in str(derive_plan(model, Plan.of(REGION), tp_size=2).plan)
 
 
 @pytest.mark.single

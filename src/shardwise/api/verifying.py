@@ -25,6 +25,7 @@ from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_t
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.label_use import note_label_use
+from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.label_use import probe_label_use
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import has_loss, objective_of
@@ -89,6 +90,7 @@ def verify(
         layout=str(shape),
         spec=spec,
         num_microbatches=num_microbatches,
+        drops=has_dropout(source if isinstance(source, nn.Module) else config),
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
     )
     return proof.run(f"a tiny model of {config.model_type}", timeout_seconds=timeout_seconds)
@@ -100,6 +102,7 @@ class Proof:
 
     Attributes:
         config: of the tiny model.
+        drops: whether the model that is proved has dropout; the tiny one then trains once with it.
         dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
     """
 
@@ -108,6 +111,7 @@ class Proof:
     layout: str
     spec: ParallelSpec = field(default_factory=ParallelSpec)
     num_microbatches: int = 1
+    drops: bool = True
     dtype: str | None = None
     tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
     num_steps: int = 20
@@ -171,6 +175,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
             step=step,
             loss_of=loss_of,
+            drops=proof.drops,
             tolerance=proof.tolerance,
         )
         found = replace(found, in_training=in_training)

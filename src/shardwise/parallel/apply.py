@@ -18,6 +18,7 @@ from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, cut_par
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.registry import Registry, attach_registry, is_split
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
@@ -50,7 +51,7 @@ def apply_plan(
         coord=mesh.coord("tp"),
         mesh=mesh.tensor_mesh,
         device=mesh.device,
-        has_dropout=_has_dropout(model),
+        has_dropout=has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
     cut_parameters(model, registry)
@@ -90,13 +91,3 @@ def check_axes(shape: MeshShape) -> None:
             why="only ddp, fsdp and tp are supported so far",
             fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
         )
-
-
-def _has_dropout(model: nn.Module) -> bool:
-    """Whether anything in the model draws random numbers in training, as far as modules and configs say."""
-    owners = [*model.modules(), *([model.config] if getattr(model, "config", None) else [])]
-    return any(
-        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
-        for owner in owners
-        for name, value in vars(owner).items()
-    )

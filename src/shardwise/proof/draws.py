@@ -110,13 +110,13 @@ def _is_draw(func: Any) -> bool:
     )
 
 
-def training_copy(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module | None:
+def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:
     """A copy of a model without dropout, in training mode with it; in the model's own mode where it cannot be trained
-    on `batch` so, and None where not even that.
+    on `batch` so or `drops` is False, and None where not even that.
     """
-    for drops in (True, False):
+    for in_training in (True, False) if drops else (False,):
         made = copy.deepcopy(model)
-        if drops:
+        if in_training:
             _set_dropout(made.train())
         try:
             with seeded():

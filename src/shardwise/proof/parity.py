@@ -215,6 +215,7 @@ def measure_in_training(
     split: Split,
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
+    drops: bool = True,
     tolerance: Tolerance = Tolerance(),
 ) -> Difference | None:
     """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
@@ -225,10 +226,11 @@ def measure_in_training(
         batch: one row for each forward.
         split, step: as in `measure`.
         loss_of: computes the loss of the full model, given what was drawn on each data rank.
+        drops: whether with dropout; without it the row is trained on in the mode that the model is in.
 
     Communicates: what was drawn, over tp and the data ranks.
     """
-    reference = training_copy(full, batch)
+    reference = training_copy(full, batch, drops=drops)
     if reference is None:
         return None
     model = split(copy.deepcopy(reference), mesh)

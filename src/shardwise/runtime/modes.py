@@ -1,4 +1,4 @@
-"""Training and eval mode of a model's modules."""
+"""What differs between training and eval mode of a model."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
+from transformers import PreTrainedConfig
 
-__all__ = ["in_eval_mode"]
+__all__ = ["has_dropout", "in_eval_mode"]
 
 
 @contextmanager
@@ -20,3 +21,17 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
+    """Whether anything in a model draws random numbers in training, as far as its modules and its config say."""
+    owners: list[object] = [source]
+    if isinstance(source, nn.Module):
+        owners = [*source.modules(), *([source.config] if getattr(source, "config", None) else [])]
+    else:
+        owners += [value for value in vars(source).values() if isinstance(value, PreTrainedConfig)]
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
+        for owner in owners
+        for name, value in vars(owner).items()
+    )

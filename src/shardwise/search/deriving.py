@@ -19,6 +19,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
+from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import joined
 from shardwise.search.generalize import generalize
 from shardwise.search.influence import find_row_products
@@ -103,7 +104,7 @@ def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_pa
     name = type(model).__name__
     own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
     tiny = _build_tiny_model(model, own_size=own_size, parts=tp_size)
-    trial = _trial_of(tiny, parts=tp_size)
+    trial = _trial_of(tiny, parts=tp_size, drops=has_dropout(model))
     facts = read_facts(tiny)
     candidates = _Candidates(tiny, facts, trial, portable=not own_size)
     best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
@@ -122,12 +123,12 @@ def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_pa
     return Derivation(plan=generalize(plan, tiny, model), problem=problem)
 
 
-def _trial_of(tiny: PreTrainedModel, *, parts: int) -> Trial:
+def _trial_of(tiny: PreTrainedModel, *, parts: int, drops: bool) -> Trial:
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
     try:
-        return Trial(tiny, batch, parts=parts, padded=padded)
+        return Trial(tiny, batch, parts=parts, padded=padded, drops=drops)
     except ShardwiseError:
         raise
     except Exception as error:  # the model's own code fails in any way

@@ -32,13 +32,14 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import seeded
+from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import Derivation, derive_plan
 
 __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 3
+_SEARCH = 4
 """Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
 
 _MAX_SHOWN = 4
@@ -129,6 +130,7 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         "search": _SEARCH,
         "class": type(model).__qualname__,
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
+        "drops": has_dropout(model),
         "attention": getattr(model.config, "_attn_implementation", None),
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
         "declared": str(declared),

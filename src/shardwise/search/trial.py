@@ -63,6 +63,7 @@ class Trial:
         batch: its inputs with labels.
         parts: number of simulated ranks.
         padded: one padded row, for runs in training mode with dropout.
+        drops: whether to train with dropout on it: what a model never draws need not be right.
 
     Attributes:
         confirm: what plans must pass besides; None where nothing else is asked.
@@ -72,12 +73,18 @@ class Trial:
     """
 
     def __init__(
-        self, tiny: nn.Module, batch: Mapping[str, Any], *, parts: int, padded: Mapping[str, Any] | None = None
+        self,
+        tiny: nn.Module,
+        batch: Mapping[str, Any],
+        *,
+        parts: int,
+        padded: Mapping[str, Any] | None = None,
+        drops: bool = True,
     ) -> None:
         self.batch, self.parts = batch, parts
         self.confirm: Callable[..., Verdict] | None = None
         self._tiny, self._padded = tiny, padded
-        self._tiny_training = None if padded is None else training_copy(tiny, padded)
+        self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
         self._truth, again = _train(copy.deepcopy(tiny), batch), _train(copy.deepcopy(tiny), batch)
         if abs(again.loss - self._truth.loss) > _LOSS:
             raise UnsupportedError(
