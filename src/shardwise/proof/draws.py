@@ -55,7 +55,7 @@ class Redraws(TorchDispatchMode):
 
     Args:
         ranks: what `Draws` recorded on each.
-        states: each rank's random state after it has drawn.
+        states: each rank's random state after it has drawn; none where it does not matter.
 
     Attributes:
         problems: draws that cannot be put together, or must not be as they are, in words.

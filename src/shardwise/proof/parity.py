@@ -238,7 +238,10 @@ def measure_in_training(
         with Draws() as draws:
             loss = step(model, mesh, copied(batch))
         on_tp = all_gather_objects((draws.values, torch.get_rng_state()), mesh.group("tp"))
-    given = [Redraws(*zip(*ranks, strict=True)) for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))]
+    given = [
+        Redraws([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])
+        for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))
+    ]
     with seeded():
         expected_loss = loss_of(reference, copied(batch), given)
     expected_loss.backward()

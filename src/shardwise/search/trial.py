@@ -83,7 +83,7 @@ class Trial:
     ) -> None:
         self.batch, self.parts = batch, parts
         self.confirm: Callable[..., Verdict] | None = None
-        self._tiny, self._padded = tiny, padded
+        self._tiny, self._padded, self._drops = tiny, padded, drops
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
         self._truth, again = _train(copy.deepcopy(tiny), batch), _train(copy.deepcopy(tiny), batch)
         if abs(again.loss - self._truth.loss) > _LOSS:
@@ -129,7 +129,8 @@ class Trial:
             results = self._split(tiny, plan, padded, sequence_parallel=sequence_parallel)
             if isinstance(results, Verdict):
                 return results
-            redraws = Redraws([each.draws for each in results], [each.random_state for each in results])
+            states = [each.random_state for each in results if self._drops]
+            redraws = Redraws([each.draws for each in results], states)
             truth = _train(copy.deepcopy(tiny), padded, redraws)
         reasons = [*redraws.problems, *filter(None, (_difference(each, truth) for each in results))]
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
