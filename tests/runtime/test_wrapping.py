@@ -119,3 +119,24 @@ def read_state(mesh):
 @pytest.mark.parametrize("layout", ["fsdp2"])
 def test_torchs_own_state_of_sharded_models_is_still_there(on_ranks, layout):
     assert on_ranks(read_state) == [21, 21]
+
+
+def split_wrapped(mesh, wrapper):
+    model = tiny_model("llama")
+    wrapped = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "FSDP": lambda each: fully_shard(each, mesh=mesh.device_mesh["tp"]),
+    }[wrapper](model)
+    try:
+        shardwise.parallelize(wrapped, mesh)
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedDataParallel", "FSDP"])
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_a_wrapped_model_is_not_split(on_ranks, layout, wrapper):
+    for message in on_ranks(split_wrapped):
+        assert f"a model in {wrapper} cannot be split" in message
+        assert "split the model itself" in message

@@ -20,6 +20,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.registry import Registry, attach_registry, is_split
+from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -77,7 +78,8 @@ def apply_plan(
 
 
 def check_unsplit(model: nn.Module) -> None:
-    """Raises `PlanError` where the model has been split before."""
+    """Raises `PlanError` where the model has been split before, `UnsupportedError` where torch has wrapped it."""
+    check_unwrapped(model)
     if is_split(model):
         raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
 

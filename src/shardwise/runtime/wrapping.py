@@ -15,14 +15,32 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["refuse_flattening", "refuse_wrapping"]
+__all__ = ["check_unwrapped", "refuse_flattening", "refuse_wrapping"]
 
 _FLATTENED = "_fsdp_flattened"
+
+_REMEDY = (
+    'say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train with\n'
+    "shardwise.TrainStep or a loop of your own (docs/own-loop.md)"
+)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises `UnsupportedError` where a model that is to be split is, or holds, one that torch has wrapped."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            kind = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"
+            raise UnsupportedError(
+                f"a model in {kind} cannot be split",
+                why="its parameters are the wrapper's already",
+                fix=f"split the model itself, and take {kind} away: {_REMEDY}",
+            )
 
 
 def refuse_wrapping(model: nn.Module) -> None:
@@ -71,6 +89,5 @@ def _refused(wrapper: str) -> UnsupportedError:
         f"{wrapper} over a model that Shardwise has split",
         why="it takes the ranks' parameters for copies of one another, which they are not, and overwrites them\n"
         "(accelerate.prepare and transformers.Trainer wrap a model by themselves where there are several ranks)",
-        fix='say data parallelism in the layout, such as "fsdp2.tp2" or "ddp2.tp2", and train with\n'
-        "shardwise.TrainStep or a loop of your own (docs/own-loop.md)",
+        fix=_REMEDY,
     )
