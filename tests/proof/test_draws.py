@@ -32,7 +32,7 @@ WIDTH, VOCABULARY = 16, 23
 
 def trial_of(model, parts=2):
     padded = split_rows(make_batch(model, seed=0, padding="right"), 2, 2)[1]
-    return Trial(copy.deepcopy(model), make_batch(model, seed=0), parts=parts, padded=padded)
+    return Trial(copy.deepcopy(model), make_batch(model, seed=0), tp_size=parts, padded=padded)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
 from shardwise.search import deriving
 from shardwise.search.deriving import derive_plan
-from shardwise.search.refusal import refused
+from shardwise.search.refusal import no_plan_error
 from shardwise.search.trial import Verdict
 from shardwise.tiny.models import build_tiny_model, shrink_config
 
@@ -19,7 +19,7 @@ SIZES = "RuntimeError: The size of tensor a (8) must match the size of tensor b 
 
 
 def refusal(*verdicts):
-    return refused("ZebraForCausalLM", verdicts, tp_size=2, sequence_parallel=True)
+    return no_plan_error("ZebraForCausalLM", verdicts, tp_size=2, sequence_parallel=True)
 
 
 def test_the_module_that_mixes_parts_with_the_whole_is_named():

@@ -20,7 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.spec import Plan
 from shardwise.search.influence import find_row_products
 from shardwise.search.rules import Block, find_blocks
-from shardwise.search.traced_sizes import Count, Equation, solve
+from shardwise.search.traced_sizes import Equation, TracedInt, solve
 from shardwise.search.trial import Trial
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 
@@ -109,8 +109,8 @@ def batch() -> dict[str, Tensor]:
 
 def blocks_of(model: nn.Module, batch: dict[str, Tensor], parts: int) -> list[Block]:
     watched = copy.deepcopy(model)
-    products, layers = find_row_products(watched, batch, parts=parts)
-    return find_blocks(watched, read_facts(watched), products, layers, parts=parts)
+    products, layers = find_row_products(watched, batch, tp_size=parts)
+    return find_blocks(watched, read_facts(watched), products, layers, tp_size=parts)
 
 
 def first_plans(blocks: list[Block]) -> Plan:
@@ -123,7 +123,7 @@ def first_plans(blocks: list[Block]) -> Plan:
 @pytest.mark.parametrize("parts", [2, 4])
 def test_the_first_guess_splits_an_unseen_model(odd: OddModel, batch: dict[str, Tensor], parts: int) -> None:
     plan = first_plans(blocks_of(odd, batch, parts))
-    verdict = Trial(odd, batch, parts=parts).run(plan)
+    verdict = Trial(odd, batch, tp_size=parts).run(plan)
     assert verdict.passed, verdict.reason
 
 
@@ -152,7 +152,7 @@ def test_the_rules_say_what_each_part_is(odd: OddModel, batch: dict[str, Tensor]
 def test_a_wrong_guess_does_not_pass(odd: OddModel, batch: dict[str, Tensor]) -> None:
     plan = first_plans(blocks_of(odd, batch, 2))
     wrong = Plan(tuple(rule for rule in plan.rules if rule.style != "divided"))
-    assert not Trial(odd, batch, parts=2).run(wrong).passed
+    assert not Trial(odd, batch, tp_size=2).run(wrong).passed
 
 
 def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]) -> None:
@@ -165,7 +165,7 @@ def test_blocks_of_one_kind_have_one_key(odd: OddModel, batch: dict[str, Tensor]
 
 def first_that_passes(model: nn.Module, batch: dict[str, Tensor], parts: int) -> Plan:
     """The blocks' plans, each kind at its first guess that passes alone; fails the test where none does."""
-    trial = Trial(model, batch, parts=parts)
+    trial = Trial(model, batch, tp_size=parts)
     kinds: dict[tuple[str, ...], list[list[Plan]]] = {}
     for block in blocks_of(model, batch, parts):
         kinds.setdefault(block.key, []).append(list(block.plans()))
@@ -215,7 +215,7 @@ def half(*names: str) -> dict[str, Fraction]:
 
 
 def test_a_count_computes_like_the_integer_and_remembers_its_formula() -> None:
-    heads, dim = Count.of("heads", 8), Count.of("dim", 16)
+    heads, dim = TracedInt.of("heads", 8), TracedInt.of("dim", 16)
     fused = (heads + 2) * dim
     assert fused == 160
     assert fused.names == {"heads", "dim"}
@@ -225,25 +225,27 @@ def test_a_count_computes_like_the_integer_and_remembers_its_formula() -> None:
     assert (-heads).formula(half("heads")) == -4
 
 
-def equations(*pairs: tuple[Count, Fraction | None]) -> Iterator[Equation]:
+def equations(*pairs: tuple[TracedInt, Fraction | None]) -> Iterator[Equation]:
     return (Equation(count, part) for count, part in pairs)
 
 
 def test_the_attributes_that_count_what_is_split_solve_the_sizes() -> None:
-    heads, dim = Count.of("heads", 8), Count.of("dim", 16)
+    heads, dim = TracedInt.of("heads", 8), TracedInt.of("dim", 16)
     told = equations((heads, Fraction(1, 2)), (dim, Fraction(1)), (heads * dim, Fraction(1, 2)))
     assert solve(list(told), limit=1) == [half("heads")]
 
 
 def test_a_product_alone_leaves_two_solutions() -> None:
-    product = Count.of("heads", 8) * Count.of("dim", 16)
+    product = TracedInt.of("heads", 8) * TracedInt.of("dim", 16)
     assert solve([Equation(product, Fraction(1, 2))], limit=2) == [half("heads"), half("dim")]
 
 
 def test_sizes_outside_break_the_tie() -> None:
-    heads, dim = Count.of("heads", 8), Count.of("dim", 16)
+    heads, dim = TracedInt.of("heads", 8), TracedInt.of("dim", 16)
     assert solve(list(equations((heads * dim, Fraction(1, 2)), (dim, None))), limit=1) == [half("heads")]
 
 
 def test_without_split_sizes_nothing_is_divided() -> None:
-    assert solve(list(equations((Count.of("dim", 16), Fraction(1)), (Count.of("other", 3), None))), limit=3) == []
+    assert (
+        solve(list(equations((TracedInt.of("dim", 16), Fraction(1)), (TracedInt.of("other", 3), None))), limit=3) == []
+    )

@@ -111,7 +111,7 @@ def odd_model(stacks=1):
 
 def trial_of(model, parts=2, length=12):
     ids = torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, parts=parts)
+    return Trial(model, {"input_ids": ids, "labels": ids.roll(-1, 1)}, tp_size=parts)
 
 
 def styles(plan):
@@ -170,7 +170,7 @@ def test_architectures_that_the_order_of_registration_misleads(model_type, task,
         shrink_config(default_config(model_type, task=task), without_dropout=True), model_class(name), seed=0
     )
     plan = derive_plan(tiny, Plan(()), tp_size=2, sequence_parallel=True).plan
-    verdict = Trial(tiny, make_batch(tiny, seed=0), parts=2).run(plan, sequence_parallel=True)
+    verdict = Trial(tiny, make_batch(tiny, seed=0), tp_size=2).run(plan, sequence_parallel=True)
     assert verdict.passed, verdict.reason
 
 
@@ -223,4 +223,4 @@ def test_a_block_of_experts_becomes_one_region():
     plan = derive_plan(tiny, Plan(()), tp_size=2).plan
     blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
     assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
-    assert widen_regions(plan, read_facts(tiny), parts=2) == plan, "a block is no layer's whole"
+    assert widen_regions(plan, read_facts(tiny), tp_size=2) == plan, "a block is no layer's whole"

@@ -39,7 +39,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
     if plan is None:
         return model
     context.partial_after = plan.partial_after
-    for fqn in plan.whole:
+    for fqn in plan.full_sequence:
         stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
         install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:

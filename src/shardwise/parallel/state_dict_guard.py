@@ -84,7 +84,7 @@ def guard_hooks(model: nn.Module, registry: Registry) -> None:
         part = ""
         if name.startswith(regions):
             part = "what heads or features compute"
-        elif sequence is not None and (name in sequence.whole or plan.stack_of(name) is not None):
+        elif sequence is not None and (name in sequence.full_sequence or plan.stack_of(name) is not None):
             part = "the sequence"
         for method in _HOOKS if part else ():
             module.__dict__[method] = MethodType(_guarded(method, name, part, registry.context), module)

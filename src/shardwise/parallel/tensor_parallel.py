@@ -125,7 +125,7 @@ def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: S
         owner, _, argument = fqn.rpartition(".")
         enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
         install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
-    for fqn in sorted(plan.told):
+    for fqn in sorted(plan.local_sizes):
         owner, _, argument = fqn.rpartition(".")
         install_local_shapes(modules[owner], argument, context)
     added: dict[str, list[str]] = {}

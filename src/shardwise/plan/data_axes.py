@@ -6,9 +6,9 @@ outermost layers, the input embedding and the output head; what is left, final n
 and small tables, stays with the model itself, from whose first use to its last they are needed anyway. Modules that
 share a parameter are one unit: it is gathered before the first of them runs and freed after the last.
 
-A parameter that cannot be cut along its first dim is kept in full on every data rank, and the gradient phase sums its
-gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer face each
-other).
+A parameter that cannot be split along its first dim is kept in full on every data rank, and the gradient phase sums its
+gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer be
+aligned).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
 
 
 def _are_replicas_aligned(placement: object) -> bool:
-    """Whether copies that tp ranks hold of the same elements have the same place, so that cutting leaves them so."""
+    """Whether copies that tp ranks hold of the same elements have the same place, so that splitting leaves them so."""
     if not isinstance(placement, Split) or placement.dim != 0:
         return True
     return all(
@@ -61,19 +61,19 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     """What is gathered together, in order of registration, without the rest that belongs to the model itself."""
     if facts.model_type in SINGLE_FSDP_UNIT:
         return ()
-    held = _held(facts)
-    candidates = [layer for layer in outermost_layers(facts.stacks) if held[layer]]
+    owned = _owned(facts)
+    candidates = [layer for layer in outermost_layers(facts.stacks) if owned[layer]]
     for end in _ends(facts):
         if not any(f"{end}.".startswith(f"{each}.") for each in candidates):
             candidates.append(end)
     units: list[list[str]] = []
     for candidate in candidates:
-        sharing = [unit for unit in units if any(held[candidate] & held[module] for module in unit)]
+        sharing = [unit for unit in units if any(owned[candidate] & owned[module] for module in unit)]
         merged = [module for unit in sharing for module in unit] + [candidate]
         units = [unit for unit in units if unit not in sharing] + [merged]
     inside = tuple(f"{module}." for unit in units for module in unit)
     outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not fqn.startswith(inside)}
-    return tuple(tuple(unit) for unit in units if not any(held[module] & outside for module in unit))
+    return tuple(tuple(unit) for unit in units if not any(owned[module] & outside for module in unit))
 
 
 def _ends(facts: ModelFacts) -> Iterator[str]:
@@ -87,10 +87,10 @@ def _ends(facts: ModelFacts) -> Iterator[str]:
     yield from ends if len(rows) < 2 else ends[1:]
 
 
-def _held(facts: ModelFacts) -> dict[str, set[str]]:
+def _owned(facts: ModelFacts) -> dict[str, set[str]]:
     """Canonical FQNs of the parameters in each module."""
-    held: dict[str, set[str]] = {module: set() for module in facts.modules}
+    owned: dict[str, set[str]] = {module: set() for module in facts.modules}
     for fqn, owner, *_ in facts.parameters():
         for module in upwards(owner):
-            held[module].add(facts.tied.get(fqn, fqn))
-    return held
+            owned[module].add(facts.tied.get(fqn, fqn))
+    return owned

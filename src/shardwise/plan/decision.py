@@ -23,7 +23,7 @@ class ParameterPlan:
 
     Attributes:
         layout: how every axis of the mesh stores it; what tp does comes first.
-        gradient: "whole" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
+        gradient: "full" where every rank computes the complete gradient of what it holds, "partial" where the ranks'
             gradients must be summed over tp (see [Note: partial inside]).
         data: "" where there are no data axes, "managed" where FSDP2 keeps the parameter as a `DTensor` over them,
             "reduced" where every data rank holds all of it and we sum its gradient.
@@ -33,7 +33,7 @@ class ParameterPlan:
     fqn: str
     layout: Layout
     rule: ParameterRule
-    gradient: str = "whole"
+    gradient: str = "full"
     data: str = ""
     stages: tuple[int, ...] = (0,)
 
@@ -77,9 +77,9 @@ class SplitPlan:
         sequence: where hidden states are split along the sequence; None without sequence parallelism.
         attributes: FQN of every attribute that counts what is split, to this rank's value.
         inputs: FQN of every input of which a rank uses its own part, to (dim, number of all heads).
-        asides: FQNs of inputs of regions that do not enter them.
-        told: FQNs of inputs that tell their modules the size of a rank's part of their features.
-        joins: FQN of a module whose partial sum is left to another module, to that one's.
+        residual_inputs: FQNs of inputs that bypass their regions.
+        local_sizes: FQNs of inputs from which their modules read the size of a rank's part of their features.
+        fused_reductions: FQN of a module whose partial sum is deferred to another module, to that one's.
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
         tied: alias FQN of every tied parameter to its canonical FQN.
@@ -101,7 +101,7 @@ class SplitPlan:
     attributes: Mapping[str, int] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     residual_inputs: frozenset[str] = frozenset()
-    told: frozenset[str] = frozenset()
+    local_sizes: frozenset[str] = frozenset()
     fused_reductions: Mapping[str, str] = field(default_factory=dict)
     added: tuple[str, ...] = ()
     unmatched: Plan = field(default_factory=Plan)

@@ -20,7 +20,7 @@ class Row:
     Attributes:
         name: their FQN with `*` for the number.
         count: how many they are.
-        num_elements: of all of them together, whole.
+        num_elements: of all of their full tensors together.
         local_elements: of all of them together, on rank 0.
     """
 
@@ -76,10 +76,10 @@ class Explanation:
             for row in self.rows
         ]
         lines = [f"plan for {self.layout}", "", *_table([header, *body]), ""]
-        whole = [row for row in self.rows if not row.is_split]
+        replicated = [row for row in self.rows if not row.is_split]
         shape = MeshShape.parse(self.layout)
-        if whole and shape.tp_size > 1:
-            lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in whole), ""]
+        if replicated and shape.tp_size > 1:
+            lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in replicated), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
         if self.collectives:
@@ -119,7 +119,7 @@ def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
         count=len(same),
         shape=first.shape,
         placement=str(first.placement),
-        gradient="summed over tp" if first.gradient == "partial" else "whole",
+        gradient="summed over tp" if first.gradient == "partial" else "full",
         style=first.rule.style,
         source=first.rule.source,
         reason=first.rule.meaning,

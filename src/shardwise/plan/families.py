@@ -48,7 +48,7 @@ _SIDE_BY_SIDE = _plan(
 
 CORRECTIONS: dict[str, Plan] = {
     "cohere2": _SIDE_BY_SIDE,
-    "deepseek_v2": _LATENT,  # multi-head latent attention, which transformers leaves whole or reduces piece by piece
+    "deepseek_v2": _LATENT,  # multi-head latent attention, which transformers replicates or reduces piece by piece
     "deepseek_v3": _LATENT,
     "glm": _GATE_UP,
     "glm4": _GATE_UP,
@@ -79,11 +79,11 @@ PROVED = frozenset(
         "starcoder2",
     ]
 )
-"""model_type of those whose declared plan, with our corrections, the test suite trains beside the full model on every
-layout: their causal language models need no derivation."""
+"""model_type of those whose declared plan, with our corrections, the test suite trains next to the unsplit model on
+every layout: their causal language models need no derivation."""
 
 SINGLE_FSDP_UNIT = {
-    "reformer": "its reversible layers are run again in backward by code that calls parts of a block, not the block",
+    "reformer": "its reversible layers run a second time in backward by code that calls parts of a block, never it",
     "squeezebert": "its encoder calls the forward of its layers directly, past the hooks that gather them",
 }
 """model_type of those whose blocks data parallelism cannot gather one by one, to the reason."""

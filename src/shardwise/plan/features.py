@@ -1,4 +1,4 @@
-"""How the feature dims of a block divide among tp ranks: whole heads in attention, plain runs elsewhere."""
+"""How the feature dims of a block divide among tp ranks: by heads in attention, in plain runs elsewhere."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
             f"{kv} key-value heads do not divide among {tp_size} ranks, and {tp_size} is not a multiple of {kv}"
         )
     sizes = ", ".join(map(str, legal_sizes(heads)))
-    return "; ".join(reasons), f"use tp_size {sizes}, or keep this attention whole with the style replicate"
+    return "; ".join(reasons), f"use tp_size {sizes}, or replicate this attention with the style replicate"
 
 
 def local_heads(heads: Heads, tp_size: int) -> Heads:
@@ -49,7 +49,7 @@ def feature_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> 
     """The split of a feature dim of `size`: by query heads, by key/value heads, or in plain runs without heads.
 
     Raises:
-        PlanError: the size is no whole number of heads, or leaves a rank with nothing.
+        PlanError: the size is no multiple of the number of heads, or leaves a rank with nothing.
     """
     if heads is None:
         if size < tp_size:
@@ -63,10 +63,10 @@ def feature_split(dim: int, size: int, *, heads: Heads | None, tp_size: int) -> 
     if size % kv == 0:
         return split_heads(dim, kv, head_dim=size // kv, parts=tp_size)
     raise PlanError(
-        f"{size} features are no whole number of heads",
+        f"{size} features do not divide into heads",
         why=f"the module has {heads.num_heads} query and {kv} key-value heads"
         + (f" of {head_dim} features" if head_dim else ""),
-        fix='keep it whole with the style "replicate", or split its features in plain runs in a block without heads',
+        fix='replicate it with the style "replicate", or split its features in plain runs in a block without heads',
     )
 
 

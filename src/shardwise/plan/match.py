@@ -1,4 +1,4 @@
-"""Patterns over FQNs: `*` is one whole component, `**` any number, none included."""
+"""Patterns over FQNs: `*` is one component, `**` any number of them, none included."""
 
 import difflib
 import functools
@@ -11,7 +11,7 @@ _COMPONENTS = {"*": r"[^.]+\.", "**": r"(?:[^.]+\.)*"}
 
 
 def match(pattern: str, fqn: str) -> bool:
-    """Whether `pattern` matches the whole of `fqn`."""
+    """Whether `pattern` matches all of `fqn`."""
     return _compiled(pattern).fullmatch(_ended(fqn)) is not None
 
 

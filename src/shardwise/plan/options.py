@@ -1,4 +1,4 @@
-"""What a user may choose beside the layout and the plan: frozen values, checked when they are made."""
+"""What a user may choose besides the layout and the plan: frozen values, checked when they are made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECOMPUTED = ("none", "full", "attention", "selective")
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpPolicy:
-    """How parameters, gradients and optimizer states lie along `fsdp` and `ddp` (FSDP2; ZeRO, arXiv 1910.02054).
+    """How parameters, gradients and optimizer states are stored along `fsdp` and `ddp` (FSDP2; ZeRO, arXiv 1910.02054).
 
     Parameters, gradients and optimizer states are sharded over `fsdp` in every stage; the stages differ in how long
     what was gathered or not yet reduced is kept:
@@ -40,7 +40,7 @@ class FsdpPolicy:
             when it is used.
         gradient_divide_factor: what gradients are divided by on the wire, against overflow of narrow dtypes; by
             default the number of data ranks. `TrainStep` multiplies the loss by it, so results do not depend on it.
-        separate_reduce_group: reduce gradients on a communicator of their own, beside the one that gathers parameters
+        separate_reduce_group: reduce gradients on a communicator of their own, next to the one that gathers parameters
             (torch 2.13).
         symmetric_memory: communicate through NCCL's symmetric memory (CUDA, torch 2.13).
 
@@ -74,7 +74,7 @@ class Precision:
 
     The default keeps float32 parameters, which the optimizer updates, computes in bfloat16 and sums gradients in
     float32. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are cast
-    where they are used. Inputs of the model and of every unit are cast along.
+    where they are used. Inputs of the model and of every unit are cast too.
 
     Attributes:
         params: of parameters, gradients and optimizer states at rest.
@@ -114,13 +114,14 @@ class Recompute:
         "none"        everything is kept
         "full"        blocks are computed again, collectives of tensor parallelism included
         "attention"   attention modules are, whose memory may grow with the square of the sequence
-        "selective"   blocks are, but for what is dear to compute: matrix products, attention and collectives are kept
+        "selective"   blocks are, except what is expensive to compute: matrix products, attention and collectives are
+        kept
 
     Attributes:
         mode: "none", "full", "attention" or "selective".
         every: recompute only every n-th block, from the first on.
-        modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), of which no
-            one may lie within another.
+        modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), none
+            of them inside another.
 
     Raises:
         ConfigError: a value is none of those named.
@@ -165,7 +166,7 @@ def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """What a user asks for beside a model and a layout: the one value that `load`, `parallelize`, `verify`, `describe`
+    """What a user asks for besides a model and a layout: the one value that `load`, `parallelize`, `verify`, `describe`
     and the command line make of their options, and that every step of splitting reads.
 
     Attributes:

@@ -26,7 +26,7 @@ _INSIDE = "no rule splits it: every rank's part of the region reads all of it; i
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """What decides about parameters: the rules that govern them, and what stands around them.
+    """What decides about parameters: the rules that govern them, and the regions and head around them.
 
     Attributes:
         head: the output embedding if it is split over the vocabulary.
@@ -65,38 +65,38 @@ class ParameterRules:
         return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
 
     def _placement(self, rule: ParameterRule, fqn: str, shape: Shape) -> Placement:
-        style, parts, split = rule.kind, self.tp_size, rule.split
+        style, tp_size, split = rule.kind, self.tp_size, rule.split
         module, _, name = fqn.rpartition(".")
         last = len(shape) - 1
         is_transposed = self.facts.modules[module].kind == "transposed"
         out_dim = last if is_transposed else max(0, last - 1)
         in_dim = out_dim - 1 if is_transposed else last
         if module == self.head or style == "embedding_rowwise" or fqn in self._of_head:
-            return split_even(0, shape[0], parts=parts)
+            return split_even(0, shape[0], parts=tp_size)
         if style == "embedding_colwise":
-            return feature_split(last, shape[last], heads=None, tp_size=parts)
+            return feature_split(last, shape[last], heads=None, tp_size=tp_size)
         heads = self._heads_around(module)
         if split is not None:
-            return self._spelled(split, name, shape, heads)
+            return self._placement_of(split, name, shape, heads)
         if style == "packed_colwise":
-            return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=parts)
+            return equal_sections(out_dim, shape[out_dim], num_sections=2, parts=tp_size)
         if style == "qkv_colwise":
-            return qkv_split(out_dim, shape[out_dim], heads=heads, tp_size=parts)
+            return qkv_split(out_dim, shape[out_dim], heads=heads, tp_size=tp_size)
         if style in COLUMN_STYLES or style in ("colwise_gather_output", "norm_split"):
-            return feature_split(out_dim, shape[out_dim], heads=heads, tp_size=parts)
+            return feature_split(out_dim, shape[out_dim], heads=heads, tp_size=tp_size)
         if not rule.splits or len(shape) == 1 or name == "bias":  # biases of row-split linears are added once
             return Replicate()
         if style == "packed_rowwise":
-            return equal_sections(in_dim, shape[in_dim], num_sections=2, parts=parts)
-        return feature_split(in_dim, shape[in_dim], heads=heads, tp_size=parts)
+            return equal_sections(in_dim, shape[in_dim], num_sections=2, parts=tp_size)
+        return feature_split(in_dim, shape[in_dim], heads=heads, tp_size=tp_size)
 
     @functools.cached_property
     def _of_head(self) -> frozenset[str]:
         """The head's parameters that others have, too."""
         return frozenset(canonical for alias, canonical in self.facts.tied.items() if parent_of(alias) == self.head)
 
-    def _spelled(self, style: SplitStyle, name: str, shape: Shape, heads: Heads | None) -> Placement:
-        """The placement of a `split(...)`; a bias lies along the output dim of its weight."""
+    def _placement_of(self, style: SplitStyle, name: str, shape: Shape, heads: Heads | None) -> Placement:
+        """The placement of a `split(...)`; a bias has the output dim of its weight."""
         if style.dim >= len(shape):
             if name != "bias":
                 raise PlanError(f"it has no dim {style.dim}", why=f"its shape is {list(shape)}")
@@ -111,16 +111,16 @@ class ParameterRules:
         return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
 
     def _gradient(self, rule: ParameterRule, fqn: str, placement: Placement, sequence: SequencePlan | None) -> str:
-        """Whether a parameter's gradients differ between ranks. A split one's are complete (its replicas' aside)."""
+        """Whether a parameter's gradients differ between ranks. A split one's are complete (except its replicas')."""
         if self.tp_size == 1 or isinstance(placement, Split):
-            return "whole"
+            return "full"
         module, _, name = fqn.rpartition(".")
         region = region_around(module, self.regions)
         is_left = region is not None and region.edge == "row" and rule.kind in ("rowwise", "packed_rowwise")
         is_inside = region is not None and not (is_left and name == "bias")
         if is_inside or rule.style in ("replicated_with_grad_allreduce", "added_once"):
             return "partial"
-        return "partial" if sequence is not None and sequence.sees_a_part(fqn, module) else "whole"
+        return "partial" if sequence is not None and sequence.sees_a_part(fqn, module) else "full"
 
     def _heads_around(self, module: str) -> Heads | None:
         """The heads of the nearest module around that has any, inside of its region."""

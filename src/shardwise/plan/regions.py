@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.rule import ParameterRule, RegionRule
 from shardwise.plan.structure import ModelFacts, parent_of, upwards
 
-__all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_joins", "find_regions", "region_around"]
+__all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_deferred_sums", "find_regions", "region_around"]
 
 COLUMN_STYLES = frozenset({"colwise", "packed_colwise", "qkv_colwise"})
 ROW_STYLES = frozenset({"rowwise", "rowwise_reenter", "packed_rowwise"})
@@ -30,7 +30,7 @@ class Region:
     Attributes:
         fqn: the module; its floating-point inputs enter the region.
         edge: where the region is left: "row" at the row-split modules inside it, "output" at its own output, "gather"
-            at its own output by joining the parts, "open" nowhere (what follows works on the split features).
+            at its own output by gathering the parts, "open" nowhere (what follows works on the split features).
     """
 
     fqn: str
@@ -63,7 +63,7 @@ def find_regions(
             regions.setdefault(name, Region(fqn=name, edge="gather"))
     for name, region_rule in given.items():
         if region_rule.style == "moe_tp_experts" and not _is_in_any(name, said):
-            _lift_experts(name, facts, regions)
+            _widen_to_experts_block(name, facts, regions)
     outermost = [fqn for fqn in regions if region_around(parent_of(fqn), regions) is None]
     order = {name: position for position, name in enumerate(facts.modules)}
     return {fqn: regions[fqn] for fqn in sorted(outermost, key=order.__getitem__)}
@@ -74,13 +74,13 @@ def region_around(module: str, regions: Mapping[str, Region]) -> Region | None:
     return next((regions[name] for name in upwards(module) if name in regions), None)
 
 
-def find_joins(
+def find_deferred_sums(
     facts: ModelFacts,
     parameters: Mapping[str, ParameterRule],
     given: Mapping[str, RegionRule],
     regions: Mapping[str, Region],
 ) -> tuple[dict[str, str], list[PlanError]]:
-    """FQNs of modules that leave their partial sum to another module, to that one's; and what is wrong with the rules.
+    """FQNs of modules that defer their partial sum to another module, to that one's; and what is wrong with the rules.
 
     A region must be left by a sum at both.
     """
@@ -110,7 +110,7 @@ def find_joins(
 
 
 def _seen_from(module: str, name: str) -> Iterator[str]:
-    """What `name` may mean beside `module`: in the modules around it, from the inside out."""
+    """What `name` may mean next to `module`: in the modules around it, from the inside out."""
     while module := parent_of(module):
         yield f"{module}.{name}"
 
@@ -125,7 +125,7 @@ def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
     return Region(fqn=own, edge="open")
 
 
-def _lift_experts(experts: str, facts: ModelFacts, regions: dict[str, Region]) -> None:
+def _widen_to_experts_block(experts: str, facts: ModelFacts, regions: dict[str, Region]) -> None:
     """Makes the mixture-of-experts block the region, router and shared experts included, where it is a module."""
     block = parent_of(experts)
     if not block or block in facts.layers or facts.modules[block].kind == "list":

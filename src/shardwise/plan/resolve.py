@@ -12,7 +12,7 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.features import check_heads, local_heads
 from shardwise.plan.fit import Governing, check_weight, govern
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, complete_ties
-from shardwise.plan.regions import COLUMN_STYLES, Region, find_joins, find_regions
+from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions
 from shardwise.plan.sequence_plan import SequencePlan, find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, ModelFacts, parent_of
@@ -41,19 +41,19 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     head = _vocabulary_head(given, facts)
     blocks = {name: rule for name, rule in given.parameters.items() if head not in (name, parent_of(name))}
     regions = find_regions(facts, blocks, given.regions)
-    fused_reductions, wrong = find_joins(facts, given.parameters, given.regions, regions)
+    fused_reductions, wrong = find_deferred_sums(facts, given.parameters, given.regions, regions)
     sequence = None
     if sequence_parallel and tp_size > 1:
         try:
             sequence = find_sequence(facts, given.sequence, given.inputs, tuple(regions.values()), head=head)
         except PlanError as problem:
             wrong.append(problem)
-    heads, undivided = _heads(facts, given, regions, tp_size)
+    heads, unsplit_heads = _heads(facts, given, regions, tp_size)
     rules = ParameterRules(facts=facts, rules=given.parameters, regions=regions, head=head, tp_size=tp_size)
-    parameters, unsplit = _parameters(rules, sequence, outside=[*undivided])
-    attributes, miscounted = _divided(facts, given, tp_size)
-    inputs, uncut = _split_inputs(facts, given, tp_size)
-    wrong = [*filter(None, problems), *wrong, *undivided.values(), *unsplit, *miscounted, *uncut]
+    parameters, unsplit = _parameters(rules, sequence, outside=[*unsplit_heads])
+    attributes, indivisible = _local_attributes(facts, given, tp_size)
+    inputs, unsplit_inputs = _split_inputs(facts, given, tp_size)
+    wrong = [*filter(None, problems), *wrong, *unsplit_heads.values(), *unsplit, *indivisible, *unsplit_inputs]
     if wrong:
         raise _all_problems(wrong)
     styles = {**given.regions, **given.parameters}
@@ -72,7 +72,7 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         attributes=attributes,
         inputs=inputs,
         residual_inputs=frozenset(name for name, rule in given.inputs.items() if rule.style == "aside"),
-        told=frozenset(name for name, rule in given.inputs.items() if rule.style == "local_size"),
+        local_sizes=frozenset(name for name, rule in given.inputs.items() if rule.style == "local_size"),
         fused_reductions=fused_reductions,
         added=tuple(fqn for fqn, planned in parameters.items() if planned.rule.style == "added_once"),
         unmatched=Plan(given.unmatched),
@@ -144,7 +144,7 @@ def _parameters(
     return planned, problems
 
 
-def _divided(facts: ModelFacts, given: Governing, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
+def _local_attributes(facts: ModelFacts, given: Governing, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
     """A rank's values of the attributes that count what is split; and those that do not divide."""
     values, problems = facts.attributes(), []
     found = {}
@@ -178,7 +178,7 @@ def _split_inputs(
 def _all_problems(problems: list[PlanError]) -> PlanError:
     seen: dict[str, PlanError] = {}
     for problem in problems:
-        # The same complaint about every layer is one complaint.
+        # The same problem of every layer is one problem.
         seen.setdefault("".join("*" if letter.isdigit() else letter for letter in problem.summary), problem)
     first, *others = seen.values()
     if not others:

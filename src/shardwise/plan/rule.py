@@ -33,7 +33,7 @@ class Rule:
     """One pattern and the style of what it matches; each section of a plan has a subclass.
 
     Args:
-        pattern: FQNs; `*` represents one whole component, `**` for any number, none included.
+        pattern: FQNs; `*` stands for one component, `**` for any number of them, none included.
         style: one of the section's, with its arguments.
         source: Where the rule comes from, one word: `user`, `transformers`, `family`, `structure`, ...
         reason: Why, in one line (white space is folded).
@@ -59,13 +59,13 @@ class Rule:
                 raise PlanError(
                     f"cannot read the pattern {self.pattern!r}",
                     at=at,
-                    why=f"{component!r} is not a name, '*' (one whole component) or '**' (any number of components)",
+                    why=f"{component!r} is not a name, '*' (one component) or '**' (any number of components)",
                 )
         if self.style == "sequence_parallel":  # transformers has it, of single modules
             raise PlanError(
                 "sequence parallelism is no style of single modules",
                 at=at,
-                why="it follows from where hidden states are split, for all that lies between there and their joining",
+                why="it follows from where hidden states are split, for all modules until they are gathered again",
                 fix="leave the rule out, and pass sequence_parallel=True",
             )
         if self.style not in self.styles and not self._has_arguments():
@@ -84,17 +84,17 @@ class Rule:
 
     @property
     def into(self) -> str | None:
-        """The name of the module to which the partial sum is left, as seen from the module that holds both.
+        """The name of the module to which the partial sum is deferred, as seen from the module that holds both.
 
-        Where a layer adds what two blocks computed side by side (attention and MLP, experts and shared experts), only
-        the sum of both has to be summed over ranks: the first hands on zeros and leaves its sum to the second.
+        Where a layer adds what two blocks computed in parallel (attention and MLP, experts and shared experts), only
+        the sum of both has to be summed over ranks: the first passes on zeros and defers its sum to the second.
         """
         found = _INTO.fullmatch(self.style)
         return found[2] if found else None
 
     @property
     def kind(self) -> str:
-        """The style without the module to which a sum is left."""
+        """The style without the module to which a sum is deferred."""
         found = _INTO.fullmatch(self.style)
         return found[1] if found else self.style
 
@@ -123,7 +123,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """The rule that one line of a plan spells: of this section, or of any where the class is `Rule` itself.
+        """The rule that one line of a plan is: of this section, or of any where the class is `Rule` itself.
 
         Raises:
             PlanError: there is no `pattern: style`, or what it says is not a rule.
@@ -155,7 +155,7 @@ class ParameterRule(Rule):
         # ours
         "qkv_colwise": "fused query|key|value linear split by output features, each section by its own heads",
         "norm_split": "norm over a split dim: weights split, statistics summed over ranks",
-        "rowwise_reenter": "linear split by input features inside a region: outputs summed, used by split parts again",
+        "rowwise_reenter": "linear split by input features within a region: outputs summed, split parameters use them",
         "added_once": "parameter kept in full that is added to partial sums: every rank adds its share of it",
         "rowwise_into(NAME)": "as rowwise, but summed together with what NAME computes, to which it is added",
         "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
@@ -217,8 +217,8 @@ class InputRule(Rule):
     section: ClassVar[str] = "inputs"
     styles: ClassVar[Mapping[str, str]] = {
         "split(DIM)": "each rank uses its own part of it: by heads, or along the last dim by features",
-        "aside": "an input of a region that does not enter it: it is used after the sum",
-        "local_size": "it tells its module the size of a rank's part of its features: to reshape parts by",
+        "aside": "residual input of a region: it does not enter it, and is used after the sum",
+        "local_size": "its module reads the size of a rank's part of its features from it, to reshape by",
         "sequence": "split along the sequence (with sequence parallelism), as the hidden states are",
     }
 
@@ -237,7 +237,7 @@ class SequenceRule(Rule):
 
     section: ClassVar[str] = "sequence"
     styles: ClassVar[Mapping[str, str]] = {
-        "sequence": "list of layers that work on parts of the sequence, joined after the last",
+        "sequence": "list of layers that work on parts of the sequence, which is gathered after the last",
         "sequence_partial": "as sequence, before a split head: the gradients of its outputs are partial",
         "partial_gradient": "parameter used between the layers and a split head: its gradient is summed",
         "whole_sequence": "module in such layers that is given the full sequence and computes alike on every rank",

@@ -1,6 +1,6 @@
 """Where hidden states are split along the sequence: stacks of layers, what in them needs all of it, what comes after.
 
-A plan may say so by rules, as derived plans do, which are told by what runs when. Without such rules the one list of
+A plan may say so by rules, as derived plans do, which go by what runs when. Without such rules the one list of
 layers that holds split blocks is the stack, and what is registered after it runs after it.
 """
 
@@ -27,8 +27,8 @@ class Stack:
 
     Attributes:
         fqn: the `ModuleList`.
-        partial_behind: whether gradients after it are partial (a split head follows), so that the join must sum them;
-            else every rank's are complete and the join takes its slice.
+        partial_after: whether gradients after it are partial (a split head follows), so that the gather must
+            reduce-scatter them; else every rank's are complete and the gather takes its slice.
     """
 
     fqn: str
@@ -41,28 +41,28 @@ class SequencePlan:
 
     Attributes:
         stacks: in model order.
-        whole: modules inside of them that are given the full sequence and compute alike on every rank.
+        full_sequence: modules inside of them that are given the full sequence and compute alike on every rank.
         inputs: FQNs of inputs of layers of which a rank uses its part of the sequence.
-        after: modules and parameters whose gradients are partial because they lie between the last stack and a split
+        after: modules and parameters whose gradients are partial because they run between the last stack and a split
             head.
     """
 
     stacks: tuple[Stack, ...] = ()
-    whole: tuple[str, ...] = ()
+    full_sequence: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
-    behind: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
 
     def stack_of(self, module: str) -> str | None:
         """The stack of whose sequence `module` is given a part; None outside, and in what is given all of it."""
-        if any(_is_within(module, each) for each in self.whole):
+        if any(_is_within(module, each) for each in self.full_sequence):
             return None
         return next((stack.fqn for stack in self.stacks if _is_within(module, stack.fqn)), None)
 
     def sees_a_part(self, parameter: str, module: str) -> bool:
         """Whether the gradient of a parameter of `module` is partial because of the sequence."""
-        if any(_is_within(module, each) for each in self.whole):
+        if any(_is_within(module, each) for each in self.full_sequence):
             return False
-        return self.stack_of(module) is not None or parameter in self.behind or module in self.behind
+        return self.stack_of(module) is not None or parameter in self.after or module in self.after
 
     @property
     def partial_after(self) -> bool:
@@ -97,9 +97,9 @@ def find_sequence(
             )
     return SequencePlan(
         stacks=tuple(Stack(fqn=name, partial_after=rule.style == "sequence_partial") for name, rule in stacks.items()),
-        whole=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
+        full_sequence=tuple(n for n, rule in rules.items() if n in facts.modules and rule.style == "whole_sequence"),
         inputs=tuple(name for name, input_rule in inputs.items() if input_rule.style == "sequence"),
-        behind=frozenset(n for n, rule in rules.items() if rule.style == "partial_gradient"),
+        after=frozenset(n for n, rule in rules.items() if rule.style == "partial_gradient"),
     )
 
 
@@ -121,10 +121,10 @@ def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) 
             fix="use sequence_parallel=False",
         )
     order = list(facts.modules)
-    behind = order[order.index(stacks[0]) + 1 :] if head is not None else []
+    after = order[order.index(stacks[0]) + 1 :] if head is not None else []
     return SequencePlan(
         stacks=(Stack(fqn=stacks[0], partial_after=head is not None),),
-        behind=frozenset(name for name in behind if not _is_within(name, stacks[0])),
+        after=frozenset(name for name in after if not _is_within(name, stacks[0])),
     )
 
 

@@ -60,7 +60,7 @@ class Plan:
 
     @classmethod
     def of(cls, styles: Mapping[str, str], *, source: str = "user") -> Plan:
-        """The plan that maps patterns to style names, transformers' among them; each style tells the section.
+        """The plan that maps patterns to style names, transformers' among them; each style belongs to a section.
 
         Raises:
             PlanError: a rule is wrong.
@@ -79,7 +79,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that `text` spells, one rule or name of a section a line; blank and comment lines are skipped.
+        """The plan that `text` says, one rule or name of a section a line; blank and comment lines are skipped.
 
         Raises:
             PlanError: some lines are not rules (all are reported), or two of a section have the same pattern.

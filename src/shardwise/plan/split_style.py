@@ -26,7 +26,7 @@ class SplitStyle:
     Attributes:
         dim: which dim of the parameter.
         num_sections: how many equal sections it holds.
-        pieces: the intervals of every rank, where they are spelled out.
+        pieces: the intervals of every rank, where they are given.
     """
 
     dim: int
@@ -42,7 +42,7 @@ class SplitStyle:
 
     @classmethod
     def parse(cls, text: str) -> SplitStyle:
-        """The style that `text` spells.
+        """The style that `text` says.
 
         Raises:
             PlanError: it is malformed.

@@ -39,7 +39,7 @@ class ModuleFacts:
         parameters: own parameter name to shape, children excluded.
         heads: present on attention modules.
         attributes: integer attributes that the module's forward reads, `config.NAME` for those of its config.
-        inputs: names of the arguments that its forward takes, children's and parameters' names aside.
+        inputs: names of the arguments that its forward takes, except names of children and parameters.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class LayerStack:
 
     Attributes:
         fqn: the `ModuleList`.
-        items: FQNs of the layers, as registered; in which order they run, `search/trace.py` tells.
+        items: FQNs of the layers, as registered; in which order they run, `search/trace.py` finds out.
         classes: the names of their classes, each once.
         within: FQN of the layer of another stack that this one is inside of; empty where it is outermost.
     """

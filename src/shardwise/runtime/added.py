@@ -54,7 +54,7 @@ def adopt_parameters(model: nn.Module) -> None:
             new = ParameterEntry(
                 fqn=fqn,
                 layout=Layout(tuple(parameter.shape), steps),
-                gradient="partial" if given[name] == "part" else "whole",
+                gradient="partial" if given[name] == "part" else "full",
                 data="reduced" if mesh.data_size > 1 else "",
                 registry=registry,
             )

@@ -62,7 +62,7 @@ class ParameterEntry:
     Attributes:
         fqn: canonical name.
         layout: canonical shape and what each axis does to it.
-        gradient: "whole", or "partial" where the ranks' gradients must be summed over tp.
+        gradient: "full", or "partial" where the ranks' gradients must be summed over tp.
         data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
             `DTensor` over them, "reduced" where it lies whole on each of them and we sum its gradient.
         registry: the model's registry.

@@ -1,1 +1,1 @@
-"""Deriving a plan: what a model's structure says about how to split it, told by running a tiny model."""
+"""Deriving a plan: what a model's structure says about how to split it, learnt by running a tiny model."""

@@ -20,11 +20,11 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.fuse_reductions import joined
+from shardwise.search.fuse_reductions import fuse_reductions
 from shardwise.search.generalize import generalize
 from shardwise.search.influence import find_row_products
 from shardwise.search.real_sizes import RealSizes
-from shardwise.search.refusal import explained, problem_of, refused, split_share
+from shardwise.search.refusal import no_plan_error, problem_of, split_share, with_reasons
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
 from shardwise.search.trace import Layer, watch
@@ -41,7 +41,7 @@ __all__ = ["Derivation", "derive_plan"]
 logger = logging.getLogger("shardwise.plan")
 
 _SMALL_ENOUGH = 8_000_000
-"""Elements up to which a model is its own tiny model, so that even parts spelled out element by element fit it."""
+"""Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
 _WELL_SPLIT = 0.9
 
 
@@ -68,7 +68,7 @@ class _Passed:
 
     @property
     def rank(self) -> tuple[float, int, float]:
-        """The best is that which splits most; of those that split the layers well, that which communicates least."""
+        """The best plan splits most; among those that split the layers well, it communicates least."""
         return min(self.share, _WELL_SPLIT), -self.num_collectives, self.share
 
 
@@ -76,7 +76,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     """Finds the rules that split most of `model` and compute what it computes, tried on simulated ranks.
 
     Args:
-        model: a transformers model, real or meta, whole.
+        model: a transformers model, real or meta, unsplit.
         declared: what is known already; kept where it passes.
 
     Raises:
@@ -103,32 +103,32 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
 def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
     name = type(model).__name__
     own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    tiny = _build_tiny_model(model, own_size=own_size, parts=tp_size)
-    trial = _trial_of(tiny, parts=tp_size, drops=has_dropout(model))
+    tiny = _build_tiny_model(model, own_size=own_size, tp_size=tp_size)
+    trial = _trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
     facts = read_facts(tiny)
     candidates = _Candidates(tiny, facts, trial, portable=not own_size)
     best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
     if best is not None and not own_size:
-        confirm = functools.partial(RealSizes(model, parts=tp_size).run, tiny=tiny)
+        confirm = functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny)
         if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
             trial.confirm = confirm
             best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
     if best is None:
-        raise refused(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+        raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
     reached = trial.gradients.keys()
     unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
     unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
-    plan = explained(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
+    plan = with_reasons(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
     problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
     return Derivation(plan=generalize(plan, tiny, model), problem=problem)
 
 
-def _trial_of(tiny: PreTrainedModel, *, parts: int, drops: bool) -> Trial:
+def _trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
     try:
-        return Trial(tiny, batch, parts=parts, padded=padded, drops=drops)
+        return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
     except ShardwiseError:
         raise
     except Exception as error:  # the model's own code fails in any way
@@ -148,9 +148,9 @@ def _best(candidates: _Candidates, declared: Plan, *, sequence_parallel: bool) -
     best, verdicts = _search(candidates, declared, sequence_parallel=sequence_parallel)
     if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
         candidates.in_training = True
-        again, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
+        second, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
         verdicts += more
-        best = max((each for each in (best, again) if each is not None), key=lambda each: each.rank, default=None)
+        best = max((each for each in (best, second) if each is not None), key=lambda each: each.rank, default=None)
     return best, verdicts
 
 
@@ -161,7 +161,7 @@ def _search(
     verdicts: list[Verdict] = []
     for plan in candidates.plans(declared):
         try:
-            share = _share(plan, facts, trial.parts)
+            share = _share(plan, facts, trial.tp_size)
         except PlanError as error:
             verdicts.append(Verdict(passed=False, reason=error.summary))
             continue
@@ -174,12 +174,12 @@ def _search(
                 found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
                 best = found if best is None else max(best, found, key=lambda each: each.rank)
                 break
-        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, trial.parts):
+        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, trial.tp_size):
             break
     return best, verdicts
 
 
-def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, parts: int) -> PreTrainedModel:
+def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, tp_size: int) -> PreTrainedModel:
     """The model with other weights, or a tiny one of its architecture where the model is large."""
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         tiny = copy.deepcopy(model).float().eval()
@@ -189,19 +189,19 @@ def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, parts: int) -> 
     if own_size:
         config = apply_repeatable(copy.deepcopy(model.config))
     else:
-        config = shrink_config(model.config, without_dropout=True, parts=parts)
+        config = shrink_config(model.config, without_dropout=True, tp_size=tp_size)
     return build_tiny_model(config, type(model), seed=0).eval()
 
 
 def _eager(tiny: nn.Module) -> nn.Module:
-    """A copy that computes attention and experts step by step, where the graph shows every dependence."""
-    copy_tiny_model = copy.deepcopy(tiny)
+    """A copy with eager attention and experts, whose graph shows every dependence."""
+    eager = copy.deepcopy(tiny)
     for choose in ("set_attn_implementation", "set_experts_implementation"):
         try:
-            getattr(copy_tiny_model, choose)("eager")
+            getattr(eager, choose)("eager")
         except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
             continue
-    return copy_tiny_model
+    return eager
 
 
 class _Candidates:
@@ -225,10 +225,10 @@ class _Candidates:
         passes = bool(declared.rules) and self._try(declared).passed
         if passes:
             yield declared
-        parts = self.trial.parts
+        tp_size = self.trial.tp_size
         blocks = self._blocks()
         if passes:
-            planned = resolve(declared, self.facts, tp_size=parts).parameters
+            planned = resolve(declared, self.facts, tp_size=tp_size).parameters
             covered = {fqn for fqn, each in planned.items() if isinstance(each.placement, Split)}
             yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
         vocabulary = self._vocabulary()
@@ -239,11 +239,11 @@ class _Candidates:
         return self.trial.run(plan, in_training=self.in_training)
 
     def _blocks(self) -> list[Block]:
-        """What the tiny model's graph shows; nothing where its own code does not bear being watched."""
-        parts = self.trial.parts
+        """What the tiny model's graph shows; nothing where its own code fails while it is watched."""
+        tp_size = self.trial.tp_size
         try:
-            products, layers = find_row_products(_eager(self.tiny), self.trial.inputs(), parts=parts)
-            return find_blocks(self.tiny, self.facts, products, layers, parts=parts)
+            products, layers = find_row_products(_eager(self.tiny), self.trial.inputs(), tp_size=tp_size)
+            return find_blocks(self.tiny, self.facts, products, layers, tp_size=tp_size)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
             return self._unwatched(error)
 
@@ -255,14 +255,16 @@ class _Candidates:
         return []
 
     def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
-        """The ways worth a try to run `plan`: with fewer regions, or as it is; with the sequence split."""
-        parts = self.trial.parts
-        raised = widen_regions(plan, self.facts, parts=parts)
-        together = [joined(each, self.facts, self._layers, parts=parts) for each in dict.fromkeys((raised, plan))]
-        for each in dict.fromkeys((together[0], raised, *together[1:], plan)):
+        """The forms of `plan` to try: with fewer regions, or as it is; with the sequence split."""
+        tp_size = self.trial.tp_size
+        widened = widen_regions(plan, self.facts, tp_size=tp_size)
+        fused = [
+            fuse_reductions(each, self.facts, self._layers, tp_size=tp_size) for each in dict.fromkeys((widened, plan))
+        ]
+        for each in dict.fromkeys((fused[0], widened, *fused[1:], plan)):
             if sequence_parallel:
                 yield from sequence_plans(
-                    self.tiny, self.facts, each, layers=self._layers, batch=self.trial.inputs(), parts=parts
+                    self.tiny, self.facts, each, layers=self._layers, batch=self.trial.inputs(), tp_size=tp_size
                 )
             else:
                 yield each
@@ -276,8 +278,8 @@ class _Candidates:
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""
-        whole = vocabulary_plan(self.facts)
-        for rules in (whole.rules, *((rule,) for rule in whole.rules)):
+        both = vocabulary_plan(self.facts)
+        for rules in (both.rules, *((rule,) for rule in both.rules)):
             if rules and self._try(Plan(tuple(rules))).passed:
                 return Plan(tuple(rules))
         return Plan(())
@@ -311,12 +313,12 @@ class _Candidates:
         return Plan(())
 
     def _fits(self, plan: Plan) -> bool:
-        """Whether the plan may be used: pieces spelled out element by element are for one size."""
+        """Whether the plan may be used: pieces given element by element are for one size."""
         return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
 
 
 def _gathers(plan: Plan, facts: ModelFacts, tp_size: int) -> bool:
-    """Whether linears of a plan hand on joined outputs or cut full inputs: a block with rows and columns needs not."""
+    """Whether linears of a plan gather outputs or split full inputs, as no block with rows and columns needs to."""
     resolved = resolve(plan, facts, tp_size=tp_size)
     edges = {region.edge for region in resolved.regions}
     return "gather" in edges or bool({"rowwise_rep", "rowwise_split_input"} & set(resolved.modules.values()))

@@ -1,4 +1,4 @@
-"""Blocks side by side: where a layer only adds what they compute, one collective can sum them both."""
+"""Parallel blocks: where a layer only adds what they compute, one collective can reduce both."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shardwise.plan.structure import ModelFacts
 from shardwise.search.reachability import gradients_of
 from shardwise.search.trace import Layer, ModuleCall
 
-__all__ = ["joined"]
+__all__ = ["fuse_reductions"]
 
 
-def joined(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, parts: int) -> Plan:
-    """`plan` with sums left to later ones of the same layer where both are only added, to be tried.
+def fuse_reductions(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, tp_size: int) -> Plan:
+    """`plan` with reductions deferred to later ones of the same layer where both are only added, to be tried.
 
     Args:
-        layers: what was watched of them, every tensor a node, nothing cut.
-        parts: for how many ranks.
+        layers: how they ran when watched, every tensor a node, nothing cut.
+        tp_size: for how many ranks.
     """
-    split = resolve(plan, facts, tp_size=parts)
+    split = resolve(plan, facts, tp_size=tp_size)
     rules: list[Rule] = []
     for layer in layers:
         leaving = [call for call in layer.calls if _is_left(call.fqn, split, layer.fqn)]
@@ -50,12 +50,12 @@ def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
 def _added(calls: Sequence[ModuleCall], layer: Layer) -> Iterator[tuple[ModuleCall, ModuleCall]]:
     """Calls, each with the next one whose output the layer's outputs depend on in just the same way."""
     called = [call.fqn for call in calls]
-    once = [call for call in calls if called.count(call.fqn) == 1 and call.outputs and call.inputs]
+    unique = [call for call in calls if called.count(call.fqn) == 1 and call.outputs and call.inputs]
     outputs = [value for value in layer.outputs if value.grad_fn is not None]
     generator = torch.Generator().manual_seed(2)
     total = sum(((value * torch.randn(value.shape, generator=generator)).sum() for value in outputs), torch.zeros(()))
-    for position, first in enumerate(once[:-1]):
-        second = once[position + 1]
+    for position, first in enumerate(unique[:-1]):
+        second = unique[position + 1]
         ours, theirs = gradients_of(total, [first.outputs[0], second.outputs[0]])
         if ours is None or theirs is None or ours.numel() != theirs.numel() or not bool(ours.any()):
             continue

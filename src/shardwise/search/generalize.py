@@ -28,13 +28,13 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
-    tiny_models, layers = (
+    tiny_layers, layers = (
         {layer: _names(each, layer) for layer in outermost_layers(read_facts(each).stacks)} for each in (tiny, model)
     )
-    inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_models}
+    inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
-        owner = next((layer for layer in tiny_models if f"{rule.pattern}.".startswith(f"{layer}.")), None)
+        owner = next((layer for layer in tiny_layers if f"{rule.pattern}.".startswith(f"{layer}.")), None)
         (outside if owner is None else inside[owner]).append(rule)
     found: list[Rule] = []
     for kind in SECTIONS:
@@ -42,27 +42,27 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
             layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
             for layer, rules in inside.items()
         }
-        found += _for_layers(own, tiny_models, layers)
+        found += _for_layers(own, tiny_layers, layers)
     return Plan(tuple(outside)) | Plan(tuple(found))
 
 
 def _for_layers(
-    inside: dict[str, list[_Suffixed]], tiny_models: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
+    inside: dict[str, list[_Suffixed]], tiny_layers: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
 ) -> Iterator[Rule]:
-    """The rules of one section for `layers`, from those inside of `tiny`'s; both with what they hold."""
+    """The rules of one section for `layers`, from those of the tiny model's layers; both with what they hold."""
     examples: dict[tuple[str, frozenset[str]], list[str]] = {}
-    for layer, names in tiny_models.items():
+    for layer, names in tiny_layers.items():
         examples.setdefault(_kind(layer, names), []).append(layer)
     found: list[tuple[str, _Suffixed]] = []
     for layer, names in layers.items():
         alike = examples.get(_kind(layer, names), [])
-        is_known = layer in alike and tiny_models[layer] == names
+        is_known = layer in alike and tiny_layers[layer] == names
         if is_known:
             own = inside[layer]
         else:
-            own = _merged([_for_any_length(inside[each], tiny_models[each]) for each in alike])
-        held = frozenset[str]().union(*(tiny_models[each] for each in alike))
-        own = _with_inputs(own, [inside[each] for each in alike], held, is_known=is_known)
+            own = _merged([_for_any_length(inside[each], tiny_layers[each]) for each in alike])
+        owned = frozenset[str]().union(*(tiny_layers[each] for each in alike))
+        own = _with_inputs(own, [inside[each] for each in alike], owned, is_known=is_known)
         found += ((layer, each) for each in own)
     yield from _folded(found, list(layers))
 
@@ -95,7 +95,7 @@ def _merged(alike: list[list[_Suffixed]]) -> list[_Suffixed]:
     Layers that share their weights may each use another item of one list (adapters): then any layer may use any.
     """
     first, others = (alike or [[]])[0], alike[1:]
-    return [(reduce(_joined, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
+    return [(reduce(_generic, _numbered_otherwise(suffix, rule, others), suffix), rule) for suffix, rule in first]
 
 
 def _with_inputs(
@@ -105,7 +105,7 @@ def _with_inputs(
 
     Args:
         own: names of what the layers hold.
-        is_known: whether the rules are the layer's very own. Then it lacks only inputs that it is not always given,
+        is_known: whether the rules are the layer's own. Then it lacks only inputs that it is not always given,
             which are those of modules with parameters; what a function like an activation is given, it always is.
     """
     found = dict(rules)
@@ -128,7 +128,7 @@ def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) 
     ]
 
 
-def _joined(pattern: str, other: str) -> str:
+def _generic(pattern: str, other: str) -> str:
     parts = zip(pattern.split("."), other.split("."), strict=True)
     return ".".join(mine if mine == theirs else "*" for mine, theirs in parts)
 

@@ -11,7 +11,7 @@ from a state-space scan, or in which order a fused weight holds its sections: th
 A product whose runs depend on different rows of some earlier weight is a row product, and where it sits, a region is
 left. Products inside a scan feed back into it; once found, their outputs are cut and the rest is asked again. With all
 of them cut, what is split must reach the layer's output no more; a product where that fails is none (a router reads the
-features of an attention's output, which go on to the residual stream whole).
+features of an attention's output, which go on to the residual stream in full).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RowProduct:
     Attributes:
         layer: FQN of the layer.
         parameter: FQN of the weight whose input features are split along `input_dim`.
-        holdings: FQN of every parameter of the layer that can be split for it.
+        required_indices: for every parameter of the layer that can be split for it, what each rank needs.
         reenters: whether a later row product of the same region depends on the sum.
     """
 
@@ -87,17 +87,17 @@ class RowProduct:
 
 
 def find_row_products(
-    model: nn.Module, batch: Mapping[str, Any], *, parts: int
+    model: nn.Module, batch: Mapping[str, Any], *, tp_size: int
 ) -> tuple[list[RowProduct], list[Layer]]:
-    """The row products of every layer, and the layers as they were watched with all of them cut.
+    """The row products of every layer, and the layers as watched with all of their outputs detached.
 
     Args:
         model: a tiny model in eval mode, eager attention and experts.
-        parts: for how many ranks.
+        tp_size: for how many ranks.
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
-        found, layers = _search(model, batch, parts, frozenset(banned))
+        found, layers = _search(model, batch, tp_size, frozenset(banned))
         # Where the last one is none, others before it may seem to be none for its sake.
         open_ended = {name for layer in layers for name in list(_open_ended(layer, found))[-1:]}
         if not open_ended:
@@ -114,7 +114,7 @@ def find_row_products(
 
 
 def _search(
-    model: nn.Module, batch: Mapping[str, Any], parts: int, banned: frozenset[str]
+    model: nn.Module, batch: Mapping[str, Any], tp_size: int, banned: frozenset[str]
 ) -> tuple[dict[str, RowProduct], list[Layer]]:
     """Row products by their weights, and the layers with all of them cut."""
     found: dict[str, RowProduct] = {}
@@ -122,7 +122,7 @@ def _search(
     layers = watch(model, batch)
     max_shared = 0.0
     for _ in range(_MAX_PASSES):
-        new = [each for layer in layers for each in _accept(layer, parts, found, columns, max_shared, banned)]
+        new = [each for layer in layers for each in _accept(layer, tp_size, found, columns, max_shared, banned)]
         if new:
             layers = watch(model, batch, cut=frozenset(found))
         elif max_shared:
@@ -147,13 +147,13 @@ def _open_ended(layer: Layer, found: Mapping[str, RowProduct]) -> Iterator[str]:
     }
     order = {use.parameter: position for position, use in enumerate(layer.uses)}
     for product in sorted(own, key=lambda product: order.get(product.parameter, -1)):
-        if any(name in reaching and not holding.shared for name, holding in product.required_indices.items()):
+        if any(name in reaching and not required.shared for name, required in product.required_indices.items()):
             yield product.parameter
 
 
 def _accept(
     layer: Layer,
-    parts: int,
+    tp_size: int,
     found: dict[str, RowProduct],
     columns: dict[str, set[str]],
     max_shared: float,
@@ -168,14 +168,14 @@ def _accept(
     candidates: list[tuple[int, RowProduct]] = []
     merged: dict[str, RowProduct] = {}
     for use in products:
-        required_indices = _required_indices(use, own, parts)
+        required_indices = _required_indices(use, own, tp_size)
         clean = [
             name
-            for name, holding in required_indices.items()
+            for name, required in required_indices.items()
             if name != use.parameter
             and own[name].ndim > 1
-            and holding.shared <= max_shared * holding.size
-            and (name not in outputs or outputs[name] in (None, holding.dim))
+            and required.shared <= max_shared * required.size
+            and (name not in outputs or outputs[name] in (None, required.dim))
             and name in {each.parameter for each in layer.uses}
         ]
         if not clean:
@@ -192,8 +192,8 @@ def _accept(
     for _, product in sorted(candidates, key=lambda each: -each[0]):
         splits = {
             name
-            for name, holding in product.required_indices.items()
-            if holding.shared <= max_shared * holding.size and own[name].ndim > 1
+            for name, required in product.required_indices.items()
+            if required.shared <= max_shared * required.size and own[name].ndim > 1
         }
         taken = columns.setdefault(layer.fqn, set())
         rows = {name for name, other in found.items() if other.layer == layer.fqn}
@@ -219,17 +219,17 @@ def _conflicts(product: RowProduct, found: Mapping[str, RowProduct]) -> bool:
     return False
 
 
-def _required_indices(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[str, RequiredIndices]:
+def _required_indices(use: Use, own: Mapping[str, Tensor], tp_size: int) -> dict[str, RequiredIndices]:
     """For every parameter of the layer the dim along which the ranks' needs differ most, if they differ."""
-    if not use.x.requires_grad or use.x.shape[-1] < parts:
+    if not use.x.requires_grad or use.x.shape[-1] < tp_size:
         return {}
     own = {name: value for name, value in own.items() if value.requires_grad}
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(use.x.shape, generator=generator) + 0.5
     weights *= torch.randint(0, 2, use.x.shape, generator=generator) * 2 - 1
     masks = []
-    for run in range(parts):
-        start, stop = run_of(use.x.shape[-1], parts, run)
+    for run in range(tp_size):
+        start, stop = run_of(use.x.shape[-1], tp_size, run)
         total = (use.x[..., start:stop].float() * weights[..., start:stop]).sum()
         gradients = torch.autograd.grad(total, list(own.values()), retain_graph=True, allow_unused=True)
         masks.append([None if gradient is None else gradient != 0 for gradient in gradients])
@@ -238,13 +238,13 @@ def _required_indices(use: Use, own: Mapping[str, Tensor], parts: int) -> dict[s
         found = [mask[position] for mask in masks]
         if any(mask is None for mask in found):
             continue
-        holding = _best_dim(parameter, found)
-        if holding is not None:
-            required_indices[name] = holding
+        required = _best_dim(parameter, found)
+        if required is not None:
+            required_indices[name] = required
     # A bias whose true gradient is zero (a key's: the softmax does not see it) shows rounding noise; its weight knows.
     return {
-        name: holding
-        for name, holding in required_indices.items()
+        name: required
+        for name, required in required_indices.items()
         if not name.endswith(".bias") or f"{name[:-5]}.weight" in required_indices or f"{name[:-5]}.weight" not in own
     }
 
@@ -253,24 +253,24 @@ def _best_dim(parameter: Tensor, masks: list[Tensor]) -> RequiredIndices | None:
     best: RequiredIndices | None = None
     for dim in range(parameter.ndim):
         others = [other for other in range(parameter.ndim) if other != dim]
-        along = [mask.sum(others) > 0 if others else mask for mask in masks]
-        ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in along)
-        holding = RequiredIndices(dim=dim, size=parameter.shape[dim], ranks=ranks)
-        if holding.is_split and (best is None or holding.shared < best.shared):
-            best = holding
+        needed = [mask.sum(others) > 0 if others else mask for mask in masks]
+        ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
+        required = RequiredIndices(dim=dim, size=parameter.shape[dim], ranks=ranks)
+        if required.is_split and (best is None or required.shared < best.shared):
+            best = required
     return best
 
 
 def _unite(product: RowProduct, required_indices: Mapping[str, RequiredIndices]) -> None:
-    for name, holding in required_indices.items():
+    for name, required in required_indices.items():
         known = product.required_indices.get(name)
-        if known is not None and known.dim == holding.dim:
-            product.required_indices[name] = known.united(holding)
+        if known is not None and known.dim == required.dim:
+            product.required_indices[name] = known.united(required)
 
 
-def run_of(size: int, parts: int, index: int) -> tuple[int, int]:
+def run_of(size: int, tp_size: int, index: int) -> tuple[int, int]:
     """The run of `size` features that belongs to rank `index`."""
-    run = -(-size // parts)
+    run = -(-size // tp_size)
     return min(size, index * run), min(size, (index + 1) * run)
 
 

@@ -1,6 +1,6 @@
 """Which plan a model gets: declared and proved, or derived from its structure and tried on simulated ranks.
 
-The user's rules lie on top of an automatic plan. For families that the test suite proves this is what transformers
+The user's rules come on top of an automatic plan. For families that the test suite proves this is what transformers
 declares, corrected by us. Any other architecture is examined once: a tiny model of it is built, what transformers
 declares is tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on
 disk too, for this version of transformers.
@@ -74,7 +74,7 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
     automatic = vocabulary | declared
     try:
         derived = _examined(
-            model, automatic, tp_size=tp_size, sequence_parallel=spec.sequence_parallel, anew=kind == "derived"
+            model, automatic, tp_size=tp_size, sequence_parallel=spec.sequence_parallel, use_cache=kind != "derived"
         )
         automatic = derived.plan
         if derived.problem is not None:
@@ -107,9 +107,11 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
     )
 
 
-def _examined(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, anew: bool) -> Derivation:
+def _examined(
+    model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, use_cache: bool
+) -> Derivation:
     path = _cache_path(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    if path is not None and not anew and path.is_file():
+    if path is not None and use_cache and path.is_file():
         try:
             return Derivation(plan=Plan.from_json(json.loads(path.read_text())))
         except (ValueError, OSError):
@@ -143,7 +145,7 @@ def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
 
 
 def _keep(path: Path, plan: Plan) -> None:
-    """Writes the plan beside the hub's cache; where that cannot be written, it is derived again next time."""
+    """Writes the plan to a directory next to the hub's cache; if that fails, it is derived again next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -1,4 +1,4 @@
-"""What a block's ranks reach: where it is entered, which inputs and sizes belong to a rank, what is added after it."""
+"""What a block's ranks depend on: where it is entered, which inputs and sizes are a rank's, what is added after it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ from shardwise.search.influence import RequiredIndices, RowProduct, run_of
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import SizeConstraint
 
-__all__ = ["Reach", "find_added", "find_entries", "find_passed", "find_sliced_inputs", "gradients_of", "hidden_name"]
+__all__ = [
+    "Reachability",
+    "find_added",
+    "find_bypassing_identities",
+    "find_entries",
+    "find_sliced_inputs",
+    "gradients_of",
+    "hidden_name",
+]
 
 _MAX_ADDED = 2
 
 
-class Reach:
+class Reachability:
     """The influence of one block of one layer.
 
     Attributes:
         model: the tiny model.
-        layer: as watched thoroughly, row products cut.
+        layer: as watched thoroughly, with the outputs of its row products detached.
         group: the row products of the block.
-        holdings: what each rank must hold of the other parameters.
-        parts: number of ranks.
+        required_indices: what each rank must hold of the other parameters.
+        tp_size: number of ranks.
         others: the row products of the layer's other blocks.
     """
 
@@ -38,29 +46,29 @@ class Reach:
         layer: Layer,
         group: Sequence[RowProduct],
         required_indices: Mapping[str, RequiredIndices],
-        parts: int,
+        tp_size: int,
         *,
         others: Sequence[RowProduct],
     ) -> None:
-        self.model, self.layer, self.group, self.required_indices, self.parts = (
+        self.model, self.layer, self.group, self.required_indices, self.tp_size = (
             model,
             layer,
             group,
             required_indices,
-            parts,
+            tp_size,
         )
         self.parameters = layer.parameters
         self.others = others
         self.bare = [each for each in group if not _is_linear_weight(model, each.parameter)]
 
     def size_constraints(self) -> Iterator[tuple[SizeConstraint, Fraction | None]]:
-        """Every size that a count told, with the part of it that a rank has; None where no rank depends on it."""
-        for sizing in self.layer.size_constraints:
-            part = self._part(sizing.out, sizing.dim)
-            if sizing.source is not None and part is not None:
-                source = self._part(*sizing.source)
+        """Every size that traced integers gave, with the part that a rank has of it; None where none depends on it."""
+        for constraint in self.layer.size_constraints:
+            part = self._part(constraint.out, constraint.dim)
+            if constraint.source is not None and part is not None:
+                source = self._part(*constraint.source)
                 part = part / source if source else None
-            yield sizing, part
+            yield constraint, part
 
     def needs(self, tensor: Tensor, dim: int) -> tuple[frozenset[int], ...] | None:
         """For each rank the indices of `tensor` along `dim` that it depends on; None where a rank depends on none."""
@@ -88,20 +96,20 @@ class Reach:
             return False
         return any(_nonzero(gradient) for gradient in gradients_of(value.sum(), split))
 
-    def passing(self, module: str) -> frozenset[str] | None:
-        """The inputs of `module` that reach the layer's outputs past the (cut) row products: they go around a region.
+    def bypassing_inputs(self, module: str) -> frozenset[str] | None:
+        """The inputs of `module` that reach the layer's outputs past the (detached) row products: they bypass a region.
 
         None where its hidden states, the first input, do so: then it is no region. Neither is a module that holds other
         blocks' row products: they need regions of their own.
         """
         if any(f"{other.module}.".startswith(f"{module}.") for other in self.others):
             return None
-        # Where the full output is left at once, products may be weighted on the way: at zero they weigh nothing.
+        # Where the region is left at the output of all, products may be weighted before: zeroed, they add nothing.
         layer = (
             self.layer.with_zeroed_outputs if self.bare and self.layer.with_zeroed_outputs is not None else self.layer
         )
         calls = [call for call in layer.calls if call.fqn == module]
-        total = _weighed([value for value in layer.outputs if value.requires_grad and value.grad_fn is not None])
+        total = _weighted_sum([value for value in layer.outputs if value.requires_grad and value.grad_fn is not None])
         found: set[str] = set()
         for call in calls:
             inputs = [value for value in call.inputs if value.requires_grad]
@@ -120,16 +128,17 @@ class Reach:
         ranks = self.needs(tensor, dim)
         if ranks is None:
             return None
-        holding = RequiredIndices(dim=dim, size=tensor.shape[dim], ranks=ranks)
-        if not holding.is_split or len({len(each) for each in ranks}) > 1:
+        required = RequiredIndices(dim=dim, size=tensor.shape[dim], ranks=ranks)
+        if not required.is_split or len({len(each) for each in ranks}) > 1:
             return Fraction(1)
         return Fraction(len(ranks[0]), len(frozenset().union(*ranks)))
 
     @functools.cached_property
     def _masks(self) -> dict[int, list[Tensor | None]]:
-        """For every tensor of a told size, or passed to a module, by identity: where each rank's gradient is not 0."""
-        told = self.layer.size_constraints
-        tensors = [each.out for each in told] + [each.source[0] for each in told if each.source is not None]
+        """By identity of every constrained tensor and module input: where each rank's gradient is not 0."""
+        constraints = self.layer.size_constraints
+        tensors = [each.out for each in constraints]
+        tensors += [each.source[0] for each in constraints if each.source is not None]
         tensors += [value for call in self.layer.calls for value in call.named.values()]
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
         masks: dict[int, list[Tensor | None]] = {id(node): [] for node in nodes}
@@ -137,29 +146,29 @@ class Reach:
         uses = [use for use in self.layer.uses if use.parameter in rows and use.x.requires_grad]
         if not nodes or not uses:
             return {}
-        for rank in range(self.parts):
+        for rank in range(self.tp_size):
             total = torch.zeros(())
             for use in uses:
-                start, stop = run_of(use.x.shape[-1], self.parts, rank)
+                start, stop = run_of(use.x.shape[-1], self.tp_size, rank)
                 total = total + (use.x[..., start:stop].float() * _signs(use.x)[..., start:stop]).sum()
             for node, gradient in zip(nodes, gradients_of(total, nodes), strict=True):
                 masks[id(node)].append(None if gradient is None else gradient != 0)
         return masks
 
 
-def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
+def find_entries(facts: ModelFacts, reachability: Reachability) -> Iterator[dict[str, str]]:
     """Choices of the modules at which the region is entered, or its output summed, to their style.
 
     A module can be entered that leads nowhere but to the block's row products: the highest one costs least, the lowest
     has least in between that might not work on partial sums.
     """
     ladders = []
-    owners = _entry_owners(reach)
-    for owner in sorted(owners | {product.module for product in reach.bare}):
+    owners = _entry_owners(reachability)
+    for owner in sorted(owners | {product.module for product in reachability.bare}):
         ladder, module = [owner], parent_of(owner)
-        while module and module != reach.layer.fqn:
-            passing = reach.passing(module) if facts.modules[module].kind != "list" else None
-            if passing is not None and (not passing or _can_pass(facts, reach, module, passing)):
+        while module and module != reachability.layer.fqn:
+            bypassing = reachability.bypassing_inputs(module) if facts.modules[module].kind != "list" else None
+            if bypassing is not None and (not bypassing or _can_bypass(facts, reachability, module, bypassing)):
                 ladder.append(module)
             module = parent_of(module)
         ladders.append(ladder)
@@ -167,7 +176,7 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
     for step in (-1, 0, -2):
         chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
         entries = {
-            name: _edge(reach, name, owners)
+            name: _edge(reachability, name, owners)
             for name in chosen
             if not any(name.startswith(f"{other}.") for other in chosen)
         }
@@ -176,50 +185,50 @@ def find_entries(facts: ModelFacts, reach: Reach) -> Iterator[dict[str, str]]:
             yield entries
 
 
-def _edge(reach: Reach, entry: str, owners: set[str]) -> str:
+def _edge(reachability: Reachability, entry: str, owners: set[str]) -> str:
     if not any(f"{owner}.".startswith(f"{entry}.") for owner in owners):
         return "all_reduce"  # what it is given is split already
-    return "region_output" if _holds_bare(reach, entry) else "region"
+    return "region_output" if _holds_bare(reachability, entry) else "region"
 
 
-def _holds_bare(reach: Reach, module: str) -> bool:
-    return any(f"{product.module}.".startswith(f"{module}.") for product in reach.bare)
+def _holds_bare(reachability: Reachability, module: str) -> bool:
+    return any(f"{product.module}.".startswith(f"{module}.") for product in reachability.bare)
 
 
-def _can_pass(facts: ModelFacts, reach: Reach, module: str, names: frozenset[str]) -> bool:
-    """Whether inputs of these names can go around the module: where all of its output is summed, nothing can."""
-    return not _holds_bare(reach, module) and all(f"{module}.{name}" in facts.inputs() for name in names)
+def _can_bypass(facts: ModelFacts, reachability: Reachability, module: str, names: frozenset[str]) -> bool:
+    """Whether inputs of these names can bypass the module: where all of its output is summed, none can."""
+    return not _holds_bare(reachability, module) and all(f"{module}.{name}" in facts.inputs() for name in names)
 
 
-def _entry_owners(reach: Reach) -> set[str]:
-    """Modules whose split weights multiply something whole."""
+def _entry_owners(reachability: Reachability) -> set[str]:
+    """Modules whose split weights multiply full features."""
     owners = set()
-    for use in reach.layer.uses:
-        holding = reach.required_indices.get(use.parameter)
-        if holding is None or (holding.dim == use.input_dim and reach.parameters[use.parameter].ndim == 2):
+    for use in reachability.layer.uses:
+        required = reachability.required_indices.get(use.parameter)
+        if required is None or (required.dim == use.input_dim and reachability.parameters[use.parameter].ndim == 2):
             continue
-        if not reach.depends_on_split(use.x):
+        if not reachability.depends_on_split(use.x):
             owners.add(use.module)
     return owners
 
 
-def find_sliced_inputs(facts: ModelFacts, reach: Reach, entries: Mapping[str, str]) -> dict[str, int]:
+def find_sliced_inputs(facts: ModelFacts, reachability: Reachability, entries: Mapping[str, str]) -> dict[str, int]:
     """Inputs of modules of which every rank needs its own part (`module.argument` to the dim): heads, or features.
 
-    A bias that the model computes for all heads once, such as ALiBi's, is one. It is cut at or below the entries if it
-    passes one, else where it comes first.
+    A bias that the model computes for all heads once, such as ALiBi's, is one. It is split at or below the entries if
+    it passes one, else where it comes first.
     """
     found: dict[str, int] = {}
     known = facts.inputs()
-    calls = reach.layer.calls
+    calls = reachability.layer.calls
     inside = [call for call in calls if any(f"{call.fqn}.".startswith(f"{entry}.") for entry in entries)]
     for call in (*inside, *(call for call in calls if call not in inside)):
         for name, value in call.named.items():
             full = f"{call.fqn}.{name}"
             seen = any(other.endswith(f".{name}") and _related(call.fqn, parent_of(other)) for other in found)
-            if seen or full not in known or reach.depends_on_split(value):
+            if seen or full not in known or reachability.depends_on_split(value):
                 continue
-            needs = reach.input_needs(call, name)
+            needs = reachability.input_needs(call, name)
             if needs is not None and _is_regular(facts, call.fqn, value.ndim, *needs):
                 found[full] = needs[0]
     return found
@@ -255,32 +264,34 @@ def hidden_name(call: ModuleCall) -> str | None:
     return "hidden_states" if "hidden_states" in call.named else next(iter(call.named), None)
 
 
-def find_added(reach: Reach, entry: str) -> tuple[str, ...]:
+def find_added(reachability: Reachability, entry: str) -> tuple[str, ...]:
     """Parameters that are added to the partial sum after the row products, so that each rank would add them.
 
     With the row products at zero, the output is linear in them and in nothing else: by Euler's theorem, the gradients
     times the values add up to the output.
     """
-    total = _weighed(_hollow_outputs(reach, entry))
-    names = [name for name, value in reach.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad]
-    gradients = gradients_of(total, [reach.parameters[name] for name in names])
+    total = _weighted_sum(_zeroed_outputs(reachability, entry))
+    names = [
+        name for name, value in reachability.parameters.items() if name.startswith(f"{entry}.") and value.requires_grad
+    ]
+    gradients = gradients_of(total, [reachability.parameters[name] for name in names])
     shares = {
-        name: float((gradient * reach.parameters[name].detach()).sum())
+        name: float((gradient * reachability.parameters[name].detach()).sum())
         for name, gradient in zip(names, gradients, strict=True)
         if gradient is not None and _nonzero(gradient)
     }
-    whole = float(total.detach())
+    output = float(total.detach())
     for size in range(1, _MAX_ADDED + 1):
         for chosen in itertools.combinations(shares, size):
-            if abs(sum(shares[name] for name in chosen) - whole) <= 1e-4 * abs(whole) + 1e-6:
+            if abs(sum(shares[name] for name in chosen) - output) <= 1e-4 * abs(output) + 1e-6:
                 return chosen
     return ()
 
 
-def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
-    """Identities inside that hand what is whole on to the partial sum (experts without weights)."""
-    with_zeroed_outputs = reach.layer.with_zeroed_outputs
-    total = _weighed(_hollow_outputs(reach, entry))
+def find_bypassing_identities(model: nn.Module, reachability: Reachability, entry: str) -> tuple[str, ...]:
+    """Identities inside that add full features to the partial sum (experts without weights)."""
+    with_zeroed_outputs = reachability.layer.with_zeroed_outputs
+    total = _weighted_sum(_zeroed_outputs(reachability, entry))
     found = []
     for call in with_zeroed_outputs.calls if with_zeroed_outputs is not None else ():
         inside = call.fqn.startswith(f"{entry}.") and isinstance(model.get_submodule(call.fqn), nn.Identity)
@@ -289,9 +300,9 @@ def find_passed(model: nn.Module, reach: Reach, entry: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _hollow_outputs(reach: Reach, entry: str) -> list[Tensor]:
+def _zeroed_outputs(reachability: Reachability, entry: str) -> list[Tensor]:
     """What `entry` puts out where the row products are zero."""
-    calls = reach.layer.with_zeroed_outputs.calls if reach.layer.with_zeroed_outputs is not None else []
+    calls = reachability.layer.with_zeroed_outputs.calls if reachability.layer.with_zeroed_outputs is not None else []
     return [value for call in calls if call.fqn == entry for value in call.outputs[:1]]
 
 
@@ -314,7 +325,7 @@ def _nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient != 0).any())
 
 
-def _weighed(values: Sequence[Tensor]) -> Tensor:
+def _weighted_sum(values: Sequence[Tensor]) -> Tensor:
     """The sum of all elements, each with a weight of its own: a number that depends on all that they depend on."""
     return sum(((value * _signs(value)).sum() for value in values), torch.zeros(()))
 

@@ -1,6 +1,6 @@
 """A plan held against the sizes of the model that it is for: few of its layers, on tensors without values.
 
-What passes on a tiny model may not fit other sizes: heads that a rank's share of does not make whole groups, sections
+What passes on a tiny model may not fit other sizes: heads of which a rank's share makes no complete groups, sections
 of unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
 and backward on fake tensors before the plan is used.
 """
@@ -44,11 +44,11 @@ class RealSizes:
 
     Attributes:
         model: on the meta device, unsplit.
-        runs: whether it runs on tensors without values; what depends on values cannot be told.
+        runs: whether it runs on tensors without values; what depends on values is not known.
     """
 
-    def __init__(self, model: PreTrainedModel, *, parts: int) -> None:
-        self._parts = parts
+    def __init__(self, model: PreTrainedModel, *, tp_size: int) -> None:
+        self._tp_size = tp_size
         self.runs = False
         try:
             with torch.device("meta"):
@@ -62,12 +62,12 @@ class RealSizes:
             logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, unsplit.reason)
 
     def run(self, plan: Plan, *, tiny: nn.Module, sequence_parallel: bool = False) -> Verdict:
-        """Whether each rank's part runs, split by a plan that was found on `tiny model`; as far as that can be told."""
+        """Whether each rank's part runs, split by a plan that was found on `tiny`; passed where that cannot be told."""
         if not self.runs:
             return Verdict(passed=True)
         try:
             own, facts = generalize(plan, tiny, self.model), read_facts(self.model)
-            shape = MeshShape(tp_size=self._parts)
+            shape = MeshShape(tp_size=self._tp_size)
             decided = decide_split(own, self.model, facts, shape, sequence_parallel=sequence_parallel)
         except ShardwiseError as error:
             return failed(error)
@@ -75,8 +75,8 @@ class RealSizes:
 
     def _verdict(self, decided: SplitPlan | None) -> Verdict:
         """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided."""
-        for rank in (0, self._parts - 1) if decided is not None and _is_uneven(decided) else (0,):
-            model, mesh = copy.deepcopy(self.model), SimulatedMesh(LoneGroup(rank, self._parts))
+        for rank in (0, self._tp_size - 1) if decided is not None and _is_uneven(decided) else (0,):
+            model, mesh = copy.deepcopy(self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
             try:
                 with fake_tensors(), AsOnDevices():
                     materialize_fake(model)

@@ -16,14 +16,14 @@ from shardwise.plan.structure import ModelFacts
 from shardwise.search.trial import Verdict
 from shardwise.sharding.placement import Split
 
-__all__ = ["explained", "problem_of", "refused", "split_share"]
+__all__ = ["no_plan_error", "problem_of", "split_share", "with_reasons"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
 _MAX_SHOWN = 8
 
 
-def explained(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, tp_size: int) -> Plan:
+def with_reasons(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, tp_size: int) -> Plan:
     """`plan` with a reason for each matrix in the layers that no rule names.
 
     Args:
@@ -70,14 +70,14 @@ def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str
     )
 
 
-def refused(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_parallel: bool) -> PlanError:
+def no_plan_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_parallel: bool) -> PlanError:
     """The error for the model called `name`, no plan for which passed.
 
     Args:
         verdicts: on all plans that were tried, in the order in which they were.
     """
-    telling = [each for each in verdicts if not each.lacks_stack] or verdicts
-    at = star_numbers(next((each.module for each in telling if each.module), ""))
+    informative = [each for each in verdicts if not each.lacks_stack] or verdicts
+    at = star_numbers(next((each.module for each in informative if each.module), ""))
     where, fix = f"over tp={tp_size}", "use tp_size 1"
     if sequence_parallel:
         where, fix = "along the sequence", "run without sequence parallelism (sequence_parallel=False)"
@@ -86,7 +86,7 @@ def refused(name: str, verdicts: Sequence[Verdict], *, tp_size: int, sequence_pa
         f"{name} cannot be split {where}: no declared or derived plan computes what the unsplit model does; "
         f"{len(verdicts)} were tried",
         at=at or None,
-        why=_lines((each.module or "the model", each.reason) for each in telling if each.reason),
+        why=_lines((each.module or "the model", each.reason) for each in informative if each.reason),
         fix=f"{fix}, or give rules of your own{example} (styles: shardwise.plan.spec.STYLES)",
     )
 

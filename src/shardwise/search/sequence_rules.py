@@ -1,7 +1,7 @@
 """How a tiny model's layers can be split along the sequence: plans to try, by what runs when and what mixes positions.
 
-Between its blocks a layer works on every position alone, so a part of the sequence will do. What mixes positions is a
-split region, which is given all of it at its edge, or a replicated module that must be given all of it. What runs
+Between its blocks a layer works on every position alone, so a part of the sequence is enough. What mixes positions is a
+split region, which gathers it at its edge, or a replicated module that must be given all of it. What runs
 after the last layer, wherever it is registered, has partial gradients where a split head follows.
 """
 
@@ -39,28 +39,28 @@ def sequence_plans(
     *,
     layers: Sequence[Layer],
     batch: Mapping[str, Any],
-    parts: int,
+    tp_size: int,
 ) -> Iterator[Plan]:
     """`plan` with rules that say where the sequence is split; best guess first, which may be `plan` as it is.
 
     Args:
         model: a tiny model in eval mode.
-        layers: what was watched of its layers, every tensor a node, nothing cut.
-        parts: for how many ranks.
+        layers: how its layers ran when watched, every tensor a node, nothing cut.
+        tp_size: for how many ranks.
     """
-    split = resolve(plan, facts, tp_size=parts)
+    split = resolve(plan, facts, tp_size=tp_size)
     stacks = stacks_with_regions(facts, split.regions)
     if len(stacks) < 2:
         yield plan  # where there is none, trying it says so
     order = _watch_order(model, stacks, batch)
-    ran = sorted(order.left, key=lambda stack: order.left[stack])
+    ran = sorted(order.left_at, key=lambda stack: order.left_at[stack])
     seen = set()
     for chosen in _choices(ran, facts):
         inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
-        for gathered, inputs, whole, tail in itertools.product(
+        for gathered, inputs, mixing, tail in itertools.product(
             _gathered(inside, split),
             _inputs(inside),
-            _wholes(inside, split),
+            _mixing(inside, split),
             _tails(split, chosen[-1], order),
         ):
             last = "sequence_partial" if tail is not None else "sequence"
@@ -68,12 +68,14 @@ def sequence_plans(
                 "sequence": (chosen[:-1], "its layers are split"),
                 last: (chosen if last == "sequence" else chosen[-1:], "its layers are split"),
                 "partial_gradient": (tail or (), "it runs between the layers and the head"),
-                "whole_sequence": (whole, "it mixes positions and is not split"),
+                "whole_sequence": (mixing, "it mixes positions and is not split"),
             }
             rules = [SequenceRule(fqn, style, _BY, why) for style, (fqns, why) in names.items() for fqn in fqns]
-            cut = [InputRule(fqn, "sequence", _BY, "it is used position by position") for fqn in inputs]
-            cut += [InputRule(fqn, "sequence", _BY, "it is a part, as the hidden states are") for fqn in gathered]
-            candidate = plan | Plan((*rules, *cut))
+            split_inputs = [InputRule(fqn, "sequence", _BY, "it is used position by position") for fqn in inputs]
+            split_inputs += [
+                InputRule(fqn, "sequence", _BY, "it is a part, as the hidden states are") for fqn in gathered
+            ]
+            candidate = plan | Plan((*rules, *split_inputs))
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
@@ -89,14 +91,14 @@ def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ..
 
 
 def _tails(split: SplitPlan, stack: str, order: _Order) -> Iterator[tuple[str, ...] | None]:
-    """Whole parameters that run after the last stack, whose gradients are partial; None where none may be."""
+    """Replicated parameters used after the last stack, whose gradients are partial; None where none may be."""
     if split.head is not None:
-        behind = []
+        after = []
         for name, planned in split.parameters.items():
             inside = name.startswith(f"{stack}.") or isinstance(planned.placement, Split)
-            if not inside and order.used.get(name, -1) > order.left[stack]:
-                behind.append(name)
-        yield tuple(behind)
+            if not inside and order.used_at.get(name, -1) > order.left_at[stack]:
+                after.append(name)
+        yield tuple(after)
     yield None
 
 
@@ -109,14 +111,14 @@ def _gathered(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, 
         hidden = call.tensors.get(hidden_name(call) or "")
         for name, value in call.tensors.items() if hidden is not None else ():
             known = f"{call.fqn}.{name}" in split.inputs or f"{call.fqn}.{name}" in split.residual_inputs
-            if name != hidden_name(call) and not known and _is_along(value, hidden):
+            if name != hidden_name(call) and not known and _has_sequence_of(value, hidden):
                 found.append(f"{call.fqn}.{name}")
     if found:
         yield tuple(dict.fromkeys(found))
 
 
-def _is_along(value: Tensor, hidden: Tensor | None) -> bool:
-    """Whether a tensor is as long as the hidden states `[batch, sequence, hidden]` or `[tokens, hidden]`."""
+def _has_sequence_of(value: Tensor, hidden: Tensor | None) -> bool:
+    """Whether a tensor has the sequence dim of the hidden states `[batch, sequence, hidden]` or `[tokens, hidden]`."""
     if hidden is None or hidden.ndim < 2:
         return False
     dims = min(hidden.ndim - 1, 2)
@@ -133,7 +135,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
         if call is None or hidden is None:
             continue
         for name, value in call.named.items():
-            if value is not hidden and name not in call.carried and _is_along(value, hidden):
+            if value is not hidden and name not in call.carried and _has_sequence_of(value, hidden):
                 alike.setdefault(name, []).append(f"{layer.fqn}.{name}")
                 if not _mixes(value, layer.outputs):
                     pointwise.append(f"{layer.fqn}.{name}")
@@ -144,7 +146,7 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
     yield from dict.fromkeys(chosen)
 
 
-def _wholes(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
+def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
     """Modules outside of regions that mix positions: the lowest of them, or the highest."""
     regions = tuple(f"{region.fqn}." for region in split.regions if region.edge != "gather")
     lowest: list[str] = []
@@ -183,12 +185,12 @@ def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 
 class _Order(TorchFunctionMode):
-    """When what ran: `left` of every stack, by the layer that ran last; `used` of every parameter, at last."""
+    """When what ran: `left_at` the end of every stack's last layer, `used_at` the last use of every parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.left: dict[str, int] = {}
-        self.used: dict[str, int] = {}
+        self.left_at: dict[str, int] = {}
+        self.used_at: dict[str, int] = {}
         self.now = 0
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
 
@@ -197,7 +199,7 @@ class _Order(TorchFunctionMode):
         if getattr(func, "__name__", "") != "__get__":
             for value in (*args, *(kwargs or {}).values()):
                 if isinstance(value, Tensor) and id(value) in self.names:
-                    self.used[self.names[id(value)]] = self.now
+                    self.used_at[self.names[id(value)]] = self.now
         return func(*args, **(kwargs or {}))
 
 
@@ -208,7 +210,7 @@ def _watch_order(model: nn.Module, stacks: Sequence[LayerStack], batch: Mapping[
     for stack in stacks:
 
         def left(module: nn.Module, args: Any, output: Any, stack: str = stack.fqn) -> None:
-            order.left[stack] = order.now
+            order.left_at[stack] = order.now
 
         hooks += [model.get_submodule(layer).register_forward_hook(left) for layer in stack.items]
     try:

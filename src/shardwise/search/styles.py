@@ -1,4 +1,4 @@
-"""The style that splits a parameter as its holding says."""
+"""The style that splits a parameter as its required indices say."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ class Styler:
 
     Args:
         layer: FQN of the layer.
-        parts: for how many ranks.
+        tp_size: for how many ranks.
     """
 
-    def __init__(self, facts: ModelFacts, layer: str, parts: int) -> None:
-        self._facts, self._layer, self._parts = facts, layer, parts
+    def __init__(self, facts: ModelFacts, layer: str, tp_size: int) -> None:
+        self._facts, self._layer, self._tp_size = facts, layer, tp_size
         self._shapes = {fqn: shape for fqn, _, _, shape in facts.parameters() if fqn.startswith(f"{layer}.")}
 
-    def style(self, name: str, holding: RequiredIndices) -> str:
-        """The style whose placement holds what every rank needs, and least beside; spelled out where none does."""
-        fitting = [(_held(split), style) for style, split in self._named(name, holding.dim) if _covers(split, holding)]
-        exact = sum(len(indices) for indices in holding.ranks)
+    def style(self, name: str, required: RequiredIndices) -> str:
+        """The style whose placement holds what every rank needs and least besides; intervals where none does."""
+        fitting = [
+            (_num_held(split), style) for style, split in self._named(name, required.dim) if _covers(split, required)
+        ]
+        exact = sum(len(indices) for indices in required.ranks)
         if fitting:
             held, style = min(fitting, key=lambda each: each[0])
-            if held <= max(exact * _WASTE, holding.size):
+            if held <= max(exact * _WASTE, required.size):
                 return style
-        return str(SplitStyle(holding.dim, 1, _intervals(holding)))
+        return str(SplitStyle(required.dim, 1, _intervals(required)))
 
     def _named(self, name: str, dim: int) -> Iterator[tuple[str, Split]]:
-        owner, size, parts = parent_of(name), self._shapes[name][dim], self._parts
+        owner, size, tp_size = parent_of(name), self._shapes[name][dim], self._tp_size
         heads = self._heads(owner)
         try:
-            yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=parts)
+            yield str(SplitStyle(dim)), feature_split(dim, size, heads=heads, tp_size=tp_size)
         except (PlanError, LayoutError):
             pass
         for sections in range(2, _MAX_SECTIONS + 1):
             if size % sections == 0:
-                yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=parts)
+                yield str(SplitStyle(dim, sections)), equal_sections(dim, size, num_sections=sections, parts=tp_size)
         kind = self._facts.modules[owner].kind
         if heads is not None and dim == (1 if kind == "transposed" else 0):
             try:
-                yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=parts)
+                yield "qkv_colwise", qkv_split(dim, size, heads=heads, tp_size=tp_size)
             except (PlanError, LayoutError):
                 pass
 
@@ -66,26 +68,26 @@ class Styler:
         return None
 
 
-def _covers(split: Split, holding: RequiredIndices) -> bool:
-    for rank, indices in enumerate(holding.ranks):
+def _covers(split: Split, required: RequiredIndices) -> bool:
+    for rank, indices in enumerate(required.ranks):
         held = {index for start, stop in split.pieces[rank] for index in range(start, stop)}
         if not indices <= held:
             return False
     return True
 
 
-def _held(split: Split) -> int:
+def _num_held(split: Split) -> int:
     return sum(stop - start for intervals in split.pieces for start, stop in intervals)
 
 
-def _intervals(holding: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
-    """Each rank's indices as runs; indices that nobody seems to need stay with the neighbour before them."""
-    needed = [set(indices) for indices in holding.ranks]
+def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
+    """Each rank's indices as runs; indices that no rank needs stay with those before them."""
+    needed = [set(indices) for indices in required.ranks]
     known = set().union(*needed)
     last: list[int] = [0]
-    for index in range(holding.size):
+    for index in range(required.size):
         if index in known:
-            last = [rank for rank, indices in enumerate(holding.ranks) if index in indices]
+            last = [rank for rank, indices in enumerate(required.ranks) if index in indices]
         else:
             for rank in last:
                 needed[rank].add(index)

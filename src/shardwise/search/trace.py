@@ -19,7 +19,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import argument_names, read_facts
 from shardwise.plan.structure import outermost_layers, parent_of
 from shardwise.runtime.norm import compute_norm, recognise_norm
-from shardwise.search.traced_sizes import MADE, SizeConstraint, counted, size_constraints_of
+from shardwise.search.traced_sizes import MADE, SizeConstraint, size_constraints_of, traced_integers
 
 __all__ = ["Layer", "ModuleCall", "Use", "watch"]
 
@@ -77,16 +77,16 @@ class ModuleCall:
 
 @dataclass(eq=False)
 class Layer:
-    """What was seen of one layer.
+    """One layer as it ran.
 
     Attributes:
         fqn: its name.
         outputs: what it returned, and something later used.
         uses: its products with parameters.
         calls: the modules that ran.
-        parameters: all below the layer, by their names there: of tied ones each layer has its own.
-        sizings: the sizes that operations were told by integer attributes, if watched thoroughly.
-        hollow: the same layer with its row products at zero, where that is needed.
+        parameters: all inside the layer, by their names there; tied ones appear in each of their layers.
+        size_constraints: the sizes that operations were given by integer attributes, if watched thoroughly.
+        with_zeroed_outputs: the same layer with its row products at zero, where that is needed.
     """
 
     fqn: str
@@ -111,13 +111,13 @@ def watch(
     Args:
         cut: parameters whose products are detached: what comes after them no longer depends on what went in.
         thorough: whether to record sizes too, and to make nodes of inputs and new tensors that need no gradient.
-        hollow: whether the cut products are zero.
+        with_zeroed_outputs: whether the detached products are zero.
     """
     watcher = _Watcher(model, cut, thorough=thorough, with_zeroed_outputs=with_zeroed_outputs)
     with ExitStack() as stack:
         stack.enter_context(watcher.hooked())
         if thorough:
-            stack.enter_context(counted(model, tuple(watcher.layers)))
+            stack.enter_context(traced_integers(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
         model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
     watcher.forget_unused()
@@ -137,7 +137,7 @@ class _Watcher(TorchFunctionMode):
         self.model = model
         self.names: dict[int, list[str]] = {}
         self.selected: dict[int, tuple[Tensor, Tensor]] = {}
-        self.handed: dict[int, Tensor] = {}
+        self.returned: dict[int, Tensor] = {}
         self.consumed: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
@@ -160,8 +160,8 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.handed and getattr(func, "__name__", "") != "__get__":
-            self.consumed.update(id(value) for value in _flat([args, kwargs]) if id(value) in self.handed)
+        if self.returned and getattr(func, "__name__", "") != "__get__":
+            self.consumed.update(id(value) for value in _flat([args, kwargs]) if id(value) in self.returned)
         if self.thorough and self.running is not None:
             out = self._sized(func, args, kwargs, out)
         picks = getattr(func, "__name__", "") == "__getitem__" and isinstance(out, Tensor)
@@ -207,7 +207,7 @@ class _Watcher(TorchFunctionMode):
         return value
 
     def _sized(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Records what sizes the operation was told; new tensors become nodes, so that influence reaches them."""
+        """Records what sizes the operation was given; new tensors become nodes, so that influence reaches them."""
         assert self.running is not None
         if isinstance(out, Tensor) and out.is_leaf and out.is_floating_point() and func.__name__ in MADE:
             out = out.requires_grad_() * 1.0
@@ -215,7 +215,7 @@ class _Watcher(TorchFunctionMode):
         return out
 
     def _input_dim(self, weight: Tensor, *, transposed: bool) -> int:
-        """Which dim of the parameter the product contracts, told by the strides where the weight is a view."""
+        """Which dim of the parameter the product contracts, found by the strides where the weight is a view."""
         base = self._origin(weight)
         dim = weight.ndim - 2 if transposed else weight.ndim - 1
         stride, size = weight.stride(dim), weight.shape[dim]
@@ -247,7 +247,7 @@ class _Watcher(TorchFunctionMode):
         try:
             formula = recognise_norm(module)
         except UnsupportedError:
-            return None  # it computes something else: then the graph speaks for itself
+            return None  # it computes something else: then the graph is taken as it is
 
         def hook(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
             values = [*args, *kwargs.values()]
@@ -281,7 +281,7 @@ class _Watcher(TorchFunctionMode):
             names = argument_names(module)
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             call.tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
-            call.carried = frozenset(key for key, value in call.tensors.items() if id(value) in self.handed)
+            call.carried = frozenset(key for key, value in call.tensors.items() if id(value) in self.returned)
             changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
             named = {**dict(zip(names, changed[0], strict=False)), **changed[1]}
             call.named = {
@@ -303,7 +303,7 @@ class _Watcher(TorchFunctionMode):
                     call.outputs = tensors
             if name in self.layers:
                 self.layers[name].outputs = tensors
-                self.handed |= {id(value): value for value in tensors}
+                self.returned |= {id(value): value for value in tensors}
                 self.running = None
 
         return leave

@@ -1,10 +1,10 @@
 """Which integer attributes of modules count what is split: integers that remember where they come from.
 
-# [Note: counted sizes]
+# [Note: traced sizes]
 An attention reshapes by `self.num_heads`; on a rank that holds half of the heads it must say half. The graph knows
-nothing of integers, so while a tiny model is watched every integer attribute is a `Count`, which carries its formula
-through arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim then says
-what the formula must come to on a rank, and the attributes to divide are those that solve all these equations.
+nothing of integers, so while a tiny model is watched every integer attribute is a `TracedInt`, which carries its
+formula through arithmetic into the shapes that operations are given. The influence of each rank on the resulting dim
+then says what the formula must be on a rank, and the attributes to divide are those that solve all these equations.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from shardwise.parallel.facts import counts_of
 from shardwise.parallel.heads import LocalConfig
 
-__all__ = ["MADE", "Count", "Equation", "SizeConstraint", "counted", "size_constraints_of", "solve"]
+__all__ = ["MADE", "Equation", "SizeConstraint", "TracedInt", "size_constraints_of", "solve", "traced_integers"]
 
 _MAX_TRIED = 5_000
 _Formula = Callable[[Mapping[str, Fraction]], Fraction]
 
 
-class Count(int):
+class TracedInt(int):
     """An integer with the formula that it was computed by; it computes like any other.
 
     Attributes:
@@ -40,34 +40,34 @@ class Count(int):
     formula: _Formula
 
     @classmethod
-    def of(cls, name: str, value: int) -> Count:
+    def of(cls, name: str, value: int) -> TracedInt:
         """The attribute called `name`."""
         return cls._build(value, frozenset({name}), lambda parts: value * parts.get(name, Fraction(1)))
 
     @classmethod
-    def _build(cls, value: int, names: frozenset[str], formula: _Formula) -> Count:
-        count = cls(value)
-        count.names, count.formula = names, formula
-        return count
+    def _build(cls, value: int, names: frozenset[str], formula: _Formula) -> TracedInt:
+        number = cls(value)
+        number.names, number.formula = names, formula
+        return number
 
-    def _joined(self, other: Any, compute: Callable[[Any, Any], Any], *, reflected: bool) -> Any:
-        def joined(ours: Any, theirs: Any) -> Any:
+    def _combine(self, other: Any, compute: Callable[[Any, Any], Any], *, reflected: bool) -> Any:
+        def combined(ours: Any, theirs: Any) -> Any:
             return compute(theirs, ours) if reflected else compute(ours, theirs)
 
-        plain: Any = int(other) if isinstance(other, Count) else other
-        value = joined(int(self), plain)
+        plain: Any = int(other) if isinstance(other, TracedInt) else other
+        value = combined(int(self), plain)
         if not isinstance(other, int) or type(value) is not int:
             return value
-        mine, theirs = self.formula, other.formula if isinstance(other, Count) else lambda parts: Fraction(plain)
-        names = self.names | (other.names if isinstance(other, Count) else frozenset())
-        return Count._build(value, names, lambda parts: Fraction(joined(mine(parts), theirs(parts))))
+        mine, theirs = self.formula, other.formula if isinstance(other, TracedInt) else lambda parts: Fraction(plain)
+        names = self.names | (other.names if isinstance(other, TracedInt) else frozenset())
+        return TracedInt._build(value, names, lambda parts: Fraction(combined(mine(parts), theirs(parts))))
 
     def __neg__(self) -> Any:
         return self * -1
 
 
-def _computing(compute: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[Count, Any], Any]:
-    return lambda count, other: count._joined(other, compute, reflected=reflected)
+def _computing(compute: Callable[[Any, Any], Any], *, reflected: bool) -> Callable[[TracedInt, Any], Any]:
+    return lambda number, other: number._combine(other, compute, reflected=reflected)
 
 
 for _name, _compute in {
@@ -76,22 +76,22 @@ for _name, _compute in {
     "sub": operator.sub,
     "floordiv": lambda a, b: a // b if b else 0,
 }.items():
-    setattr(Count, f"__{_name}__", _computing(_compute, reflected=False))
-    setattr(Count, f"__r{_name}__", _computing(_compute, reflected=True))
+    setattr(TracedInt, f"__{_name}__", _computing(_compute, reflected=False))
+    setattr(TracedInt, f"__r{_name}__", _computing(_compute, reflected=True))
 
 
 @dataclass(eq=False)
 class SizeConstraint:
-    """One dim whose size an operation was told by a `Count`.
+    """One dim whose size an operation was given by a traced integer.
 
     Attributes:
-        count: what it was told.
+        size: what it was given.
         out: the tensor it made.
         dim: the dim of `out`.
-        source: a tensor and its dim to compare with, where the count is a ratio (`repeat_interleave`).
+        source: a tensor and its dim to compare with, where the size is a ratio (`repeat_interleave`).
     """
 
-    count: Count
+    size: TracedInt
     out: Tensor
     dim: int
     source: tuple[Tensor, int] | None = None
@@ -99,15 +99,15 @@ class SizeConstraint:
 
 @dataclass(frozen=True)
 class Equation:
-    """What a count must come to on every rank: `part` of its value; None where nothing split depends on it."""
+    """What a traced integer must be on every rank: `part` of its value; None where nothing split depends on it."""
 
-    count: Count
+    size: TracedInt
     part: Fraction | None
 
 
 @contextmanager
-def counted(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
-    """Inside, the integer attributes of the modules of `layers` are `Count`s, those of their configs too."""
+def traced_integers(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
+    """Inside, the integer attributes of the modules of `layers` are `TracedInt`s, those of their configs too."""
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in model.named_modules():
@@ -116,9 +116,9 @@ def counted(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
             values = counts_of(module)
             for own in [own for own in values if not own.startswith("config.")]:
                 before.append((module, own, getattr(module, own)))
-                setattr(module, own, Count.of(f"{name}.{own}", values[own]))
+                setattr(module, own, TracedInt.of(f"{name}.{own}", values[own]))
             configured = {
-                own[7:]: Count.of(f"{name}.{own}", values[own]) for own in values if own.startswith("config.")
+                own[7:]: TracedInt.of(f"{name}.{own}", values[own]) for own in values if own.startswith("config.")
             }
             if configured:
                 before.append((module, "config", module.config))
@@ -130,14 +130,14 @@ def counted(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
 
 
 MADE = frozenset({"zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full"})
-"""Functions that make a tensor of a size that they are told."""
+"""Functions that make a tensor of a given size."""
 _RESHAPED = frozenset({"view", "reshape", "expand", "broadcast_to"})
 
 
 def size_constraints_of(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> Iterator[SizeConstraint]:
-    """The dims that an operation was told by counts among its arguments."""
+    """The dims whose sizes are traced integers among an operation's arguments."""
     name = getattr(func, "__name__", "")
     values = [*args, *kwargs.values()]
     if name in ("split", "split_with_sizes") and isinstance(out, tuple | list):
@@ -145,21 +145,21 @@ def size_constraints_of(
         dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
         for index, piece in enumerate(out):
             size = sizes[index] if isinstance(sizes, list | tuple) else sizes
-            if isinstance(size, Count) and piece.shape[dim] == size:
+            if isinstance(size, TracedInt) and piece.shape[dim] == size:
                 yield SizeConstraint(size, piece, dim)
     if not isinstance(out, Tensor):
         return
     if name in _RESHAPED or name in MADE:
         sizes = [value for value in _flat(args) if isinstance(value, int) and not isinstance(value, bool)]
         for dim, size in enumerate(sizes[: out.ndim]):
-            if isinstance(size, Count) and out.shape[dim] == size:
+            if isinstance(size, TracedInt) and out.shape[dim] == size:
                 yield SizeConstraint(size, out, dim)
     elif name == "unflatten":
         first, sizes = values[1] % args[0].ndim, values[2]
         for offset, size in enumerate(sizes):
-            if isinstance(size, Count):
+            if isinstance(size, TracedInt):
                 yield SizeConstraint(size, out, first + offset)
-    elif name == "repeat_interleave" and isinstance(values[1], Count):
+    elif name == "repeat_interleave" and isinstance(values[1], TracedInt):
         dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
         if dim is not None:
             yield SizeConstraint(values[1], out, dim, (args[0], dim))
@@ -167,11 +167,11 @@ def size_constraints_of(
         sizes = list(_flat(args[1:]))
         missing = len(sizes) - args[0].ndim
         for dim, size in enumerate(sizes):
-            if isinstance(size, Count) and dim >= missing:
+            if isinstance(size, TracedInt) and dim >= missing:
                 yield SizeConstraint(size, out, dim, (args[0], dim - missing))
-    elif name == "narrow" and isinstance(values[-1], Count):
+    elif name == "narrow" and isinstance(values[-1], TracedInt):
         yield SizeConstraint(values[-1], out, values[1])
-    elif name in ("conv1d", "conv2d") and isinstance(kwargs.get("groups", values[-1]), Count):
+    elif name in ("conv1d", "conv2d") and isinstance(kwargs.get("groups", values[-1]), TracedInt):
         yield SizeConstraint(kwargs.get("groups", values[-1]), out, 1)
     elif name == "__getitem__":
         yield from _slices(args[1], out)
@@ -183,19 +183,19 @@ def _slices(index: Any, out: Tensor) -> Iterator[SizeConstraint]:
         return
     if Ellipsis in [item for item in items if item is Ellipsis]:
         at = next(position for position, item in enumerate(items) if item is Ellipsis)
-        behind = sum(not isinstance(item, int) for item in items[at + 1 :])
-        placed = [*_dims(items[:at], 0), *_dims(items[at + 1 :], out.ndim - behind)]
+        after = sum(not isinstance(item, int) for item in items[at + 1 :])
+        placed = [*_dims(items[:at], 0), *_dims(items[at + 1 :], out.ndim - after)]
     else:
         placed = list(_dims(items, 0))
     for item, dim in placed:
         if isinstance(item, slice) and item.step is None:
             size = _length(item)
-            if isinstance(size, Count) and out.shape[dim] == size:
+            if isinstance(size, TracedInt) and out.shape[dim] == size:
                 yield SizeConstraint(size, out, dim)
 
 
 def _length(item: slice) -> Any:
-    """How long a slice is as far as its bounds say, a `Count` where they are."""
+    """How long a slice is as far as its bounds say, traced where they are."""
     start, stop = item.start, item.stop
     if stop is None:
         return -start if isinstance(start, int) and start < 0 else None
@@ -225,9 +225,9 @@ def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fracti
     Args:
         limit: how many solutions at most.
     """
-    distinct = {(_spelled(each), int(each.count), each.part): each for each in equations}
+    distinct = {(_fingerprint(each), int(each.size), each.part): each for each in equations}
     split = [each for each in distinct.values() if each.part not in (None, 1)]
-    names = frozenset().union(*(each.count.names for each in split))
+    names = frozenset().union(*(each.size.names for each in split))
     domain = sorted({Fraction(1), *(each.part for each in split if each.part is not None)}, reverse=True)
     systems = [_solve_system(system, domain) for system in _systems(list(distinct.values()), names)]
     if not systems:
@@ -239,28 +239,30 @@ def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fracti
     return [{name: part for parts in each for name, part in parts.items()} for each in chosen[:limit]]
 
 
-def _spelled(equation: Equation) -> tuple[str, ...]:
-    """Distinguishes formulas: by their names, and by what they come to for some parts."""
-    names = sorted(equation.count.names)
+def _fingerprint(equation: Equation) -> tuple[str, ...]:
+    """Distinguishes formulas: by their names, and by their values for some parts."""
+    names = sorted(equation.size.names)
     parts = {name: Fraction(1, prime) for name, prime in zip(names, (2, 3, 5, 7, 11, 13), strict=False)}
-    return (*names, str(equation.count.formula(parts)))
+    return (*names, str(equation.size.formula(parts)))
 
 
 def _systems(equations: Sequence[Equation], names: frozenset[str]) -> list[list[Equation]]:
     """Equations about `names` that have no attribute in common with those of another system."""
     systems: list[tuple[frozenset[str], list[Equation]]] = []
     for equation in equations:
-        about = equation.count.names & names
+        about = equation.size.names & names
         if not about:
             continue
-        joined = [system for system in systems if system[0] & about]
-        systems = [system for system in systems if system not in joined]
-        systems.append((about.union(*(each for each, _ in joined)), [equation, *(e for _, own in joined for e in own)]))
+        related = [system for system in systems if system[0] & about]
+        systems = [system for system in systems if system not in related]
+        systems.append(
+            (about.union(*(each for each, _ in related)), [equation, *(e for _, own in related for e in own)])
+        )
     return [system for _, system in systems]
 
 
 def _solve_system(equations: Sequence[Equation], domain: Sequence[Fraction]) -> list[dict[str, Fraction]]:
-    names = sorted(frozenset().union(*(equation.count.names for equation in equations)))
+    names = sorted(frozenset().union(*(equation.size.names for equation in equations)))
     if len(domain) ** len(names) > _MAX_TRIED:
         return [{}]
     found = []
@@ -268,11 +270,11 @@ def _solve_system(equations: Sequence[Equation], domain: Sequence[Fraction]) -> 
         parts = dict(zip(names, choice, strict=True))
         missed = sum(_misses(equation, parts) for equation in equations if equation.part is not None)
         loose = sum(_misses(equation, parts) for equation in equations if equation.part is None)
-        divided = {name: part for name, part in parts.items() if part != 1}
-        found.append((missed, loose, len(divided), divided))
+        split = {name: part for name, part in parts.items() if part != 1}
+        found.append((missed, loose, len(split), split))
     found.sort(key=lambda each: each[:3])
-    return [divided for *_, divided in found]
+    return [split for *_, split in found]
 
 
 def _misses(equation: Equation, parts: Mapping[str, Fraction]) -> bool:
-    return equation.count.formula(parts) != int(equation.count) * (equation.part or 1)
+    return equation.size.formula(parts) != int(equation.size) * (equation.part or 1)

@@ -59,14 +59,14 @@ class Trial:
     """A tiny model, its batch, and what the full one computes of it.
 
     Args:
-        tiny model: it has not run yet; every rank is given a copy, because modules may keep what they computed.
+        tiny: has not run yet; every rank is given a copy, because modules may keep what they computed.
         batch: its inputs with labels.
-        parts: number of simulated ranks.
+        tp_size: number of simulated ranks.
         padded: one padded row, for runs in training mode with dropout.
         drops: whether to train with dropout on it: what a model never draws need not be right.
 
     Attributes:
-        confirm: what plans must pass besides; None where nothing else is asked.
+        confirm: what plans must pass besides, if anything.
 
     Raises:
         UnsupportedError: it computes other numbers when it runs again.
@@ -77,11 +77,11 @@ class Trial:
         tiny: nn.Module,
         batch: Mapping[str, Any],
         *,
-        parts: int,
+        tp_size: int,
         padded: Mapping[str, Any] | None = None,
         drops: bool = True,
     ) -> None:
-        self.batch, self.parts = batch, parts
+        self.batch, self.tp_size = batch, tp_size
         self.confirm: Callable[..., Verdict] | None = None
         self._tiny, self._padded, self._drops = tiny, padded, drops
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
@@ -158,7 +158,7 @@ class Trial:
             )
 
         try:
-            return run_ranks(rank, self.parts)
+            return run_ranks(rank, self.tp_size)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return failed(error)
 

@@ -1,4 +1,4 @@
-"""Regions made larger: a block of experts with its router and shared experts is one region, not one for each."""
+"""Regions widened: a block of experts with its router and shared experts is one region, not one for each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ __all__ = ["widen_regions"]
 _EDGES = ("region", "region_output", "aside")
 
 
-def widen_regions(plan: Plan, facts: ModelFacts, *, parts: int) -> Plan:
-    """`plan` with every region that is left at its output, or lies in a list inside of a layer (experts that tokens
-    choose), raised to the module around it or the list, to be tried.
+def widen_regions(plan: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
+    """`plan` with every region that is left at its output, or is in a list inside of a layer (experts that tokens
+    choose), widened to the module around it or the list, to be tried.
 
-    What else is split there joins it: one collective in each direction instead of one for each, and tokens are routed
+    What else is split there becomes part of it: one collective in each direction instead of one for each, and tokens
+    are routed
     where all of the sequence is seen, alike on every rank. A module that is a layer, or a list, is no such module.
     """
-    raised = []
-    for region in resolve(plan, facts, tp_size=parts).regions:
+    widened = []
+    for region in resolve(plan, facts, tp_size=tp_size).regions:
         block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
-        if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in raised:
-            raised.append(block)
-    if not raised:
+        if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in widened:
+            widened.append(block)
+    if not widened:
         return plan
-    blocks = [RegionRule(block, "region_output", "structure", "its parts add up to one sum") for block in raised]
-    inside = tuple(f"{block}." for block in raised)
+    blocks = [RegionRule(block, "region_output", "structure", "its parts add up to one sum") for block in widened]
+    inside = tuple(f"{block}." for block in widened)
     kept = [rule for rule in plan.rules if rule.style not in _EDGES or not f"{rule.pattern}.".startswith(inside)]
     return Plan(tuple(blocks)) | Plan(tuple(kept))
 
