@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.errors import MeshError
 from shardwise.job.adopted import read_device_mesh, read_groups
-from shardwise.job.groups import Groups, lines_along, make_groups, new_group, ranks_of, wide_axes
+from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
 from shardwise.job.missing import explain
 from shardwise.job.processes import calm_gloo_loops, current_watch, end_processes, pick_device, start_processes
 from shardwise.job.rendezvous import read_world_size
@@ -35,7 +34,7 @@ class Mesh:
         shape: sizes of every axis.
         rank: this process's global rank.
         device: the device this rank computes on.
-        ranks: the global ranks, one dim an axis; by default in order.
+        ranks: the global ranks that fill the shape, tp innermost; by default in order.
         groups: this rank's process groups, by the axes of several ranks they run along.
         timeout: of the groups that `subgroup` creates.
         owns_processes: whether the processes end when the mesh is left by an error.
@@ -60,7 +59,7 @@ class Mesh:
         *,
         rank: int,
         device: torch.device,
-        ranks: Tensor | None = None,
+        ranks: Sequence[int] | None = None,
         groups: Groups | None = None,
         timeout: datetime.timedelta = datetime.timedelta(seconds=600),
         owns_processes: bool = False,
@@ -68,8 +67,8 @@ class Mesh:
         self.shape = shape
         self.rank = rank
         self.device = device
-        self._ranks = ranks_of(shape) if ranks is None else ranks
-        self._coords = dict(zip(AXES, (self._ranks == rank).nonzero()[0].tolist(), strict=True))
+        self._ranks = range(shape.world_size) if ranks is None else ranks
+        self._coords = shape.coords(self._ranks.index(rank))
         self._groups: Groups = {} if groups is None else groups
         self._subgroups: dict[tuple[str, Blocks], dist.ProcessGroup | None] = {}
         self._timeout = timeout
@@ -119,7 +118,8 @@ class Mesh:
         timeout = datetime.timedelta(seconds=timeout_seconds)
         if world_size > 1 and not started:
             start_processes(picked, backend, timeout)
-        return cls._over(shape, ranks_of(shape), picked, timeout=timeout, owns_processes=world_size > 1 and not started)
+        owns_processes = world_size > 1 and not started
+        return cls._over(shape, range(world_size), picked, timeout=timeout, owns_processes=owns_processes)
 
     @classmethod
     def adopt(
@@ -160,7 +160,7 @@ class Mesh:
     def _over(
         cls,
         shape: MeshShape,
-        ranks: Tensor,
+        ranks: Sequence[int],
         device: torch.device,
         *,
         given: Groups | None = None,
@@ -176,8 +176,12 @@ class Mesh:
         )
         names = wide_axes(shape)
         if names:
+            sizes = [shape.size(name) for name in names]
             mesh.device_mesh = dist.DeviceMesh.from_group(
-                [groups[name,] for name in names], device.type, ranks.squeeze(), mesh_dim_names=names
+                [groups[name,] for name in names],
+                device.type,
+                torch.tensor(ranks, device="cpu").view(sizes),
+                mesh_dim_names=names,
             )
             data_names = wide_axes(shape, DATA_AXES)
             mesh.data_mesh = mesh.device_mesh[data_names] if data_names else None
@@ -206,7 +210,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """Which of the distinct batches this rank reads; ranks that differ only in tp, cp or pp read the same."""
-        return self._coords["ddp"] * self.shape.fsdp_size + self._coords["fsdp"]
+        return self.shape.data_rank(self._ranks.index(self.rank))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group of this rank along `axes`: one axis, the data axes `ddp` and `fsdp`, or, without any, all.
@@ -225,8 +229,10 @@ class Mesh:
         if len(blocks) == 1 and len(blocks[0]) == self.size(axis):
             return self.group(axis)
         if (axis, blocks) not in self._subgroups:
-            lines = [[line[coord] for coord in block] for line in lines_along(self._ranks, [axis]) for block in blocks]
-            group = new_group(lines, timeout=self._timeout)
+            lines = ranks_along(self.shape, self._ranks, [axis])
+            group = new_group(
+                [[line[coord] for coord in block] for line in lines for block in blocks], timeout=self._timeout
+            )
             calm_gloo_loops()
             self._subgroups[axis, blocks] = group if group is not None and group.size() > 1 else None
         return self._subgroups[axis, blocks]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import types
 
 import pytest
 
@@ -26,35 +24,30 @@ def record(path, error, monkeypatch):
     monkeypatch.setenv(launch.ERROR_FILE, str(path))
     with launch.record_failures():
         raise error
-    return types.SimpleNamespace(exitcode=1, error_file_data=json.loads(path.read_text()))
-
-
-def killed(number):
-    return types.SimpleNamespace(exitcode=-number, error_file_data={}, signal_name=lambda: signal.Signals(number).name)
+    return launch._read_failures(path.parent)[int(path.name)]
 
 
 def test_the_earliest_failure_is_shown_without_its_traceback(tmp_path, monkeypatch, left):
     second = record(tmp_path / "1", BatchError("no rows", fix="more rows"), monkeypatch)
     first = record(tmp_path / "0", BatchError("too late"), monkeypatch)
     assert left == [1, 1]
-    text = launch._describe({0: first, 1: second, 2: killed(signal.SIGTERM)}, show_traceback=False)
+    text = launch._describe({0: 1, 1: 1, 2: -signal.SIGTERM}, {0: first, 1: second}, show_traceback=False)
     assert text == "error: no rows\n  fix: more rows"
-    text = launch._describe({0: first, 1: second}, show_traceback=True)
+    text = launch._describe({0: 1, 1: 1}, {0: first, 1: second}, show_traceback=True)
     assert text.startswith("rank 1 failed first:\nTraceback") and "BatchError: no rows" in text
 
 
 def test_an_unforeseen_error_always_comes_with_its_traceback(tmp_path, monkeypatch, left):
     failure = record(tmp_path / "0", KeyError("surprise"), monkeypatch)
-    text = launch._describe({0: failure}, show_traceback=False)
+    text = launch._describe({0: 1}, {0: failure}, show_traceback=False)
     assert text.startswith("rank 0 failed first:\nTraceback") and text.endswith("KeyError: 'surprise'")
 
 
 def test_a_rank_that_could_not_report_comes_before_those_that_did(tmp_path, monkeypatch, left):
     failure = record(tmp_path / "0", RuntimeError("connection closed"), monkeypatch)
-    text = launch._describe({0: failure, 1: killed(signal.SIGSEGV)}, show_traceback=False)
+    text = launch._describe({0: 1, 1: -signal.SIGSEGV}, {0: failure}, show_traceback=False)
     assert text == "error: rank 1 was ended by SIGSEGV"
-    unwound = types.SimpleNamespace(exitcode=128 + signal.SIGTERM, error_file_data={})
-    text = launch._describe({0: unwound, 1: killed(signal.SIGKILL)}, show_traceback=False)
+    text = launch._describe({0: 128 + signal.SIGTERM, 1: -signal.SIGKILL}, {}, show_traceback=False)
     assert text.startswith("error: rank 1 was ended by SIGKILL")
 
 

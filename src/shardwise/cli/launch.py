@@ -7,18 +7,17 @@ torchrun that somebody else started is the same program.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import Failure
@@ -37,6 +36,7 @@ __all__ = [
 INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10
 LAUNCHER_POLL_SECONDS = 1.0
+RANKS_POLL_SECONDS = 0.1
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -58,42 +58,87 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
     Returns:
         The exit code: 0, 1 after a failure, 128 + the signal's number after one.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with tempfile.TemporaryDirectory(prefix="shardwise_") as directory:
+        codes, ended_by = _run_ranks(arguments, num_ranks, Path(directory))
+        if ended_by == signal.SIGINT:
+            raise KeyboardInterrupt
+        if ended_by is not None:
+            print(f"ended by {ended_by.name}; nothing half-written was left behind", file=sys.stderr)
+            return 128 + ended_by
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if failed:
+            print(_describe(failed, _read_failures(Path(directory)), show_traceback=show_traceback), file=sys.stderr)
+        return int(bool(failed))
 
-    # The agent tells of every failure and signal it passes on; the user gets one line from us instead.
-    for name in list(logging.root.manager.loggerDict):  # each of its loggers sets a level of its own
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+def _run_ranks(arguments: Sequence[str], num_ranks: int, directory: Path) -> tuple[list[int], signal.Signals | None]:
+    """Runs ranks until all have ended, or one has failed; returns their exit codes, and the signal that ended this."""
+    import torch.distributed as dist
+
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    logs = tempfile.TemporaryDirectory(prefix="shardwise_")  # the agent would leave a directory of its own after
-    config = LaunchConfig(
-        logs_specs=DefaultLogsSpecs(logs.name),
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        shutdown_timeout=SECONDS_TO_SHUT_DOWN,
-    )
+    # Kept here, so that ranks can still read what one of them wrote before it ended.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    command = [sys.executable, "-m", "shardwise", *arguments]
+    ranks: list[subprocess.Popen[bytes]] = []
+    ended_by = None
+    with _signals_raised():
+        try:
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(directory / str(rank))}
+                ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, start_new_session=True))
+            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(RANKS_POLL_SECONDS)
+        except _SignalledError as error:
+            ended_by = error.number
+        finally:
+            _end(ranks, ended_by or signal.SIGTERM)
+    return [rank.returncode for rank in ranks], ended_by
+
+
+class _SignalledError(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Has signals that would end this process raise instead; those that it ignores, as under nohup, stay ignored."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        raise _SignalledError(number)
+
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in former.items():
+        signal.signal(number, handler if handler == signal.SIG_IGN else end)
     try:
-        with logs:
-            elastic_launch(config, sys.executable)("-m", "shardwise", *arguments)
-    except ChildFailedError as error:
-        print(_describe(error.failures, show_traceback=show_traceback), file=sys.stderr)
-        return 1
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        print(f"ended by {error.sigval.name}; nothing half-written was left behind", file=sys.stderr)
-        return 128 + error.sigval
-    return 0
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Has ranks end by a signal, stopped ones too; by SIGKILL if that takes too long, or when a second signal comes."""
+    _send(ranks, number)
+    _send(ranks, signal.SIGCONT)
+    deadline = time.monotonic() + SECONDS_TO_SHUT_DOWN
+    with suppress(subprocess.TimeoutExpired, _SignalledError):
+        for rank in ranks:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+    _send(ranks, signal.SIGKILL)
+    for rank in ranks:
+        rank.wait()
+
+
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """To those that still run, and what they have started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            os.killpg(rank.pid, number)
 
 
 @contextmanager
@@ -170,29 +215,35 @@ def _record(error: BaseException) -> None:
         Path(path).write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
 
 
-def _describe(failures: dict[int, Any], *, show_traceback: bool) -> str:
+def _read_failures(directory: Path) -> dict[int, Failure]:
+    """What ranks recorded, by rank."""
+    return {
+        int(path.name): Failure.from_json(json.loads(path.read_text(encoding="utf-8"))["failure"])
+        for path in directory.iterdir()
+    }
+
+
+def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, show_traceback: bool) -> str:
     """The failure that came first, as the user should see it.
 
     Most failures follow from another: a rank that failed or was killed breaks the collectives of the others, and the
     launcher itself ends by SIGTERM, and SIGKILL in the end, whoever still runs. So a rank's own report comes first,
     unless another rank could not even report, and nobody has found out why; the reports of ranks that were ended come
     last.
+
+    Args:
+        failed: the exit codes of the ranks that failed, as `subprocess` gives them.
+        reported: what ranks recorded.
     """
-    reported = {
-        rank: Failure.from_json(failure.error_file_data["failure"])
-        for rank, failure in failures.items()
-        if "failure" in (failure.error_file_data or {})
-    }
     own = {rank: failure for rank, failure in reported.items() if failure.name != TerminatedError.__name__}
     is_found = any(failure.name == RankError.__name__ for failure in own.values())
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
-    silent = [rank for rank, failure in failures.items() if rank not in reported and failure.exitcode not in ended]
+    silent = [rank for rank, code in failed.items() if rank not in reported and code not in ended]
     if (silent and not is_found) or not reported:
-        rank = min(silent or failures)
-        failure = failures[rank]
-        has_exited = failure.exitcode >= 0
-        how = f"exited with code {failure.exitcode}" if has_exited else f"was ended by {failure.signal_name()}"
-        hint = "\n  why: the machine may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""
+        rank = min(silent or failed)
+        code = failed[rank]
+        how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        hint = "\n  why: the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
     rank, first = min((own or reported).items(), key=lambda item: item[1].at_seconds)
     if not first.is_ours or show_traceback:

@@ -15,8 +15,8 @@ from shardwise.topology.shape import MeshShape
 
 __all__ = ["Foreign", "read_device_mesh", "read_groups"]
 
-Foreign = tuple[MeshShape, Tensor, dict[tuple[str, ...], dist.ProcessGroup]]
-"""Its shape in our axes, the global ranks (one dim an axis), and this rank's groups along axes of several ranks."""
+Foreign = tuple[MeshShape, list[int], dict[tuple[str, ...], dist.ProcessGroup]]
+"""Its shape in our axes, the global ranks that fill it in order, and this rank's groups along axes of several ranks."""
 
 
 def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
@@ -37,11 +37,7 @@ def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
     ours = _translated(dict(zip(names, mesh.shape, strict=True)), axes)
     ranks = mesh.mesh.permute(*_order(names, ours), *(dim for dim, name in enumerate(names) if name not in ours))
     shape = _checked_shape(ours, dict(zip(names, mesh.shape, strict=True)), ranks)
-    return (
-        shape,
-        ranks.reshape([shape.size(axis) for axis in AXES]),
-        {(ours[name],): mesh.get_group(name) for name in ours},
-    )
+    return shape, ranks.flatten().tolist(), {(ours[name],): mesh.get_group(name) for name in ours}
 
 
 def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]) -> Foreign:
@@ -64,8 +60,7 @@ def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]
     for rank, each in enumerate(everyone):
         ranks[tuple(each[name].index(rank) for name in names)] = rank
     shape = _checked_shape(ours, sizes, ranks)
-    ranks = ranks.reshape([shape.size(axis) for axis in AXES])
-    return shape, ranks, {(ours[name],): groups[name] for name in names}
+    return shape, ranks.flatten().tolist(), {(ours[name],): groups[name] for name in names}
 
 
 def _translated(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, upwards
+from shardwise.runtime.arguments import argument_names
 
-__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "argument_names", "counts_of", "names_read", "read_facts"]
+__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "counts_of", "names_read", "read_facts"]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -134,12 +135,6 @@ def _inputs(module: nn.Module) -> tuple[str, ...]:
         return ()
     taken = {*module._modules, *module._parameters, *vars(module), "kwargs"}
     return tuple(name for name in argument_names(module) if name not in taken)
-
-
-def argument_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments that the module's forward takes, in order."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return tuple(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) if code else ()
 
 
 @functools.cache

@@ -8,10 +8,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Arguments", "change_arguments", "change_hidden", "edit_arguments", "hidden_name", "map_first"]
+__all__ = [
+    "Arguments",
+    "argument_names",
+    "change_arguments",
+    "change_hidden",
+    "edit_arguments",
+    "hidden_name",
+    "map_first",
+]
 
 Change = Callable[[Tensor], Tensor]
 Arguments = dict[str, Any]
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments that the module's forward takes, in order; without `*args` and `**kwargs`."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return tuple(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
 
 
 def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], None]) -> None:
@@ -21,8 +35,7 @@ def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], Non
         edit: is given the module and its arguments in the caller's order, and changes them in place. What a forward
             takes as `*args` goes by its numbers.
     """
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = argument_names(module)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         numbers = map(str, range(len(names), len(args)))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
-from shardwise.parallel.facts import argument_names, read_facts
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.structure import outermost_layers, parent_of
+from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, size_constraints_of, traced_integers
 
