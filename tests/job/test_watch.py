@@ -12,7 +12,7 @@ import pytest
 import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
-from shardwise.job import lookout, watch
+from shardwise.job import watch
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
@@ -35,24 +35,16 @@ def take_steps(mesh, stop, rank):
 
 def outcome_of_steps(layout, stop, rank=1):
     """How a run in which one rank does not come to step 3 ends on this one, what was said, and when."""
-    watch.BEAT_SECONDS, watch.QUIET_SECONDS, lookout.QUIET_SECONDS, watch.ANSWER_SECONDS = 0.2, 1.0, 1.0, 1.0
+    watch.BEAT_SECONDS, watch.QUIET_SECONDS, watch.ANSWER_SECONDS = 0.2, 1.0, 1.0
     kept = Kept()
     logging.getLogger("shardwise.job").addHandler(kept)
     start = time.monotonic()
     try:
         with shardwise.Mesh.open(layout, timeout_seconds=SECONDS) as mesh:
             take_steps(mesh, stop, rank)
-    except (RankError, ValueError, LeftError) as error:
+    except (RankError, ValueError) as error:
         return type(error).__name__, str(error), kept.texts, time.monotonic() - start
     return "no error", "", kept.texts, time.monotonic() - start
-
-
-class LeftError(Exception):
-    pass
-
-
-def leave():
-    raise LeftError
 
 
 def be_stopped(seconds=SECONDS + 2):

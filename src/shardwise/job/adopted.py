@@ -35,7 +35,7 @@ def read_device_mesh(mesh: dist.DeviceMesh, axes: Mapping[str, str]) -> Foreign:
         )
     names = mesh.mesh_dim_names
     ours = _translated(dict(zip(names, mesh.shape, strict=True)), axes)
-    ranks = mesh.mesh.permute(*_order(names, ours), *(dim for dim, name in enumerate(names) if name not in ours))
+    ranks = mesh.mesh.permute(*map(names.index, ours), *(dim for dim, name in enumerate(names) if name not in ours))
     shape = _checked_shape(ours, dict(zip(names, mesh.shape, strict=True)), ranks)
     return shape, ranks.flatten().tolist(), {(ours[name],): mesh.get_group(name) for name in ours}
 
@@ -55,16 +55,15 @@ def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]
             fix="pass the same names on every rank, each with this rank's group",
         )
     ours = _translated(sizes, axes)
-    names = sorted(ours, key=lambda name: AXES.index(ours[name]))
-    ranks = torch.full([sizes[name] for name in names], -1, device="cpu")
+    ranks = torch.full([sizes[name] for name in ours], -1, device="cpu")
     for rank, each in enumerate(everyone):
-        ranks[tuple(each[name].index(rank) for name in names)] = rank
+        ranks[tuple(each[name].index(rank) for name in ours)] = rank
     shape = _checked_shape(ours, sizes, ranks)
-    return shape, ranks.flatten().tolist(), {(ours[name],): groups[name] for name in names}
+    return shape, ranks.flatten().tolist(), {(ours[name],): groups[name] for name in ours}
 
 
 def _translated(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, str]:
-    """Our axis for each dim of several ranks; raises for every name that does not lead to one of its own."""
+    """Our axis for each dim of several ranks, in their order; raises for every name that leads to none of its own."""
     problems = [f"there is no dim {name!r}{did_you_mean(name, sizes)}" for name in axes if name not in sizes]
     ours: dict[str, str] = {}
     for name in (name for name, size in sizes.items() if size > 1):
@@ -80,12 +79,7 @@ def _translated(sizes: Mapping[str, int], axes: Mapping[str, str]) -> dict[str, 
             why="\n".join(problems),
             fix=f'say which dim is which of {", ".join(AXES)}: axes={{"dp_shard": "fsdp"}}',
         )
-    return ours
-
-
-def _order(names: tuple[str, ...], ours: Mapping[str, str]) -> list[int]:
-    """The dims of several ranks, in the order of our axes."""
-    return [names.index(name) for name in sorted(ours, key=lambda name: AXES.index(ours[name]))]
+    return dict(sorted(ours.items(), key=lambda item: AXES.index(item[1])))
 
 
 def _checked_shape(ours: Mapping[str, str], sizes: Mapping[str, int], ranks: Tensor) -> MeshShape:

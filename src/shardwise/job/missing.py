@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.job import watch as watching
-from shardwise.job.beat import Beat, find_place
 from shardwise.job.rendezvous import shown_ranks
-from shardwise.job.watch import Watch
+from shardwise.job.watch import Beat, Watch, find_place
 
 __all__ = ["explain"]
 
@@ -27,7 +26,9 @@ def explain(error: BaseException, watch: Watch) -> RankError | None:
 
     Communicates: nothing but through the store; takes a few seconds.
     """
-    if not isinstance(error, RuntimeError) or isinstance(error, ShardwiseError) or not _is_of_group(error):
+    if not isinstance(error, RuntimeError) or isinstance(error, ShardwiseError):
+        return None
+    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
     frames = list(traceback.walk_tb(error.__traceback__))
     collective, where = find_place(frames[::-1])
@@ -52,13 +53,11 @@ def explain(error: BaseException, watch: Watch) -> RankError | None:
         _, first = min(ends)
         return _ended(first, beats[first], mine, at)
     others = [rank for rank in range(len(beats)) if rank != watch.place.rank]
-    return _missing(others, before, beats, mine, at) or (
-        _too_late(beats, mine, at) if "imed out" in str(error) else None
-    )
-
-
-def _is_of_group(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
+    quiet = [rank for rank in others if beats[rank].count == before[rank].count]
+    elsewhere = [rank for rank in others if not beats[rank].collective or beats[rank].step != mine.step]
+    if quiet or elsewhere:
+        return _missing(quiet, elsewhere, beats, mine, at)
+    return _too_late(beats, mine, at) if "imed out" in str(error) else None
 
 
 def _ended(rank: int, beat: Beat, mine: Beat, at: str) -> RankError:
@@ -72,14 +71,8 @@ def _ended(rank: int, beat: Beat, mine: Beat, at: str) -> RankError:
     )
 
 
-def _missing(
-    others: Sequence[int], before: Sequence[Beat], beats: Sequence[Beat], mine: Beat, at: str
-) -> RankError | None:
-    quiet = [rank for rank in others if beats[rank].count == before[rank].count]
-    elsewhere = [rank for rank in others if not beats[rank].collective or beats[rank].step != mine.step]
+def _missing(quiet: Sequence[int], elsewhere: Sequence[int], beats: Sequence[Beat], mine: Beat, at: str) -> RankError:
     named = quiet or elsewhere
-    if not named:
-        return None
     lines = [f"rank {rank} {'was last' if quiet else 'is'} in {beats[rank]}" for rank in named[:8]]
     if quiet:
         lines.append("and is no longer heard of: it ended, was stopped, or cannot be reached")

@@ -6,13 +6,14 @@ torch waits for the whole timeout without one, and for ever where something else
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -104,13 +105,10 @@ def meet(place: Place, *, timeout_seconds: float) -> dist.Store:
 
     Communicates: through the store alone.
     """
-    waiting = _Waiting(place, timeout_seconds)
-    _resolve(place, waiting)
-    if not place.hosts_store:
-        _reach(place, waiting)
-    store = _open_store(place, waiting)
+    waiting = _Waiting(timeout_seconds)
+    _reach(place, waiting)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"shardwise/{attempt}", store)
+    store = dist.PrefixStore(f"shardwise/{attempt}", _open_store(place, waiting))
     try:
         _arrive(store, place, waiting)
     except dist.DistError as error:
@@ -125,94 +123,67 @@ def meet(place: Place, *, timeout_seconds: float) -> dist.Store:
 class _Waiting:
     """A wait with a limit, of which a word is said from time to time."""
 
-    def __init__(self, place: Place, timeout_seconds: float) -> None:
-        self.place = place
-        self.timeout_seconds = timeout_seconds
-        self.started = time.monotonic()
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._started = time.monotonic()
         self._next_notice = FIRST_NOTICE_SECONDS
         self._pause = 0.005
 
     @property
     def seconds_left(self) -> float:
-        return self.started + self.timeout_seconds - time.monotonic()
+        return self._started + self.seconds - time.monotonic()
 
-    def goes_on(self, describe: Callable[[], str]) -> bool:
-        """Pauses and says what is waited for if it is time to; False when the time is up."""
+    def pause(self) -> bool:
+        """Sleeps for a moment; returns whether it is time to say what is waited for."""
         time.sleep(max(0.0, min(self._pause, self.seconds_left)))
         self._pause = min(2 * self._pause, 0.5)
-        passed = time.monotonic() - self.started
-        if passed > self._next_notice:
+        passed = self.seconds - self.seconds_left
+        is_time = passed > self._next_notice
+        if is_time:
             self._next_notice = 2 * passed
-            text = describe()
-            if text:
-                logger.warning("%s (%.0f of %g seconds)", text, passed, self.timeout_seconds)
-        return self.seconds_left > 0
+        return is_time
 
-
-def _resolve(place: Place, waiting: _Waiting) -> None:
-    """Waits until the host has an address: names of a cluster may come up after its processes."""
-
-    def attempt() -> None:
-        socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
-
-    _retry(
-        attempt,
-        place,
-        waiting,
-        why=f"{place.host} does not resolve",
-        fix="set MASTER_ADDR to the address of rank 0's host",
-    )
+    def say(self, text: str) -> None:
+        logger.warning("waiting for %s (%.0f of %g seconds)", text, self.seconds - self.seconds_left, self.seconds)
 
 
 def _reach(place: Place, waiting: _Waiting) -> None:
-    """Waits until something listens at the store's address."""
-
-    def attempt() -> None:
-        seconds = max(0.1, min(5.0, waiting.seconds_left))
-        socket.create_connection((place.host, place.port), timeout=seconds).close()
-
-    _retry(
-        attempt,
-        place,
-        waiting,
-        why="nothing listens there",
-        fix="look whether rank 0 was started, or raise timeout_seconds",
-    )
-
-
-def _retry(attempt: Callable[[], None], place: Place, waiting: _Waiting, *, why: str, fix: str) -> None:
-    reason = ""
-
-    def describe() -> str:
-        return f"waiting for {place.world_size - 1} of {place.world_size} ranks at {place}: rank 0 is missing; {reason}"
-
+    """Waits until the host has an address, as a cluster may name hosts after it starts them, and something listens."""
     while True:
         try:
-            return attempt()
+            if place.hosts_store:
+                socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+            else:
+                seconds = max(0.1, min(5.0, waiting.seconds_left))
+                socket.create_connection((place.host, place.port), timeout=seconds).close()
+            return
         except (OSError, UnicodeError) as error:
-            reason = f"{why}: {getattr(error, 'strerror', None) or error}"
-        if not waiting.goes_on(describe):
+            has_address = not isinstance(error, socket.gaierror | UnicodeError)
+            why = "nothing listens there" if has_address else f"{place.host} does not resolve"
+            why = f"{why}: {getattr(error, 'strerror', None) or error}"
+        if waiting.seconds_left <= 0:
             raise MeshError(
                 f"rank {place.rank} cannot reach rank 0 at {place}",
-                why=f"{reason}, for {waiting.timeout_seconds:g} seconds",
-                fix=fix,
+                why=f"{why}, for {waiting.seconds:g} seconds",
+                fix="look whether rank 0 was started, or raise timeout_seconds"
+                if has_address
+                else "set MASTER_ADDR to the address of rank 0's host",
             )
+        if waiting.pause():
+            waiting.say(f"{place.world_size - 1} of {place.world_size} ranks at {place}: rank 0 is missing; {why}")
 
 
 def _open_store(place: Place, waiting: _Waiting) -> dist.Store:
-    timeout = datetime.timedelta(seconds=waiting.timeout_seconds)
-
-    def build() -> dist.Store:
-        return dist.TCPStore(
-            place.host,
-            place.port,
-            place.world_size,
-            place.hosts_store,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-
+    build = functools.partial(
+        dist.TCPStore,
+        place.host,
+        place.port,
+        place.world_size,
+        place.hosts_store,
+        timeout=datetime.timedelta(seconds=waiting.seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     try:
         store = within(max(1.0, waiting.seconds_left), build)
     except dist.DistNetworkError as error:
@@ -228,7 +199,7 @@ def _open_store(place: Place, waiting: _Waiting) -> dist.Store:
     if store is None:
         raise MeshError(
             f"what listens at {place} does not answer as rank 0",
-            why=f"it said nothing for {waiting.timeout_seconds:g} seconds: another program, or a stopped rank 0",
+            why=f"it said nothing for {waiting.seconds:g} seconds: another program, or a stopped rank 0",
             fix="set MASTER_PORT to a free port on every rank",
         )
     return store
@@ -236,22 +207,17 @@ def _open_store(place: Place, waiting: _Waiting) -> dist.Store:
 
 def within(seconds: float, work: Callable[[], Result]) -> Result | None:
     """What `work` returns or raises; None if it takes longer, and goes on in a thread that nobody waits for."""
-    found: queue.SimpleQueue[tuple[Result | None, Exception | None]] = queue.SimpleQueue()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            found.put((work(), None))
+            future.set_result(work())
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
-            found.put((None, error))
+            future.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="shardwise-within").start()
-    try:
-        result, error = found.get(timeout=seconds)
-    except queue.Empty:
-        return None
-    if error is not None:
-        raise error
-    return result
+    done, _ = wait([future], timeout=seconds)
+    return future.result() if done else None
 
 
 def _arrive(store: dist.Store, place: Place, waiting: _Waiting) -> None:
@@ -275,26 +241,19 @@ def _arrive(store: dist.Store, place: Place, waiting: _Waiting) -> None:
         )
     if store.add("arrived", 1) == world_size:
         store.set("complete", "")
-
-    def missing() -> list[int]:
-        return [each for each in range(world_size) if not store.check([f"arrived/{each}"])]
-
-    def describe() -> str:
-        ranks = missing()
-        is_first = not any(each not in ranks for each in range(rank))  # one of those that have come speaks for all
-        return (
-            f"waiting for {len(ranks)} of {world_size} ranks at {place}: {shown_ranks(ranks)} to come"
-            if is_first
-            else ""
-        )
-
     while not store.check(["complete"]):
-        if not waiting.goes_on(describe):
+        is_time = waiting.pause()
+        if not is_time and waiting.seconds_left > 0:
+            continue
+        missing = [each for each in range(world_size) if not store.check([f"arrived/{each}"])]
+        if waiting.seconds_left <= 0:
             raise MeshError(
-                f"{len(missing())} of {world_size} ranks never came to {place}",
-                why=f"rank {rank} waited {waiting.timeout_seconds:g} seconds for {shown_ranks(missing())}",
+                f"{len(missing)} of {world_size} ranks never came to {place}",
+                why=f"rank {rank} waited {waiting.seconds:g} seconds for {shown_ranks(missing)}",
                 fix="see whether they were started with the same MASTER_ADDR and MASTER_PORT, or raise timeout_seconds",
             )
+        if missing and not set(range(rank)) - set(missing):  # the first of those that have come speaks for all
+            waiting.say(f"{len(missing)} of {world_size} ranks at {place}: {shown_ranks(missing)} to come")
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:
