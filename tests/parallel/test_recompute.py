@@ -130,7 +130,7 @@ def test_choices_that_make_no_sense_are_errors(options, message):
 @pytest.mark.single
 @pytest.mark.parametrize(
     ("modules", "message"),
-    [(("model.layers.*.mpl",), "matches no module"), (("model.layers.*", "model.layers.*.mlp"), "lies within")],
+    [(("model.layers.*.mpl",), "matches no module"), (("model.layers.*", "model.layers.*.mlp"), "is inside")],
 )
 def test_patterns_that_cannot_be_followed_are_errors(modules, message):
     with shardwise.Mesh.open("tp1") as mesh, pytest.raises(ConfigError, match=message):

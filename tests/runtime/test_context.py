@@ -27,17 +27,17 @@ def test_a_tensor_enters_once_until_another_one_does():
         return made[-1]
 
     x, other = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True) * 1
-    assert entered.once("a", x, enter) is entered.once("a", x, enter) is made[0]
-    assert entered.once("b", x, enter) is made[1], "slots do not know of each other"
-    assert entered.once("a", other, enter) is made[2]
-    assert entered.once("a", x, enter) is made[3], "only the last one is kept"
+    assert entered.get_or_enter("a", x, enter) is entered.get_or_enter("a", x, enter) is made[0]
+    assert entered.get_or_enter("b", x, enter) is made[1], "slots do not know of each other"
+    assert entered.get_or_enter("a", other, enter) is made[2]
+    assert entered.get_or_enter("a", x, enter) is made[3], "only the last one is kept"
     x += 1
-    assert entered.once("a", x, enter) is made[4], "it was written to"
+    assert entered.get_or_enter("a", x, enter) is made[4], "it was written to"
     entered.clear()
-    assert entered.once("a", x, enter) is made[5]
+    assert entered.get_or_enter("a", x, enter) is made[5]
     with torch.no_grad():
-        assert entered.once("a", x, enter) is made[6], "what has no graph is not handed to what has one"
-    assert entered.once("a", x, enter) is made[5]
+        assert entered.get_or_enter("a", x, enter) is made[6], "what has no graph is not handed to what has one"
+    assert entered.get_or_enter("a", x, enter) is made[5]
 
 
 def context_of(coord):
@@ -56,9 +56,9 @@ def numbers(coord, *, training=True):
     context.fork_rng("layer", module)
     found["layer"] = draw()
     for name in ("router", "other"):
-        context.fork_rng("whole", module, alike=name)
+        context.fork_rng("full_sequence", module, replicated=name)
         found[name] = draw()
-        context.restore_rng("whole")
+        context.restore_rng("full_sequence")
     context.fork_rng("region", module)
     found["region"] = draw()
     context.restore_rng("region")

@@ -101,8 +101,8 @@ def test_another_input_is_summed_on_its_own():
 def test_regions_given_the_same_enter_once_and_may_leave_together(fused, sums):
     def run(group):
         layer, context = Layer(own_features(group)), context_of(group)
-        install_region(layer.first, "output", context, leave=RegionExit(waits=fused))
-        install_region(layer.second, "output", context, leave=RegionExit(takes=fused))
+        install_region(layer.first, "output", context, leave=RegionExit(defers=fused))
+        install_region(layer.second, "output", context, leave=RegionExit(absorbs=fused))
         return run_and_compare(layer, Layer(), group, drawn(1, ROWS, 5, HIDDEN))
 
     assert run_ranks(run, 2) == [(sums, 1)] * 2
@@ -127,8 +127,8 @@ def test_along_the_sequence_every_length_computes_the_same(num_ranks, length, fu
     def run(group):
         stack, context = Stack(own_features(group)), context_of(group)
         for layer in stack.layers:
-            install_region(layer.first, "output", context, stack="layers", leave=RegionExit(waits=fused))
-            install_region(layer.second, "output", context, stack="layers", leave=RegionExit(takes=fused))
+            install_region(layer.first, "output", context, stack="layers", leave=RegionExit(defers=fused))
+            install_region(layer.second, "output", context, stack="layers", leave=RegionExit(absorbs=fused))
         install_stack(stack.layers, "layers", context, partial_after=False)
         return run_and_compare(stack, Stack(), group, drawn(1, ROWS, length, HIDDEN))
 

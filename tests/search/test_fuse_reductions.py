@@ -92,14 +92,14 @@ def test_a_sum_that_nobody_takes_is_an_error():
     def skip(model):
         model.transformer.h[1].mlp.forward = lambda hidden_states: hidden_states
 
-    with pytest.raises(LayoutError, match="left to a block that did not run"):
+    with pytest.raises(LayoutError, match="deferred to a block that did not run"):
         exchanges(tiny, batch, plan, skip)
 
 
 def test_regions_given_the_same_tensor_sum_its_gradient_once(monkeypatch):
     tiny, batch, plan = derived("albert", "AlbertForMaskedLM", "masked_lm")
     together = num_collectives(tiny, batch, plan)
-    monkeypatch.setattr(Entered, "once", lambda self, slot, x, enter: enter(x))
+    monkeypatch.setattr(Entered, "get_or_enter", lambda self, slot, x, enter: enter(x))
     runs = tiny.config.num_hidden_layers * tiny.config.inner_group_num
     assert num_collectives(tiny, batch, plan) - together == 2 * runs, "query, key and value"
 
@@ -107,14 +107,14 @@ def test_regions_given_the_same_tensor_sum_its_gradient_once(monkeypatch):
 def test_a_tensor_that_was_written_to_enters_anew():
 
     entered, x = Entered(), torch.ones(2, requires_grad=True) * 1.0
-    first = entered.once("", x, lambda x: x * 2)
-    assert entered.once("", x, lambda x: x * 2) is first
+    first = entered.get_or_enter("", x, lambda x: x * 2)
+    assert entered.get_or_enter("", x, lambda x: x * 2) is first
     x.add_(1.0)
-    assert entered.once("", x, lambda x: x * 2) is not first
+    assert entered.get_or_enter("", x, lambda x: x * 2) is not first
     with torch.no_grad():
-        still = entered.once("", x, lambda x: x * 2)
+        still = entered.get_or_enter("", x, lambda x: x * 2)
     assert not still.requires_grad
-    assert entered.once("", x, lambda x: x * 2).requires_grad, "what was made without a graph enters none"
+    assert entered.get_or_enter("", x, lambda x: x * 2).requires_grad, "what was made without a graph enters none"
 
 
 @pytest.mark.parametrize(("model_type", "name"), [("olmoe", "OlmoeForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")])

@@ -116,9 +116,9 @@ def draw_twice(layout):
         torch.manual_seed(3)
         context.fork_rng("layer", module)
         for name in ("layers.0.first", "layers.0.second"):
-            context.fork_rng("whole", module, alike=name)
+            context.fork_rng("full_sequence", module, replicated=name)
             found.append(digest(torch.rand(4)))
-            context.restore_rng("whole")
+            context.restore_rng("full_sequence")
         found.append(digest(torch.rand(4)))
         context.restore_rng("layer")
         return found

@@ -1,4 +1,4 @@
-"""Counts the memory that lies between forward and backward: exact, on real tensors and on fake ones."""
+"""Counts the memory kept between forward and backward: exact, on real tensors and on fake ones."""
 
 from __future__ import annotations
 

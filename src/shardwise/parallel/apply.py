@@ -14,7 +14,7 @@ from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
-from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, cut_parameters
+from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.context import SplitContext
@@ -32,8 +32,8 @@ def apply_plan(
 ) -> Registry:
     """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
 
-    From the inside out: tensor and sequence parallelism change modules, what recomputes and compiles blocks wraps
-    them, and FSDP2 comes last, because it gathers a unit before anything in it runs, or runs again.
+    From the inside out: tensor and sequence parallelism change modules, recomputation and compilation wrap blocks, and
+    FSDP2 comes last, because it gathers a unit before anything in it runs, or runs again.
 
     Args:
         plan: resolved for this model and this mesh, the same on every rank.
@@ -55,7 +55,7 @@ def apply_plan(
         has_dropout=has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
-    cut_parameters(model, registry)
+    split_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
@@ -81,15 +81,15 @@ def check_unsplit(model: nn.Module) -> None:
     """Raises `PlanError` where the model has been split before, `UnsupportedError` where torch has wrapped it."""
     check_unwrapped(model)
     if is_split(model):
-        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from its whole form")
+        raise PlanError(f"this {type(model).__name__} is split already", fix="split the unsplit model, once")
 
 
 def check_axes(shape: MeshShape) -> None:
     """Raises `UnsupportedError` where the layout has an axis that nothing serves yet."""
-    waiting = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
-    if waiting:
+    unserved = {axis: shape.size(axis) for axis in UNSERVED_AXES if shape.size(axis) > 1}
+    if unserved:
         raise UnsupportedError(
-            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in waiting.items()),
+            f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in unserved.items()),
             why="only ddp, fsdp and tp are supported so far",
             fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
         )

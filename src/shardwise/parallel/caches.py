@@ -1,7 +1,7 @@
 """Training forwards build no cache of keys and values.
 
-transformers' models build one unless they are told not to. It holds keys and values a second time, grows twice where a
-block is computed again, and makes `torch.compile` compile every layer again, since its state differs from layer to
+transformers' models build one unless `use_cache=False`. It holds keys and values a second time, grows twice where a
+block is recomputed, and makes `torch.compile` compile every layer again, since its state differs from layer to
 layer.
 """
 
@@ -24,7 +24,7 @@ def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
     """Makes forwards with gradients of a model in training mode run with `use_cache=False` unless the caller says more.
 
     Args:
-        recomputes: whether blocks are computed again in backward, where a cache cannot be had at all.
+        recomputes: whether blocks are recomputed in backward, where a cache cannot be had at all.
     """
 
     def without_cache(module: nn.Module, arguments: Arguments) -> None:
@@ -40,8 +40,8 @@ def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
 
 
 def _cache_builders(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that can be told whether to build a cache, and the models in them, which may be called on
-    their own. A head may hand it on unnamed.
+    """The outermost modules that take `use_cache`, and the models in them, which may be called on
+    their own. A head may pass it on unnamed.
     """
     takes_it = "use_cache" in inspect.signature(module.forward).parameters
     if takes_it:

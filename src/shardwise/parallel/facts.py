@@ -1,4 +1,4 @@
-"""Reads structure facts off a live (real or meta) model: the only eyes that planning has.
+"""Reads structure facts off a live (real or meta) model: all that planning sees of it.
 
 Head counts are read from the attention modules themselves, so a model whose layers differ in heads is seen as it is.
 """
@@ -24,7 +24,7 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """The facts of `model`; reads shapes and attributes only, so meta models will do."""
+    """The facts of `model`; reads shapes and attributes only, so meta models suffice."""
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
@@ -103,7 +103,7 @@ def _heads(module: nn.Module) -> Heads | None:
     groups = _first_int(module, ("num_key_value_groups",))
     num_key_value_heads = _first_int(module, KEY_VALUE_HEAD_NAMES) or (num_heads // groups if groups else num_heads)
     if "qk_head_dim" in vars(module):
-        # Latent attention: query, key and value features differ, so sizes are told by the count alone.
+        # Latent attention: query, key and value features differ, so only the count says their sizes.
         return Heads(num_heads=num_heads, num_key_value_heads=num_heads)
     return Heads(num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
 
@@ -139,7 +139,7 @@ def _inputs(module: nn.Module) -> tuple[str, ...]:
 
 @functools.cache
 def names_read(module_class: Any) -> frozenset[str]:
-    """The attribute names that the methods of a module class mention, those of torch's base classes aside."""
+    """The attribute names that the methods of a module class mention, except those of torch's base classes."""
     names: set[str] = set()
     for base in module_class.__mro__:
         if base.__module__.startswith("torch."):

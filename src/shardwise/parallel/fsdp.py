@@ -50,7 +50,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     own_class = type(model)
     for module in (module for unit in units for module in unit):
         if not _REDUCES_UNUSED and _chooses_modules(module):
-            _reach_all_parameters(module)
+            _use_all_parameters(module)
         module.register_forward_hook(_own_output)
     model.register_forward_hook(_own_output)
     for unit in units:
@@ -80,21 +80,21 @@ def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Makes a unit hand out no view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
+    """Makes a unit return no view: what writes into one in place escapes the hook by which FSDP2 gathers the unit
     again in backward. FSDP2 warns of that at every view.
     """
 
     def own(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.requires_grad or not value._is_view():
             return value
-        # What a linear's output is a view of nobody else has, so that logits need not be copied.
+        # Nothing else refers to what a linear's output is a view of, so logits need not be copied.
         return torch.ops.aten._unsafe_view(value, value.shape) if isinstance(module, nn.Linear) else value.clone()
 
     return output if torch.compiler.is_compiling() else tree_map(own, output)  # a graph's outputs are its own
 
 
 def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
-    """Applies what FSDP2 is told after `fully_shard`."""
+    """Applies the settings that FSDP2 takes after `fully_shard`."""
     policy, plan = registry.policy, registry.plan
     layers = set(outermost_layers(plan.stacks))
     roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in zip(plan.units, units, strict=True)}
@@ -134,21 +134,21 @@ def _chooses_modules(block: nn.Module) -> bool:
     return False
 
 
-def _reach_all_parameters(unit: nn.Module) -> None:
+def _use_all_parameters(unit: nn.Module) -> None:
     """Makes every trained parameter of `unit` part of its output's graph: one that it did not use gets a gradient of
     zeros. FSDP2 before torch 2.13 reduces the gradients that are there, which differ between ranks.
     """
 
-    def reach(module: nn.Module, args: Any, output: Any) -> Any:
+    def use_all(module: nn.Module, args: Any, output: Any) -> Any:
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not parameters:
             return output
-        return map_first(output, lambda x: _Reach.apply(x, *parameters))
+        return map_first(output, lambda x: _UseAll.apply(x, *parameters))
 
-    unit.register_forward_hook(reach)
+    unit.register_forward_hook(use_all)
 
 
-class _Reach(torch.autograd.Function):
+class _UseAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]

@@ -1,4 +1,4 @@
-"""Head counts on attention modules: what a module says about its own heads must be what it computes with."""
+"""Head counts on attention modules: a module's counts must be those of the heads it computes with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.structure import Heads, parent_of
 from shardwise.sharding.placement import Split
 
-__all__ = ["LocalConfig", "apply_divided", "apply_expert_widths", "apply_local_heads"]
+__all__ = ["LocalConfig", "apply_expert_widths", "apply_local_attributes", "apply_local_heads"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -52,7 +52,7 @@ def apply_local_heads(modules: Mapping[str, nn.Module], heads: Mapping[str, tupl
             _set_in_config(module, own, counts[own][1])
 
 
-def apply_divided(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
+def apply_local_attributes(modules: Mapping[str, nn.Module], attributes: Mapping[str, int]) -> None:
     """Sets the attributes that a plan divides to this rank's values, on the module or on its view of the config."""
     for fqn, value in attributes.items():
         owner, _, name = fqn.rpartition(".")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.options import Precision
-from shardwise.runtime.linear import become
+from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
 
 __all__ = ["apply_precision"]
@@ -29,20 +29,20 @@ class Cast:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, with parameters and floating-point inputs cast."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
-        held = [(module, name, module._parameters[name]) for module, name in self._cast_parameters]
-        for module, name, parameter in held:
+        at_rest = [(module, name, module._parameters[name]) for module, name in self._cast_parameters]
+        for module, name, parameter in at_rest:
             module._parameters[name] = _cast(parameter, self._cast_to)
         try:
             return own(*_cast(args, self._cast_to), **_cast(kwargs, self._cast_to))
         finally:
-            for module, name, parameter in held:
+            for module, name, parameter in at_rest:
                 module._parameters[name] = parameter
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
     """Makes a split model compute in the dtype that `precision` says, in place. Communicates nothing.
 
-    Over the data axes FSDP2 does it (see `apply_data_parallelism`), told by the registry.
+    Over the data axes FSDP2 does it (see `apply_data_parallelism`), as the registry says.
     """
     registry.precision = precision
     if precision is None:
@@ -60,7 +60,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         owners = [(owner, name) for owner in module.modules() if id(owner) not in taken for name in _floats(owner)]
         taken |= {id(owner) for owner in module.modules()}
-        become(module, Cast, _cast_to=dtype, _cast_parameters=owners)
+        apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=owners)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

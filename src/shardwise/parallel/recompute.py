@@ -26,7 +26,7 @@ from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
 from shardwise.plan.structure import LayerStack, outermost_layers
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.linear import become
+from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
 
 __all__ = ["apply_recomputation"]
@@ -80,7 +80,7 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
     transformers itself runs again (`gradient_checkpointing_enable`, before or after) belongs to its own forward, too.
 
     Raises:
-        ConfigError: a pattern names no module, one module lies within another, or the model has no attention to name.
+        ConfigError: a pattern names no module, one module is inside another, or the model has no attention to name.
 
     Communicates: nothing; a recomputed forward repeats what it communicates.
     """
@@ -95,7 +95,7 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
         return
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
     for module in _chosen(model, registry.plan.stacks, recompute):
-        become(module, Recomputed, _checkpoint=_Resuming(run, context))
+        apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, context))
 
 
 def _enable_resuming(
@@ -128,7 +128,7 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     for name in chosen:
         outer = next((each for each in chosen if name.startswith(f"{each}.")), None)
         if outer is not None:
-            raise ConfigError(f"{name} lies within {outer}, and both are to be recomputed", fix="name only one of them")
+            raise ConfigError(f"{name} is inside {outer}, and both are to be recomputed", fix="name only one of them")
     return [model.get_submodule(name) for name in chosen]
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: where the hidden states are split along the sequence and joined again.
+"""Sequence parallelism: where the hidden states are split along the sequence and gathered again.
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198).
 """
@@ -50,7 +50,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         if embedding is not None:
             _defer_sum(model.get_submodule(embedding), owner, layers, context)
     inputs: dict[str, list[str]] = {}
-    regions = {region.fqn for region in registry.plan.regions}  # these see to their own inputs
+    regions = {region.fqn for region in registry.plan.regions}  # these split their own inputs
     for fqn in plan.inputs:
         if parent_of(fqn) not in regions:
             inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
@@ -60,13 +60,13 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
 
 
 def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, context: SplitContext) -> None:
-    """Lets the embedding, where `owner` calls it on the way to its layers, leave the sum over ranks to their entry."""
+    """Lets the embedding, where `owner` calls it on the way to its layers, defer the sum over ranks to their entry."""
     embedding._may_defer = True  # type: ignore[assignment]
 
     def defer(module: nn.Module, args: Any) -> None:
-        # A layer that is run again in backward must not ask whether its input was summed already.
-        runs_again = getattr(layers[0], "gradient_checkpointing", False)
-        context.state.defer_embedding = not (runs_again or context.state.hands_out_hidden)
+        # A layer that is recomputed in backward must not ask whether its input was summed already.
+        recomputes = getattr(layers[0], "gradient_checkpointing", False)
+        context.state.defer_embedding = not (recomputes or context.state.hands_out_hidden)
 
     owner.register_forward_pre_hook(defer)
 
@@ -75,7 +75,7 @@ def is_direct(model: nn.Module, plan: SplitPlan, embedding: str | None) -> bool:
     """Whether the rows looked up in a split embedding, perhaps scaled, are all that enters the layers.
 
     Then their sum over ranks can wait until the stack splits it along the sequence: a reduce-scatter instead of an
-    all-reduce and a slice. Found by running what comes before the first layer on made-up rows.
+    all-reduce and a slice. Found by running what comes before the first layer on synthetic rows.
     """
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
     if len(stacks) != 1 or embedding is None or plan.modules.get(embedding) != "embedding_rowwise":

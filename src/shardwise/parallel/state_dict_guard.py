@@ -1,4 +1,4 @@
-"""Guards the model's own doors, so that a rank's part is never passed off as the whole."""
+"""Guards a model's state dict, hooks and pickling, so that a rank's part is never taken for the full tensor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(
 
 
 def guard_state_dict(model: nn.Module, registry: Registry) -> None:
-    """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` cut full tensors to size.
+    """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` split full tensors.
 
     What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns a split
     parameter refuses, so `model.model.state_dict()` does too. Pickling is refused in any case: hooks are no data.
@@ -43,14 +43,14 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     def refuse(*_: Any) -> NoReturn:
         raise UnsupportedError(
             f"state_dict() of a {name} that is split over tp={tp_size}",
-            why="this rank holds parts of its parameters, which would pass for whole ones",
+            why="this rank holds parts of its parameters, which would be taken for full ones",
             fix=_EXPORT,
         )
 
     fqns = [fqn for fqn in (*registry.entries, *registry.tied) if registry.entry(fqn).split is not None]
     for owner in sorted({fqn.rpartition(".")[0] for fqn in fqns}):
         model.get_submodule(owner).register_state_dict_pre_hook(refuse)
-    model.register_load_state_dict_pre_hook(_cut)
+    model.register_load_state_dict_pre_hook(_split)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
@@ -107,12 +107,12 @@ def _guarded(method: str, name: str, part: str, context: SplitContext) -> Callab
 
 
 def _register_on_full_rows(module: nn.Module, hook: Any, **options: Any) -> Any:
-    """Registers a hook on an embedding that might have left the sum of its rows to the layers: it no longer does."""
+    """Registers a hook on an embedding whose sum of rows might be deferred to the layers: it no longer is."""
     setattr(module, "_may_defer", False)  # noqa: B010
     return nn.Module.register_forward_hook(module, hook, **options)
 
 
-def _cut(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replaces full tensors in a state dict that is about to be loaded by this rank's parts."""
     for name, entry in named_entries(module).items():
         value = state.get(f"{prefix}{name}")

@@ -1,4 +1,4 @@
-"""Tensor parallelism: cuts parameters to this rank's part and makes the modules compute with it."""
+"""Tensor parallelism: reduces parameters to this rank's part and makes the modules compute with it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
-from shardwise.parallel.heads import apply_divided, apply_expert_widths, apply_local_heads
+from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes, apply_local_heads
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of, upwards
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.head import install_head, install_loss, install_side_outputs
-from shardwise.runtime.linear import RowSplit, become
+from shardwise.runtime.linear import RowSplit, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
 from shardwise.runtime.outputs import install_outputs
 from shardwise.runtime.region_edges import (
     RegionExit,
-    install_draws_end,
     install_gathered,
     install_reduced,
     install_region,
+    install_rng_restore,
 )
 from shardwise.runtime.registry import ParameterEntry, Registry
 from shardwise.sharding.placement import Split
 
-__all__ = ["apply_tensor_parallelism", "cut_parameters"]
+__all__ = ["apply_tensor_parallelism", "split_parameters"]
 
 _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
 
-def cut_parameters(model: nn.Module, registry: Registry) -> None:
+def split_parameters(model: nn.Module, registry: Registry) -> None:
     """Replaces every split parameter's values by this rank's part (of a meta parameter, its shape), in place.
 
     Parameters keep their identity, so tied ones stay tied, and own their storage.
@@ -56,7 +56,7 @@ def cut_parameters(model: nn.Module, registry: Registry) -> None:
 
 
 def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
-    """Changes the forward of the modules the plan names. Parameters are cut already. Communicates nothing."""
+    """Changes the forward of the modules the plan names. Parameters are split already. Communicates nothing."""
     plan, context = registry.plan, registry.context
     modules = dict(model.named_modules())
     for module in modules.values():
@@ -80,9 +80,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
             install_gathered(modules[region.fqn], _sizes(split), context)
     left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
     for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
-        install_draws_end(modules[name], context)
+        install_rng_restore(modules[name], context)
     apply_local_heads(modules, plan.heads)
-    apply_divided(modules, plan.attributes)
+    apply_local_attributes(modules, plan.attributes)
     apply_expert_widths(modules, plan.parameters)
     _install_local(modules, plan, context)
     if plan.head is not None:
@@ -94,25 +94,25 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
 
 
 def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:
-    """Lets every transformers model in the model hand out full tensors, those of its own stacks of layers."""
+    """Lets every transformers model in the model return full tensors, those of its own stacks of layers."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
     around = {stack.fqn: next((name for name in upwards(stack.fqn) if name in owners), "") for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
-        said = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
+        counts = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
         install_outputs(
             module,
             context,
             stacks=[fqn for fqn, owner in around.items() if owner == name],
-            num_heads=split_heads | {count for count in said if isinstance(count, int)},
+            num_heads=split_heads | {count for count in counts if isinstance(count, int)},
             ends_alike=len({stack.partial_after for stack in stacks}) < 2,
         )
 
 
 def _leave(plan: SplitPlan, module: str) -> RegionExit:
     """How a region is left at `module`."""
-    return RegionExit(waits=module in plan.fused_reductions, takes=module in plan.fused_reductions.values())
+    return RegionExit(defers=module in plan.fused_reductions, absorbs=module in plan.fused_reductions.values())
 
 
 def _names_of(inputs: Iterable[str], module: str) -> set[str]:
@@ -147,13 +147,13 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
-        become(module, SplitNorm, _split=context, _num_features=sum(_sizes(split)), _formula=plan.norms[name])
+        apply_mixin(module, SplitNorm, _split=context, _num_features=sum(_sizes(split)), _formula=plan.norms[name])
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
-        become(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
+        apply_mixin(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
-        become(
+        apply_mixin(
             module,
             RowSplit,
             _split=context,
@@ -170,18 +170,18 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
         raise UnsupportedError(
             "an embedding with max_norm cannot be split over its vocabulary",
             why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
-            fix='keep it whole with the style "replicate"',
+            fix='replicate it with the style "replicate"',
         )
     start = sum(_sizes(split)[: context.coord])
     rows = split.local_size_of(context.coord)
     padding = getattr(module, "padding_idx", None)
     if padding is not None:
         setattr(module, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
-    become(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
+    apply_mixin(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
 
 
 def _fit_sizes(module: nn.Module) -> None:
-    """Lets a linear, embedding or depthwise convolution say the sizes that it has now."""
+    """Updates the size attributes of a linear, embedding or depthwise convolution."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
         module.groups = module.in_channels = module.out_channels = weight.shape[0]

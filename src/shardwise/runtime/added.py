@@ -36,7 +36,7 @@ def adopt_parameters(model: nn.Module) -> None:
     """Gives every trained parameter without an entry one: every rank holds all of it, as every rank computes with it.
 
     Raises:
-        UnsupportedError: one lies where a rank computes with its own heads or features: nothing says what it is.
+        UnsupportedError: one is in a module that computes with a rank's own heads or features: nothing says what it is.
     """
     registry, given, refused = registry_of(model), {"": "full"}, []
     mesh = registry.mesh

@@ -1,4 +1,4 @@
-"""Between local and canonical tensors: what leaves a split model is canonical, what enters it is cut to size."""
+"""Between local and canonical tensors: what leaves a split model is canonical, what enters it is split."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: b
         if isinstance(step.placement, Replicate) or group is None or value is None:
             continue
         shape = Layout(layout.shape, layout.steps[:number]).local_shape(mesh.coords)
-        value = _joined(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
+        value = _gathered(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
     if value is None or (rank0_only and mesh.rank != 0):
         return None
     return value.detach().to("cpu", copy=True) if value.data_ptr() == local_part(local).data_ptr() else value.cpu()
 
 
-def _joined(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:
+def _gathered(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:
     """The tensor before the one step of `layout` was taken; None on all ranks but the first where `rank0_only`."""
     (step,) = layout.steps
     shapes = [layout.local_shape({step.axis: coord}) for coord in range(step.size)]
@@ -61,23 +61,23 @@ def _joined(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) ->
     parts = gather_list(flat, group) if rank0_only else all_gather_list(flat, group)
     if parts is None:
         return None
-    whole = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+    full = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
     for coord, shape in enumerate(shapes):
         part = parts[coord][: torch.Size(shape).numel()].view(shape)
         for piece in layout.owned({step.axis: coord}):
-            whole[_slices(piece.full)] = part[_slices(piece.local)]
-    return whole
+            full[_slices(piece.full)] = part[_slices(piece.local)]
+    return full
 
 
-def local_tensor(whole: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
+def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
     """This rank's part of a full tensor, as a tensor that owns its storage."""
     pieces = layout.pieces(coords)
     shape = layout.local_shape(coords)
     if len(pieces) == 1 and tuple(stop - start for start, stop in pieces[0].full) == shape:
-        return whole[_slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
-    local = whole.new_empty(shape)
+        return full[_slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
+    local = full.new_empty(shape)
     for piece in pieces:
-        local[_slices(piece.local)] = whole[_slices(piece.full)]
+        local[_slices(piece.local)] = full[_slices(piece.full)]
     return local
 
 

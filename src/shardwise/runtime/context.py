@@ -19,10 +19,10 @@ from shardwise.errors import LayoutError
 
 __all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing"]
 
-LEVELS = ("layer", "whole", "region")
+LEVELS = ("layer", "full_sequence", "region")
 """Of random streams, from the outside in."""
 
-_ALIKE = 0x9E3779B97F4A7C15  # sets streams apart whose seeds come from the same number
+_REPLICATED = 0x9E3779B97F4A7C15  # separates streams whose seeds come from the same number
 
 
 @dataclass
@@ -31,22 +31,24 @@ class Entered:
 
     # [Note: entered once]
     Regions that are given the very same tensor (the query, key and value of an attention that are regions of their own,
-    an attention and an MLP side by side, the encoder's states in every layer of a decoder) share one entry: its
+    an attention and an MLP in parallel, the encoder's states in every layer of a decoder) share one entry: its
     gradients meet after it, and one collective sums them. Sharing is by identity, which is the same on every rank.
     """
 
     _slots: dict[Hashable, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = field(default_factory=dict)
 
-    def once(self, slot: Hashable, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def get_or_enter(
+        self, slot: Hashable, x: torch.Tensor, enter: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         """`enter(x)`, or what it gave for `x` before if nothing else has been in the slot since.
 
         Only where there is a graph: nothing is summed without one, and what was made without one must not enter one.
         """
         if not (torch.is_grad_enabled() and x.requires_grad):
             return enter(x)
-        held = self._slots.get(slot)
-        if held is not None and held[0]() is x and held[1] == x._version:
-            return held[2]
+        known = self._slots.get(slot)
+        if known is not None and known[0]() is x and known[1] == x._version:
+            return known[2]
         given = enter(x)
         self._slots[slot] = weakref.ref(x), x._version, given
         return given
@@ -76,27 +78,27 @@ class Sum(NamedTuple):
 
 @dataclass
 class ForwardState:
-    """What one forward carries, from the model's entry to its end, and again where a part of it is computed again.
+    """What one forward carries, from the model's entry to its end, and again where a part of it is recomputed.
 
     Attributes:
         sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
             layers, and in no module there that is given all of it. Every region says so itself when it is entered,
-            because a layer that is run again in backward is not entered through its hooks.
-        sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is cut
-            off inside every region.
+            because a layer that is recomputed in backward is not entered through its hooks.
+        sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is
+            removed inside every region.
         lengths: FQN of every stack to the length of its sequence, set where it is entered.
         open_stack: name of the stack of layers whose first one has split the sequence and whose last one has not yet
-            joined it.
+            gathered it.
         stack_rows: batch size of what entered the stack of layers under way.
         rows: batch size of what entered the region under way, 0 where that was flattened to tokens.
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
-        defer_embedding: whether the vocabulary embedding, if it is called now, hands on its partial sums for the entry
+        defer_embedding: whether the vocabulary embedding, if it is called now, returns its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
         hands_out_hidden: whether the caller is given the hidden states of all layers.
         holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
-        waiting: the partial sum of a region that is left to a later one of the same layer.
+        pending_sum: the partial sum of a region that is left to a later one of the same layer.
         loss_mode: the mode that a head has entered.
         random: generators whose stream was changed, by level, with their state before.
     """
@@ -113,7 +115,7 @@ class ForwardState:
     hands_out_hidden: bool = False
     entered: Entered = field(default_factory=Entered)
     sums: list[Sum] | None = None
-    waiting: torch.Tensor | None = None
+    pending_sum: torch.Tensor | None = None
     loss_mode: TorchFunctionMode | None = None
     random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
 
@@ -146,14 +148,14 @@ class ForwardState:
         self.leave_loss_mode()
 
     def end_layers(self) -> None:
-        """Ends what stacks of layers, and what is in front of them, have under way."""
+        """Ends what stacks of layers, and what runs before them, have under way."""
         self.defer_embedding = self.holds_partial_rows = False
         self.entered.clear()
-        self.sums = self.waiting = self.open_stack = None
+        self.sums = self.pending_sum = self.open_stack = None
         self.restore_rng("layer")
 
     def restore_rng(self, level: str) -> None:
-        """Back to the stream before `begin_draws(level)`, and what was begun inside, if that has not happened yet."""
+        """Back to the stream before `fork_rng(level)`, and what was begun inside, if that has not happened yet."""
         for inner in LEVELS[LEVELS.index(level) :][::-1]:
             if inner in self.random:
                 generator, state = self.random.pop(inner)
@@ -170,21 +172,21 @@ class SplitContext:
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
         device: what modules run on, and draw random numbers from.
-        partial_behind: whether the end of the layer stack sums the gradient of the split head's input.
+        partial_after: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
         state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
-            lie within each other, and backward may compute parts of an earlier one again after a later one has run.
+            be nested, and backward may recompute parts of an earlier one after a later one has run.
         batch_compared: whether forwards are given parts of a batch that tp ranks have compared.
         model_name: the model's class, for messages.
-        joined_for: functions for which a forward has had to join split logits.
-        last_look: name of the split logits that somebody looked at last.
+        gathered_for: functions for which a forward has had to gather split logits.
+        last_look: name of the split logits that were gathered last.
 
     # [Note: random numbers]
-    All tp ranks start from equal random states, and what they compute alike must be dropped alike: there they draw from
-    this *shared* stream. Where each works on its own part of the sequence (a layer) or its own heads and features (a
-    region), it draws from a stream of its *own*, whose seed is a number drawn from the stream before. So every rank
-    advances the shared stream alike, and seeding or restoring it, as a caller or a layer that is run again in backward
-    does, settles the own streams too.
+    All tp ranks start from equal random states, and replicated computations must drop the same: there they draw from
+    this *replicated* stream. Where each works on its own part of the sequence (a layer) or its own heads and features
+    (a region), it draws from a *rank-local* stream, whose seed is a number drawn from the stream before. So every rank
+    advances the replicated stream by the same number, and seeding or restoring it, as a caller or a layer that is
+    recomputed in backward does, determines the rank-local streams too.
     """
 
     group: Group | None = None
@@ -197,12 +199,12 @@ class SplitContext:
     state: ForwardState = field(default_factory=ForwardState)
     batch_compared: bool = False
     model_name: str = "the model"
-    joined_for: set[str] = field(default_factory=set)
+    gathered_for: set[str] = field(default_factory=set)
     last_look: str | None = None
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
-        """Lengths of the ranks' parts of `length` elements, as `torch.chunk` cuts them."""
+        """Lengths of the ranks' parts of `length` elements, as `torch.chunk` splits them."""
         run = -(-length // self.size)
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
 
@@ -225,7 +227,7 @@ class SplitContext:
         self.state = ForwardState()
 
     def end_forward(self, module: nn.Module) -> None:
-        """It has ended, perhaps by an error. The outermost one's state stays for what backward computes again."""
+        """It has ended, perhaps by an error. The outermost one's state stays for what backward recomputes."""
         if self._around and self._around[-1][0] is module:
             self.state.end()
             _, around = self._around.pop()
@@ -234,34 +236,34 @@ class SplitContext:
 
     @contextmanager
     def resumed(self, state: ForwardState) -> Iterator[None]:
-        """Inside, the forward under way is that of `state`, of which a part is computed again."""
+        """Inside, the forward under way is that of `state`, of which a part is recomputed."""
         current, self.state = self.state, state
         try:
             yield
         finally:
             self.state = current
 
-    def fork_rng(self, level: str, module: nn.Module, *, alike: str = "") -> None:
-        """From here to `end_draws(level)` random numbers come from another stream (see [Note: random numbers]).
+    def fork_rng(self, level: str, module: nn.Module, *, replicated: str = "") -> None:
+        """From here to `restore_rng(level)` random numbers come from another stream (see [Note: random numbers]).
 
         Args:
             level: one of `LEVELS`.
-            module: what draws them; nothing happens unless it trains and something in the model drops.
-            alike: inside a layer whose stream is this rank's own, from one that is the same on all tp ranks: its name,
-                the module's, because what several modules of the layer drop must not repeat.
+            module: what draws them; nothing happens unless it trains and the model has dropout.
+            replicated: inside a layer whose stream is rank-local, the name of a replicated stream: the module's,
+                because what several modules of the layer drop must not repeat.
         """
         if not (self.has_dropout and module.training) or level in self.state.random:
             return  # several modules may enter one region, one after another
         generator = _generator(self.device)
-        if alike:
-            seed = generator.initial_seed() - self.coord + _ALIKE + zlib.crc32(alike.encode())
+        if replicated:
+            seed = generator.initial_seed() - self.coord + _REPLICATED + zlib.crc32(replicated.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
         self.state.random[level] = generator, generator.get_state()
         generator.manual_seed(seed % 2**63)
 
     def restore_rng(self, level: str) -> None:
-        """Back to the stream before `begin_draws(level)`, if that has not happened yet."""
+        """Back to the stream before `fork_rng(level)`, if that has not happened yet."""
         self.state.restore_rng(level)
 
 
@@ -269,7 +271,7 @@ def ends_missing(stack: str, what: str) -> LayoutError:
     """The error for a stack of layers of which an end does not run."""
     return LayoutError(
         f"{stack} does not run from its first layer to its last with sequence parallelism: {what}",
-        why="the first layer splits the sequence over tp, and the last one joins it again",
+        why="the first layer splits the sequence over tp, and the last one gathers it",
         fix="run all layers (layerdrop 0, none skipped or left out at the end), or use sequence_parallel=False",
     )
 

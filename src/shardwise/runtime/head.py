@@ -19,7 +19,7 @@ from shardwise.runtime.same_batch import check_same_batch
 
 __all__ = ["install_head", "install_loss", "install_side_outputs"]
 
-# Values computed whole inside a region that leave it another way than through its edge.
+# Values replicated inside a region that leave it another way than through its edge.
 _SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
 
 
@@ -27,7 +27,7 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     """Makes `head` compute this rank's part of the logits.
 
     Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary;
-    else they are joined, so that `generate()` and a loss of the user's own see full logits.
+    else they are gathered, so that `generate()` and a loss of the user's own see full logits.
 
     Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
     layer stack does that); without a loss inside one all-gather of the logits forward.
@@ -73,24 +73,24 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             check_same_batch(arguments, context)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        left = context.state.waiting is not None
+        left = context.state.pending_sum is not None
         context.state.end()
         if left and output is not None:
             raise LayoutError(
-                "a partial sum was left to a block that did not run",
-                why="the plan sums what blocks side by side compute together, but the forward ran only one of them",
+                "a partial sum was deferred to a block that did not run",
+                why="the plan reduces what parallel blocks compute together, but the forward ran only one of them",
                 fix="give the first of them the style without _into",
             )
-        return map_fields(output, lambda name, value: _handed_out(value))
+        return map_fields(output, lambda name, value: _returned(value))
 
     edit_arguments(model, enter)
     model.register_forward_hook(leave, always_call=True)
 
 
 def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
-    """Lets what leaves a region through the side door carry its share of the gradient.
+    """Gives what leaves a region other than through its edge its share of the gradient.
 
-    Router logits are computed whole on every rank but inside a region, where gradients are partial; an auxiliary loss
+    Router logits are replicated but computed inside a region, where gradients are partial; an auxiliary loss
     outside gives every rank their full gradient, so each keeps 1 / tp of it.
     """
 
@@ -105,6 +105,6 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
     base.register_forward_hook(leave)
 
 
-def _handed_out(value: Any) -> Any:
+def _returned(value: Any) -> Any:
     """What leaves the model: split logits as they are, everything else full (a loss that is no cross-entropy)."""
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

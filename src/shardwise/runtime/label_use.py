@@ -1,4 +1,4 @@
-"""How a causal language model uses its labels: where its loss looks for them, and whether they are in sight."""
+"""How a causal language model uses its labels: where its loss looks for them, and whether the logits depend on them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from shardwise.comm.collectives import copy_to_region, reduce_from_region, split
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, note_sum
 
-__all__ = ["RowSplit", "become"]
+__all__ = ["RowSplit", "apply_mixin"]
 
 
 class RowSplit:
@@ -23,7 +23,7 @@ class RowSplit:
 
     Communicates: over tp, one all-reduce forward (a reduce-scatter along the sequence under sequence parallelism) and
     nothing backward (an all-gather); nothing at all where the sum is left to another module, nor inside a region that
-    reduces at its output. Where the region goes on with the sum, one all-reduce in each direction.
+    reduces at its output. Where the region continues with the sum, one all-reduce in each direction.
     """
 
     _split: SplitContext
@@ -50,7 +50,7 @@ class RowSplit:
         context.state.enter_stack(self._stack)
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None), context, drops=drops)
-        context.restore_rng("region")  # what the module drops after this is whole again
+        context.restore_rng("region")  # what the module drops after this is full again
         return note_sum(out if bias is None else out + bias, context)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,7 +67,7 @@ class RowSplit:
             parameters["bias"] = kept
 
 
-def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
+def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Makes `module` an instance of `mixin` on top of its own class, in place; its name and parameters stay."""
     own_class: Any = type(module)
     module.__class__ = _combined(mixin, own_class)

@@ -1,4 +1,5 @@
-"""Gradients that know of which full one they are a part, so that torch's own norms and checks are those of all ranks.
+"""Local gradients that know which full gradient they are a part of, so that torch's own norms and checks are those of
+all ranks.
 
 # [Note: gradients that know]
 A rank's part of a gradient is an ordinary tensor to everything that works element by element: optimizers, clipping by
@@ -6,7 +7,7 @@ value, averages. A norm is not: torch's `clip_grad_norm_` would clip by another 
 would step on some of them only. So where ranks hold parts, `p.grad` is of a class that answers these two questions for
 the full gradients. A norm stays this rank's share until it is stacked with the others, as every total norm is; then one
 all-reduce completes all of them. A check for infinite values is that of all ranks. A norm that is looked at by itself
-is refused: a rank that logs it alone would wait for the others for ever. Everything else gives plain tensors.
+is refused: a rank that logs it alone would wait for the others forever. Everything else gives plain tensors.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from shardwise.errors import UnsupportedError
 from shardwise.runtime.canonical import owned_parts
 from shardwise.runtime.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
 
-__all__ = ["complete_norms", "know_full", "share_of_norm"]
+__all__ = ["as_local_gradient", "complete_norms", "share_of_norm"]
 
 
-def know_full(gradient: Tensor, entry: ParameterEntry) -> Tensor:
+def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
     """`gradient`, of a class that knows of which full one it is a part (see [Note: gradients that know])."""
     if type(gradient) is Tensor:
         gradient = gradient.as_subclass(_LocalTensor)
@@ -50,7 +51,7 @@ def share_of_norm(gradients: Iterable[tuple[Tensor, ParameterEntry | None]], ord
 
 
 def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """What the shares of all ranks come to, for every entry of `shares`.
+    """The norms that the shares of all ranks add up to, for every entry of `shares`.
 
     Communicates: over all ranks, one all-reduce of as many values.
     """
@@ -130,7 +131,7 @@ def _build_share(value: Tensor, registry: Registry, order: float) -> _NormShare:
 
 
 def _stack(shares: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
-    """The norms themselves, stacked; those of tensors beside the model's are left as they are."""
+    """The norms themselves, stacked; those of other tensors than the model's are left as they are."""
     known = [isinstance(each, _NormShare) for each in shares]
     first = next(each for each in shares if isinstance(each, _NormShare))
     with torch._C.DisableTorchFunctionSubclass():
@@ -168,7 +169,7 @@ def _same(func: Any, gradient: Tensor) -> Tensor:
     assert entry is not None
     with torch._C.DisableTorchFunctionSubclass():
         found = func(gradient)
-    return know_full(found, entry)
+    return as_local_gradient(found, entry)
 
 
 _ANSWERS: dict[Any, Any] = {

@@ -1,10 +1,9 @@
-"""What a module in a region is given of things that stay full: its part of an input, a size to divide by, its share of
-a bias.
+"""What a module in a region is given of full tensors: its part of an input, a local shape, its share of a bias.
 
-# [Note: an input that tells a rank's size]
+# [Note: inputs with a local shape]
 Some attentions reshape what their heads computed by the size of what they were given
 (`embed_dim = hidden_states.size(2)`), which no attribute says that could be divided. On a rank, what the heads computed
-is a part; so the input is made to say the part's size. It computes with all of its features all the same.
+is a part; so the input is made to report the part's size, and still computes with all of its features.
 """
 
 from __future__ import annotations
@@ -53,49 +52,49 @@ def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Ten
 
 
 def install_local_shapes(module: nn.Module, argument: str, context: SplitContext) -> None:
-    """Lets the input called `argument` tell `module` 1 / tp of the size of its last dim."""
-    change_arguments(module, [argument], lambda x: _tell(x, x.shape[-1] // context.size))
+    """Makes the input called `argument` report 1 / tp of the size of its last dim to `module`."""
+    change_arguments(module, [argument], lambda x: _with_local_size(x, x.shape[-1] // context.size))
 
 
 class _LocalShapeTensor(Tensor):
-    """A tensor that tells a part of its last dim; whatever is computed from it, views of the same features aside, is a
-    plain tensor.
+    """A tensor that reports a part of its last dim; whatever is computed from it, except views of the same features,
+    is a plain tensor.
     """
 
-    _told_size: int
+    _local_size: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
-            told, name = args[0] if args else None, getattr(func, "__name__", "")
-            if not isinstance(told, _LocalShapeTensor):
+            x_local, name = args[0] if args else None, getattr(func, "__name__", "")
+            if not isinstance(x_local, _LocalShapeTensor):
                 return out
             if name == "size" or func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-                return _with_last(out, told, args[1:], kwargs or {})
-            if name in _KEEPING and out.shape[-1] == told.shape[-1]:
-                return _tell(out, told._told_size)
+                return _with_last(out, x_local, args[1:], kwargs or {})
+            if name in _KEEPING and out.shape[-1] == x_local.shape[-1]:
+                return _with_local_size(out, x_local._local_size)
             return out
 
 
-def _with_last(sizes: Any, told: _LocalShapeTensor, args: Any, kwargs: Any) -> Any:
-    """What was asked of a tensor's sizes, with the size it tells for its last dim."""
+def _with_last(sizes: Any, x_local: _LocalShapeTensor, args: Any, kwargs: Any) -> Any:
+    """What was asked of a tensor's sizes, with the local size for its last dim."""
     dim = args[0] if args else kwargs.get("dim")
     if dim is None:
-        return torch.Size((*sizes[:-1], told._told_size))
-    return told._told_size if dim % told.dim() == told.dim() - 1 else sizes
+        return torch.Size((*sizes[:-1], x_local._local_size))
+    return x_local._local_size if dim % x_local.dim() == x_local.dim() - 1 else sizes
 
 
-class _ToldFake(_LocalShapeTensor, FakeTensor):
+class _FakeLocalShapeTensor(_LocalShapeTensor, FakeTensor):
     """The same of a tensor without values, which must stay one."""
 
 
-def _tell(x: Tensor, size: int) -> Tensor:
-    told: Any = x.view_as(x) if isinstance(x, FakeTensor) else x.as_subclass(_LocalShapeTensor)
+def _with_local_size(x: Tensor, size: int) -> Tensor:
+    x_local: Any = x.view_as(x) if isinstance(x, FakeTensor) else x.as_subclass(_LocalShapeTensor)
     if isinstance(x, FakeTensor):
-        told.__class__ = _ToldFake
-    told._told_size = size
-    return told
+        x_local.__class__ = _FakeLocalShapeTensor
+    x_local._local_size = size
+    return x_local
 
 
 def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:

@@ -2,11 +2,11 @@
 
 # [Note: logits that somebody looks at]
 A training step needs no rank to hold all logits, so they stay in parts. Whoever computes with them (an accuracy, an
-auxiliary loss) gets full ones: the first operation on them joins the parts, once for each forward, with a gradient.
+auxiliary loss) gets full ones: the first operation on them gathers the parts, once for each forward, with a gradient.
 What only asks about them (`shape`, `dtype`, `detach()`, `print`) and what `DTensor` is there for (`to_local()`,
-`placements`) joins nothing.
+`placements`) gathers nothing.
 
-Joining is a collective that a user's code starts. Forwards are the same on all tp ranks, and code that runs on every
+Gathering is a collective that a user's code starts. Forwards are the same on all tp ranks, and code that runs on every
 rank looks at the same logits; but one rank may look alone (`if rank == 0:`), and the others would be in another
 collective meanwhile. So the ranks meet first, by a word in the store through which they found each other: a rank that
 waits alone raises, before it has communicated anything.
@@ -53,7 +53,7 @@ class _Look:
 
     Attributes:
         name: the same for the same logits on every tp rank.
-        full: the joined logits, once somebody has looked.
+        full: the gathered logits, once somebody has looked.
         detached: the same of the detached logits.
     """
 
@@ -87,7 +87,7 @@ class SplitLogits(DTensor):
         return func(*tree_map(full, args), **tree_map(full, kwargs))
 
     @property
-    def is_joined(self) -> bool:
+    def is_gathered(self) -> bool:
         """Whether somebody has looked: what counts from then on are the full logits, which may have been written to."""
         return self._look.full is not None
 
@@ -99,11 +99,11 @@ class SplitLogits(DTensor):
         """
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
-        if not self.is_joined:
+        if not self.is_gathered:
             _meet(self._look)
-        return self.join()
+        return self.gather_parts()
 
-    def join(self) -> Tensor:
+    def gather_parts(self) -> Tensor:
         """As `full_tensor`, where it is known that every tp rank does the same."""
         look = self._look
         if look.full is None:
@@ -138,7 +138,7 @@ def _tagged(value: Any, look: _Look) -> SplitLogits:
 
 
 def _meet(look: _Look) -> None:
-    """Raises unless all tp ranks are about to join these logits."""
+    """Raises unless all tp ranks are about to gather these logits."""
     context = look.context
     assert isinstance(context.group, dist.ProcessGroup)
     missing = meet(context.group, look.name, after=context.last_look, seconds=_SECONDS_TO_MEET)

@@ -31,8 +31,8 @@ class SplitLossMode(TorchFunctionMode):
     """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts, and what is
     done to the logits on the way there is done to the parts.
 
-    What `DTensor` cannot do to parts is done to full logits: they are joined, which costs memory and an all-gather and
-    is right, and is said once.
+    What `DTensor` cannot do to parts is done to full logits: they are gathered, which costs memory and an all-gather,
+    and is logged once.
     """
 
     def __init__(self, context: SplitContext) -> None:
@@ -44,14 +44,14 @@ class SplitLossMode(TorchFunctionMode):
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not any(isinstance(value, DTensor) for value in tensors):
             return func(*args, **kwargs)
-        if not any(isinstance(value, SplitLogits) and value.is_joined for value in tensors):
+        if not any(isinstance(value, SplitLogits) and value.is_gathered for value in tensors):
             logits = args[0] if args else kwargs.get("input")
             if func is F.cross_entropy and logits.placements == (Shard(_class_dim(logits)),):
                 return _intercepted(self.context, *args, **kwargs)
             try:
                 return self._on_parts(func, args, kwargs)
             except (RuntimeError, NotImplementedError) as error:
-                self._say(func, error)
+                self._warn(func, error)
         return func(*tree_map(_full, args), **tree_map(_full, kwargs))
 
     def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -66,10 +66,10 @@ class SplitLossMode(TorchFunctionMode):
             out = func(*tree_map(split, args), **tree_map(split, kwargs))
         return tree_map(lambda value: as_logits(value, self.context), out)
 
-    def _say(self, func: Any, error: Exception) -> None:
+    def _warn(self, func: Any, error: Exception) -> None:
         name = getattr(func, "__name__", str(func))
-        if name not in self.context.joined_for:
-            self.context.joined_for.add(name)
+        if name not in self.context.gathered_for:
+            self.context.gathered_for.add(name)
             logger.warning(
                 "%s gathers the logits of every forward with labels, because %s cannot be computed on parts: %s",
                 self.context.model_name,
@@ -80,7 +80,7 @@ class SplitLossMode(TorchFunctionMode):
 
 def _full(value: Any) -> Any:
     if isinstance(value, SplitLogits):
-        return value.join()  # every rank's forward does the same
+        return value.gather_parts()  # every rank's forward does the same
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -136,7 +136,7 @@ def split_cross_entropy(
     Args:
         logits: `[rows, classes]`, per rank `[rows, classes of this rank]` in the order of `torch.chunk`; not modified.
         target: int `[rows]`, the same on every tp rank.
-        weight: `[classes]`, whole on every rank.
+        weight: `[classes]`, full on every rank.
 
     Returns:
         Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
@@ -177,7 +177,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             own.append((shifted if own_weight is None else shifted * own_weight).sum(-1))
         own.append(shifted.exp_().sum(-1))
         parts = _all_gathered(torch.stack(own), context)
-        # What a rank has is relative to its own largest logit; `below` is how far that lies below the largest of all.
+        # What a rank has is relative to its own largest logit; `below` is how far that is below the largest of all.
         largest = parts[:, 0].amax(0)
         below = parts[:, 0] - largest
         log_total = (parts[:, -1] * below.exp()).sum(0).log()
@@ -193,7 +193,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
             shares = torch.stack([part.sum() for part in each.split(sizes)])
             spread = (log_total * total_weight - (parts[:, 2] + below * shares.unsqueeze(-1)).sum(0)) * kept
             losses = losses * (1 - label_smoothing) + spread * (label_smoothing / num_classes)
-        # Of the vocabulary-sized tensors only the logits are kept; the softmax is taken again in backward.
+        # Of the vocabulary-sized tensors only the logits are kept; the softmax is recomputed in backward.
         ctx.save_for_backward(logits, largest + log_total, position, mine, kept, row_weight, own_weight)
         ctx.label_smoothing, ctx.num_classes, ctx.total_weight = label_smoothing, num_classes, total_weight
         ctx.mark_non_differentiable(row_weight)

@@ -114,7 +114,7 @@ def _not_a_norm(module: nn.Module) -> UnsupportedError:
     return UnsupportedError(
         f"{type(module).__name__} cannot be split over its features",
         why="it computes neither an RMS norm nor a layer norm over its last dim",
-        fix="keep it whole: gather its input with colwise_gather_output and split again with rowwise_split_input",
+        fix="replicate it: gather its input with colwise_gather_output and split again with rowwise_split_input",
     )
 
 

@@ -1,12 +1,12 @@
-"""What a model hands out on its way: hidden states and attention weights are full, and so are their gradients.
+"""What a model returns besides its output: hidden states and attention weights are full, and so are their gradients.
 
-# [Note: what leaves on the way]
+# [Note: intermediate outputs]
 Inside a split model a rank has a part of the sequence of a hidden state, and the attention weights of its own heads.
-Where the caller is given them, they are joined at the end of the module that collects them: a collective that the
+Where the caller is given them, they are gathered at the end of the module that collects them: a collective that the
 arguments of the forward ask for, which are the same on every tp rank.
 
-What lies between a stack of layers and a split head has gradients that are partial, because the head's are. A caller's
-loss gives every rank the full gradient of what it was handed from there, so that each keeps 1 / tp of it.
+What is computed between a stack of layers and a split head has gradients that are partial, because the head's are. A
+caller's loss gives every rank the full gradient of what it is given from there, so that each keeps 1 / tp of it.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def install_outputs(
     num_heads: Collection[int],
     ends_alike: bool = True,
 ) -> None:
-    """Makes `module` hand out full hidden states and attention weights.
+    """Makes `module` return full hidden states and attention weights.
 
     Args:
         stacks: the stacks inside it that are split along the sequence.
         num_heads: of its attentions, all ranks' heads together.
         ends_alike: whether gradients after all of the model's stacks are partial, or after none.
 
-    Communicates: over tp, for every part that it would have handed out one all-gather forward, nothing backward.
+    Communicates: over tp, for every part that it would have returned one all-gather forward, nothing backward.
     """
 
     def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -114,8 +114,8 @@ def _full_hidden(x: Tensor, lengths: Collection[int], context: SplitContext) -> 
             why=f"the sequences have lengths {sorted(lengths)}, and a rank has 1 / {context.size} of them",
             fix="leave out output_hidden_states, or sequence_parallel",
         )
-    joined = gather_full(x, context.group, dim=1, sizes=(here,) * context.size)
-    return cut(joined, 1, of_part.pop())  # of a single token the first rank has all, and the others padding
+    full = gather_full(x, context.group, dim=1, sizes=(here,) * context.size)
+    return cut(full, 1, of_part.pop())  # of a single token the first rank has all, and the others padding
 
 
 def _scaled(context: SplitContext, *, ends_alike: bool) -> Callable[[str, Any], Any]:
@@ -139,9 +139,9 @@ def _is_summed(x: Tensor) -> bool | None:
     end is hidden in a compiled or checkpointed block.
     """
     seen: set[Any] = set()
-    waiting = [x.grad_fn]
-    while waiting:
-        node = waiting.pop()
+    pending = [x.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is None or node in seen or type(node).__name__ in _TAKEN_APART:
             continue
         seen.add(node)
@@ -149,7 +149,7 @@ def _is_summed(x: Tensor) -> bool | None:
             return True
         if type(node).__name__ in _HIDING:
             return None
-        waiting += [each for each, _ in node.next_functions]
+        pending += [each for each, _ in node.next_functions]
     return False
 
 

@@ -38,10 +38,10 @@ from shardwise.runtime.sequence_edges import cut, own_part, pad, sequence_dim
 __all__ = [
     "RegionExit",
     "enter_region",
-    "install_draws_end",
     "install_gathered",
     "install_reduced",
     "install_region",
+    "install_rng_restore",
     "leave_region",
     "note_sum",
 ]
@@ -55,7 +55,7 @@ def enter_region(x: Tensor, context: SplitContext) -> Tensor:
     """
     if not context.state.sequence_parallel:
         return copy_to_region(x, context.group)
-    return _join_parts(x, sequence_dim(x), context)
+    return _gather_parts(x, sequence_dim(x), context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,12 @@ class RegionExit:
     """How a region is left.
 
     Attributes:
-        waits: whether its sum is left to a later region of the same layer.
-        takes: whether sums of earlier ones are left to it.
+        defers: whether its sum is left to a later region of the same layer.
+        absorbs: whether sums of earlier ones are left to it.
     """
 
-    waits: bool = False
-    takes: bool = False
+    defers: bool = False
+    absorbs: bool = False
 
     def __call__(self, x: Tensor, context: SplitContext, *, drops: bool) -> Tensor:
         """What leaves instead of the partial sums `x`: their sum, or zeros that the layer adds to the sum of all.
@@ -76,10 +76,10 @@ class RegionExit:
         Args:
             drops: whether something might be dropped after: then each has a sum of its own.
         """
-        if self.takes and context.state.waiting is not None:
-            x, context.state.waiting = x + context.state.waiting.view_as(x), None
-        if self.waits and not drops:
-            context.state.waiting = x
+        if self.absorbs and context.state.pending_sum is not None:
+            x, context.state.pending_sum = x + context.state.pending_sum.view_as(x), None
+        if self.defers and not drops:
+            context.state.pending_sum = x
             return x.new_zeros(_part_shape(x, context))
         return leave_region(x, context)
 
@@ -142,7 +142,7 @@ def install_region(
         stack: the stack of layers of whose sequence it is given a part.
         name: its own.
         leave: how it is left at its own output.
-        asides: names of inputs that do not enter the region: they are added after the sum.
+        residual_inputs: names of inputs that do not enter the region: they are added after the sum.
         parts: names of inputs that are parts of the sequence where the hidden states are.
     """
     leave = leave or RegionExit()
@@ -155,10 +155,10 @@ def install_region(
             context.fork_rng("region", module)
             return
         if context.has_dropout and module.training and (hidden := hidden_name(arguments)) is not None:
-            # Router jitter multiplies the hidden states in place, which a view out of autograd's sight does not allow.
+            # Router jitter multiplies the hidden states in place, which views that autograd does not track forbid.
             arguments[hidden] = arguments[hidden].clone()
-        if context.state.sequence_parallel:  # a mixture of experts: its router draws for all ranks alike
-            context.fork_rng("region", module, alike=name)
+        if context.state.sequence_parallel:  # a mixture of experts: its router draws the same on all ranks
+            context.fork_rng("region", module, replicated=name)
 
     def on_output(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if edge in ("output", "gather") or output is None:  # else where it is left, perhaps in a module after this one
@@ -186,29 +186,31 @@ def _enter_inputs(
         if context.state.sequence_parallel:
             _check_part(x, context, region)
             context.state.rows = x.shape[0] if sequence_dim(x) else 0
-        arguments[hidden] = _once("", x, enter_region, context)
+        arguments[hidden] = _enter_shared("", x, enter_region, context)
     for name, value in arguments.items():
         if name == hidden or not isinstance(value, Tensor):
             continue
         if name in residual_inputs:
             arguments[name] = note_sum(value.view_as(value), context)
         elif name in parts:
-            arguments[name] = _once(name, value, _enter_part, context)
+            arguments[name] = _enter_shared(name, value, _enter_part, context)
         elif value.is_floating_point():
-            arguments[name] = _once(name, value, _enter_full, context)
+            arguments[name] = _enter_shared(name, value, _enter_full, context)
 
 
-def _once(slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor], context: SplitContext) -> Tensor:
+def _enter_shared(
+    slot: str, x: Tensor, change: Callable[[Tensor, SplitContext], Tensor], context: SplitContext
+) -> Tensor:
     """`x` changed, shared with other regions that are given it (see [Note: entered once])."""
     if context.group is None or uses_functional(context.group):
         return change(x, context)  # a graph, or its recomputation, communicates the same whatever ran before
     # The same tensor may enter as a part of the sequence here and as it is there: those are different entries.
-    along = context.state.sequence_length if context.state.sequence_parallel else None
-    return context.state.entered.once((slot, change, along), x, lambda x: change(x, context))
+    length = context.state.sequence_length if context.state.sequence_parallel else None
+    return context.state.entered.get_or_enter((slot, change, length), x, lambda x: change(x, context))
 
 
-def install_draws_end(around: nn.Module, context: SplitContext) -> None:
-    """Lets a forward of a module around a region that raises, or that recomputation stops, give the stream back."""
+def install_rng_restore(around: nn.Module, context: SplitContext) -> None:
+    """Has a forward of a module around a region restore the random stream where it raises or recomputation stops it."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         if output is None:
@@ -233,25 +235,25 @@ def _enter_full(x: Tensor, context: SplitContext) -> Tensor:
 
 
 def _enter_part(x: Tensor, context: SplitContext) -> Tensor:
-    """Another input of a region that is along the sequence as the hidden states are, which have entered already."""
+    """Another input of a region that has the sequence dim of the hidden states, which have entered already."""
     if not context.state.sequence_parallel:
         return _enter_full(x, context) if x.is_floating_point() else x
-    return _join_parts(x, 1 if context.state.rows else 0, context)
+    return _gather_parts(x, 1 if context.state.rows else 0, context)
 
 
-def _join_parts(x: Tensor, dim: int, context: SplitContext) -> Tensor:
+def _gather_parts(x: Tensor, dim: int, context: SplitContext) -> Tensor:
     """All of the sequence of `x`, whose gradient inside the region is partial."""
     if x.is_floating_point():
-        joined = gather_to_region(x, context.group, dim=dim)
+        x_full = gather_to_region(x, context.group, dim=dim)
     else:
-        joined = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
-    return cut(joined, dim, context.state.sequence_length) if dim == 1 else joined
+        x_full = all_gather_padded(x, context.group, sizes=(x.shape[dim],) * context.size, dim=dim)
+    return cut(x_full, dim, context.state.sequence_length) if dim == 1 else x_full
 
 
 def install_gathered(module: nn.Module, sizes: tuple[int, ...], context: SplitContext) -> None:
-    """Makes a column-split linear hand on its full output: all-gather forward, own slice backward.
+    """Makes a column-split linear return its full output: all-gather forward, own slice backward.
 
-    Under sequence parallelism it was given the full sequence, and hands on this rank's part.
+    Under sequence parallelism it is given the full sequence, and returns this rank's part.
     """
 
     def leave(module: nn.Module, args: Any, output: Tensor) -> Tensor:

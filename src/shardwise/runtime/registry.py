@@ -64,7 +64,7 @@ class ParameterEntry:
         layout: canonical shape and what each axis does to it.
         gradient: "full", or "partial" where the ranks' gradients must be summed over tp.
         data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
-            `DTensor` over them, "reduced" where it lies whole on each of them and we sum its gradient.
+            `DTensor` over them, "reduced" where each of them holds all of it and we sum its gradient.
         registry: the model's registry.
     """
 
@@ -117,7 +117,7 @@ class ParameterEntry:
 
     @functools.cached_property
     def split(self) -> Split | None:
-        """How tp splits it, None where every tp rank holds it whole."""
+        """How tp splits it, None where it is replicated over tp."""
         for step in self.layout.steps:
             if step.axis == "tp" and isinstance(step.placement, Split):
                 return step.placement
@@ -125,7 +125,7 @@ class ParameterEntry:
 
     @functools.cached_property
     def chunk(self) -> Chunk | None:
-        """How fsdp cuts this tp rank's part, None where it lies whole on every fsdp rank."""
+        """How fsdp splits this tp rank's part, None where it is replicated over fsdp."""
         for step in self.layout.steps:
             if step.axis == "fsdp" and isinstance(step.placement, Chunk):
                 return step.placement
@@ -163,8 +163,8 @@ class Registry:
         tied: alias FQN to canonical FQN.
         policy: what was chosen about the data axes.
         precision: the dtypes that were chosen, None where everything keeps its own.
-        data_root: the module whose FSDP2 state rules all others; None where nothing is managed.
-        mapped: FQNs of parameters that still lie in private pages of the files they came from.
+        data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
+        mapped: FQNs of parameters that are still stored in private pages of the files they came from.
         model: the split model, once it is attached.
     """
 
@@ -190,11 +190,11 @@ class Registry:
 
     @functools.cached_property
     def needs_sums(self) -> bool:
-        """Whether any gradient waits for a sum of ours: known once the model is split."""
+        """Whether any gradient needs a sum of ours: known once the model is split."""
         return any(entry.needs_sum for entry in self.entries.values())
 
     def home(self, fqn: str) -> torch.device:
-        """Where a parameter or buffer lies at rest: the mesh's device, or host memory for what is offloaded."""
+        """Where a parameter or buffer is stored at rest: the mesh's device, or host memory for what is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"
         return torch.device("cpu") if offloaded else self.mesh.device
@@ -265,7 +265,7 @@ def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 def copy_out_of_mmap(model: nn.Module) -> None:
-    """Moves parameters that lie in mapped files into memory of their own, before something writes to all of them."""
+    """Copies parameters that are stored in mapped files into own memory, before something writes to all of them."""
     registry = registry_of(model)
     reshard(model)
     for _, parameter, entry in find_parameters(model):
@@ -275,7 +275,7 @@ def copy_out_of_mmap(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then what lies at rest."""
+    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -23,26 +23,26 @@ __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_sta
 
 
 def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, partial_after: bool) -> None:
-    """Splits the hidden states along the sequence where they enter the first layer, joins them after the last.
+    """Splits the hidden states along the sequence where they enter the first layer, gathers them after the last.
 
     Args:
         stack: the name of the layers.
-        partial_behind: whether gradients after the stack are partial (a split head follows), so that the join must sum
-            them; else every rank's gradient is complete and the join takes its slice.
+        partial_after: whether gradients after the stack are partial (a split head follows), so that the gather must
+            reduce-scatter them; else every rank's gradient is complete and the gather takes its slice.
     """
 
-    def join(module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
         length, context.state.open_stack = context.state.length_of(stack), None
-        return map_first(output, lambda x: _join_sequence(x, length, context, partial_after=partial_after))
+        return map_first(output, lambda x: _gather_sequence(x, length, context, partial_after=partial_after))
 
     change_hidden(layers[0], lambda x: _split_sequence(x, stack, context))
     for layer in layers if context.has_dropout else ():
         _install_rng(layer, context)
-    layers[-1].register_forward_hook(join)
+    layers[-1].register_forward_hook(leave)
 
 
 def install_owner(owner: nn.Module, stack: str, context: SplitContext) -> None:
-    """Sees to it that `owner`, whose forward runs the layers of a stack, runs both ends of it.
+    """Checks that `owner`, whose forward runs the layers of a stack, runs both ends of it.
 
     Raises, when it runs:
         LayoutError: it skips layers at random in training, or has left the first or the last one out.
@@ -75,11 +75,11 @@ def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext)
     """
 
     def enter(x: Tensor) -> Tensor:
-        context.fork_rng("whole", module, alike=fqn)
-        return _join_sequence(x, context.state.length_of(stack), context, partial_after=False)
+        context.fork_rng("full_sequence", module, replicated=fqn)
+        return _gather_sequence(x, context.state.length_of(stack), context, partial_after=False)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        context.restore_rng("whole")
+        context.restore_rng("full_sequence")
         return output if output is None else map_first(output, lambda x: own_part(x, context))
 
     change_hidden(module, enter)
@@ -87,7 +87,7 @@ def install_full(module: nn.Module, fqn: str, stack: str, context: SplitContext)
 
 
 def _install_rng(layer: nn.Module, context: SplitContext) -> None:
-    """Lets a layer that works on a part of the sequence draw its own numbers, each again: it may be run again."""
+    """Lets a layer that works on a part of the sequence draw its own numbers, the same ones when it is recomputed."""
 
     def enter(module: nn.Module, args: Any) -> None:
         context.fork_rng("layer", module)
@@ -116,14 +116,14 @@ def own_part(x: Tensor, context: SplitContext) -> Tensor:
     return split_full(padded, context.group, dim=dim, sizes=context.even_sizes(padded.shape[dim]))
 
 
-def _join_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
+def _gather_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
     if partial_after:
-        whole = gather_to_region(x, context.group, dim=1)
-        if whole.grad_fn is not None and not torch.compiler.is_compiling():
-            setattr(whole.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
+        full = gather_to_region(x, context.group, dim=1)
+        if full.grad_fn is not None and not torch.compiler.is_compiling():
+            setattr(full.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
     else:
-        whole = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
-    return cut(whole, 1, length)
+        full = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)
+    return cut(full, 1, length)
 
 
 def sequence_dim(x: Tensor) -> int:

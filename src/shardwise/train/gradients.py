@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from shardwise.comm.operations import Group, all_reduce_
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.runtime.added import adopt_parameters, note_inputs
-from shardwise.runtime.local_gradient import know_full
+from shardwise.runtime.local_gradient import as_local_gradient
 from shardwise.runtime.registry import (
     ParameterEntry,
     Registry,
@@ -136,7 +136,7 @@ class Gradients:
         if self.registry.needs_sums or self.registry.mesh.size("tp") > 1:
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
-                    parameter.grad = know_full(parameter.grad, entry)
+                    parameter.grad = as_local_gradient(parameter.grad, entry)
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
