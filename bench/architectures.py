@@ -46,7 +46,7 @@ def main() -> None:
     if arguments.only:
         cases = [case for case in cases if case.model_type in arguments.only]
     rows = _read(arguments.output)
-    if arguments.anew:
+    if arguments.again:
         rows = [row for row in rows if not any(case.is_row(row) for case in cases)]
         arguments.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
     todo = [case for case in cases if not any(case.is_row(row) for row in rows)]
