@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -17,9 +16,10 @@ from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
+from shardwise.parallel.construction import Construction
 from shardwise.parallel.coverage import Allowed
-from shardwise.parallel.loading import load_weights
-from shardwise.parallel.materialize import initialize_missing
+from shardwise.parallel.loading import find_weights, load_weights
+from shardwise.parallel.materialize import initialize_missing, record_missing
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.weights.index import CheckpointIndex
@@ -86,27 +86,29 @@ def _load(
     seed: int,
     options: dict[str, Any],
 ) -> PreTrainedModel:
-    with raise_on_all_ranks(mesh.group(), "reading the model's configuration"):
+    with raise_on_all_ranks(mesh.group(), "building the model"):
         allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
         where = {name: options[name] for name in HUB_OPTIONS if name in options}
-        index = None
+        index, found = None, None
         if isinstance(source, PreTrainedConfig):
             config = copy.deepcopy(source)
         else:
             config, options = read_config(source, options)
             index = CheckpointIndex.open(source, **where)
+        chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
+        with Construction() as construction:
+            model = build_meta_model(config, auto_class, dtype=chosen, options=options)
+        if index is not None:
+            found = find_weights(model, index, allowed=allowed, key_mapping=key_mapping)
+        unsplit = record_missing(model, construction, found.tensors if found else ())
     with index or nullcontext():
-        with raise_on_all_ranks(mesh.group(), "building the model"):
-            chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
-            build = functools.partial(build_meta_model, config, auto_class, dtype=chosen, options=options)
-            model = build()
         registry = prepare(model, mesh, spec)
         with raise_on_all_ranks(mesh.group(), "loading"):
-            if index is not None and not isinstance(source, PreTrainedConfig):
-                load_weights(model, registry, index, dtype=chosen, allowed=allowed, key_mapping=key_mapping)
+            if index is not None and found is not None and not isinstance(source, PreTrainedConfig):
+                load_weights(model, registry, index, found, dtype=chosen)
                 model.config.name_or_path = model.name_or_path = os.fspath(source)
                 read_generation_config(model, source, where)
-            initialize_missing(model, registry, build=build, seed=seed)
+            initialize_missing(model, registry, construction, unsplit, seed=seed)
     return model
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = ["Construction"]
 
@@ -55,7 +55,8 @@ class Construction:
 
     def _record(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         written = frozenset(map(_storage, _tensors(out)))
-        if written:
+        if written:  # parameters may be given other memory when the model is split: aliases keep this one
+            args, kwargs, out = tree_map_only(Tensor, Tensor.detach, (args, kwargs, out))
             self._operations.append(_Operation(function, args, kwargs, out, written))
 
     @torch.no_grad()

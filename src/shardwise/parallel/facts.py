@@ -28,13 +28,14 @@ def read_facts(model: nn.Module) -> ModelFacts:
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
+    config_counts: dict[tuple[type, int], dict[str, int]] = {}
     for name, module in model.named_modules():
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
             kind=_kind(module),
             parameters=parameters,
             heads=_heads(module),
-            attributes=counts_of(module),
+            attributes=counts_of(module, config_counts),
             inputs=_inputs(module),
         )
         for own in parameters:
@@ -93,6 +94,8 @@ def _kind(module: nn.Module) -> str:
 
 def _heads(module: nn.Module) -> Heads | None:
     """The module's heads if it is an attention: it knows a head's size and what it holds agrees with the counts."""
+    if type(module) in (nn.Linear, nn.Embedding):
+        return None  # most modules: a look for names that are not there is slow
     head_dim = _first_int(module, _HEAD_DIM_NAMES)
     if head_dim is None and _first_int(module, QUERY_HEAD_NAMES) is None:
         return None
@@ -108,18 +111,26 @@ def _heads(module: nn.Module) -> Heads | None:
     return Heads(num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim)
 
 
-def counts_of(module: nn.Module) -> dict[str, int]:
-    """The module's integer attributes, and as `config.NAME` those of its config that its own methods mention."""
+def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str, int]] | None = None) -> dict[str, int]:
+    """The module's integer attributes, and as `config.NAME` those of its config that its own methods mention.
+
+    Args:
+        config_counts: what was found in configs so far, which is slow to read and the same for all modules of a class.
+    """
     if type(module).__module__.startswith("torch.") or _kind(module) != "other":
         return {}
     found = {name: value for name, value in vars(module).items() if _is_count(value, least=2)}
     config: Any = getattr(module, "config", None)
     own_class: Any = type(module)
     read = names_read(own_class)
-    if "config" in read and config is not None:
-        values = {f"config.{name}": _read(config, name) for name in sorted(read) if name not in found}
-        found |= {name: value for name, value in values.items() if _is_count(value, least=2)}
-    return found
+    if "config" not in read or config is None:
+        return found
+    known = {} if config_counts is None else config_counts
+    key = own_class, id(config)
+    if key not in known:
+        values = {name: _read(config, name) for name in sorted(read)}
+        known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
+    return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}
 
 
 def _read(owner: object, name: str) -> object:

@@ -24,39 +24,49 @@ from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.read import adopt_local, read_local
 
-__all__ = ["load_weights"]
+__all__ = ["find_weights", "load_weights"]
 
 logger = logging.getLogger("shardwise.load")
+
+
+def find_weights(
+    model: PreTrainedModel, index: CheckpointIndex, *, allowed: Allowed, key_mapping: Mapping[str, str] | None = None
+) -> Resolution:
+    """What the checkpoint has for each parameter and persistent buffer of `model`, which is not split yet.
+
+    Args:
+        allowed: what the checkpoint may lack or hold in vain.
+        key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
+
+    Raises:
+        LoadError: the checkpoint does not cover the model, or a conversion fails.
+    """
+    state = state_tensors(model)
+    resolution = _resolve(model, index, {fqn: tuple(value.shape) for fqn, value in state.items()}, key_mapping)
+    names = {id(value): fqn for fqn, value in state.items()}.values()  # one of each tied tensor
+    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
+    return resolution
 
 
 def load_weights(
     model: PreTrainedModel,
     registry: Registry,
     index: CheckpointIndex,
+    resolution: Resolution,
     *,
     dtype: torch.dtype | None,
-    allowed: Allowed,
-    key_mapping: Mapping[str, str] | None = None,
 ) -> None:
     """Fills the parameters and persistent buffers that the checkpoint has; the others stay on the meta device.
 
     Args:
+        resolution: what `find_weights` found there, before the model was split.
         dtype: of floating-point parameters; each keeps the checkpoint's where None.
-        allowed: what the checkpoint may lack or hold in vain.
-        key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
 
     Raises:
-        LoadError: the checkpoint does not cover the model, a conversion fails, or this rank's part of it holds NaN.
+        LoadError: this rank's part of the checkpoint holds NaN, or tied tensors differ there.
 
     Communicates: nothing.
     """
-    shapes = {}
-    for fqn, value in state_tensors(model).items():
-        entry = registry.entries.get(registry.tied.get(fqn, fqn))
-        shapes[fqn] = tuple(value.shape) if entry is None else entry.layout.shape
-    resolution = _resolve(model, index, shapes, key_mapping)
-    names = {registry.tied.get(fqn, fqn) for fqn in shapes}
-    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
     kept = model._get_dtype_plan(dtype) if dtype is not None else {}
     wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000

@@ -8,8 +8,7 @@ keeps its part (see [Note: recorded construction]). So the values depend on the 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Callable
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from shardwise.parallel.construction import Construction
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.registry import Registry, attach_entry
 
-__all__ = ["initialize_missing", "put_tensor"]
+__all__ = ["initialize_missing", "put_tensor", "record_missing"]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
@@ -34,20 +33,36 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
     assert old is not None
     entry = registry.entry(fqn)
     new = nn.Parameter(entry.wrap(value), requires_grad=old.requires_grad and value.is_floating_point())
-    names = [fqn, *(alias for alias, canonical in registry.tied.items() if canonical == fqn)]
-    for each in names:
-        owner, _, name = each.rpartition(".")
-        model.get_submodule(owner)._parameters[name] = new
-        attach_entry(model.get_submodule(owner), name, entry)
+    aliases = (alias.rpartition(".") for alias, canonical in registry.tied.items() if canonical == fqn)
+    for each, own in ((module, name), *((model.get_submodule(owner), own) for owner, _, own in aliases)):
+        each._parameters[own] = new
+        attach_entry(each, own, entry)
+
+
+def record_missing(model: PreTrainedModel, construction: Construction, stored: Collection[str]) -> dict[str, Tensor]:
+    """Has an unsplit meta model initialise the tensors that `stored` does not name; returns those by name.
+
+    Args:
+        construction: what recorded how the model was built.
+    """
+    missing = {fqn: value for fqn, value in _named_tensors(model) if fqn not in stored}
+    needed = set(map(id, missing.values()))
+    for _, value in _named_tensors(model):
+        value._is_hf_initialized = id(value) not in needed  # type: ignore[attr-defined]  # transformers leaves those
+    if missing:
+        with construction:
+            model.initialize_weights()
+    return {fqn: value.detach() for fqn, value in missing.items()}
 
 
 def initialize_missing(
-    model: nn.Module, registry: Registry, *, build: Callable[[], PreTrainedModel], seed: int
+    model: nn.Module, registry: Registry, construction: Construction, unsplit: Mapping[str, Tensor], *, seed: int
 ) -> None:
     """Gives every tensor that is still on the meta device its initial value, on the mesh's device.
 
     Args:
-        build: makes the unsplit model on the meta device once more.
+        construction: of the model before it was split.
+        unsplit: what `record_missing` returned then.
 
     Raises:
         UnsupportedError: neither the model's constructor nor its `_init_weights` gives a parameter a value.
@@ -55,25 +70,21 @@ def initialize_missing(
     Communicates: nothing.
     """
     missing: dict[str, list[str]] = {}
-    state = itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for fqn, value in state:
+    for fqn, value in _named_tensors(model):
         if value.is_meta and fqn not in registry.tied:
             missing.setdefault(fqn.rpartition(".")[0], []).append(fqn)
-    if not missing:
-        return
-    with Construction() as construction:
-        unsplit = build()
-        wanted = {owner: [unsplit.get_parameter_or_buffer(fqn) for fqn in fqns] for owner, fqns in missing.items()}
-        needed = {id(tensor) for tensors in wanted.values() for tensor in tensors}
-        for tensor in (*unsplit.parameters(), *unsplit.buffers()):
-            tensor._is_hf_initialized = id(tensor) not in needed  # transformers leaves those alone
-        unsplit.initialize_weights()
-    for owner, tensors in wanted.items():
-        for fqn, value in zip(missing[owner], _drawn(construction, tensors, f"{seed}/{owner}"), strict=True):
+    for owner, fqns in missing.items():
+        drawn = _drawn(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{owner}")
+        for fqn, value in zip(fqns, drawn, strict=True):
             _check_initialized(fqn, value)
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
             put_tensor(model, registry, fqn, own.to(registry.home(fqn)))
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _drawn(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:

@@ -43,11 +43,11 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     def __init__(self, files: Mapping[Path, Any], location: str) -> None:
         self.location = location
         self.bytes_read = 0
-        self._files = dict(files)
+        self._mapped: dict[str, torch.Tensor] = {}
         self._entries: dict[str, TensorEntry] = {}
         for path, file in files.items():
             for key in file.keys():  # noqa: SIM118 - it is no mapping
-                tensor = file.get_tensor(key)
+                tensor = self._mapped[key] = file.get_tensor(key)
                 self._entries[key] = TensorEntry(path, tensor.dtype, tuple(tensor.shape))
 
     @classmethod
@@ -77,7 +77,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
 
     def __exit__(self, *error: object) -> None:
         # Tensors already read own their memory; a map is unmapped with the last reference to it.
-        self._files.clear()
+        self._mapped.clear()
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
@@ -87,10 +87,9 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         entry = self._entries.get(key)
         if entry is None:
             raise LoadError(f"the checkpoint has no {key!r}{did_you_mean(key, self._entries)}", at=self.location)
-        if entry.path not in self._files:
+        if key not in self._mapped:
             raise LoadError(f"the checkpoint {self.location} is closed", at=str(entry.path))
-        tensor: torch.Tensor = self._files[entry.path].get_tensor(key)
-        return tensor
+        return self._mapped[key]
 
     def adopt(self, key: str, box: Box) -> torch.Tensor | None:
         """The elements `box` of `key` as a tensor of its own over the private map; None where they do not lie together.

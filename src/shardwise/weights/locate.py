@@ -171,7 +171,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             why=f"it should be a JSON object with a weight_map: {error!r}",
             fix="copy or download the file again",
         ) from error
-    strays = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
+    strays = [name for name in {*names.values()} if not isinstance(name, str) or Path(name).name != name]
     if strays or not names:
         raise LoadError(
             f"{path.name} lists {'files outside its directory' if strays else 'no weights'}",
