@@ -140,9 +140,9 @@ def plan_on_this_rank(layout):
     asked = []
     found = planning.plan_for
 
-    def plan_for(model, spec, *, tp_size):
+    def plan_for(model, spec, *, tp_size, facts):
         asked.append(tp_size)
-        return found(model, spec, tp_size=tp_size)
+        return found(model, spec, tp_size=tp_size, facts=facts)
 
     prepare.plan_for = plan_for
     try:

@@ -77,8 +77,9 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     """
     check_axes(shape)
     check_unsplit(model)
-    rules = plan_for(model, spec, tp_size=shape.tp_size)
-    return decide_split(rules, model, read_facts(model), shape, sequence_parallel=spec.sequence_parallel)
+    facts = read_facts(model)
+    rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
+    return decide_split(rules, model, facts, shape, sequence_parallel=spec.sequence_parallel)
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
@@ -100,7 +101,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     found: object = None
     with raise_on_all_ranks(mesh.group(), "planning"):
         if mesh.rank == 0:
-            found = plan_for(model, spec, tp_size=mesh.shape.tp_size).to_json()
+            found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json()
     rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
     with raise_on_all_ranks(mesh.group(), "resolving the plan"):
         plan = decide_split(rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel)

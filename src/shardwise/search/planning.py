@@ -31,6 +31,7 @@ from shardwise.plan.fit import idle_rules
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import seeded
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import Derivation, derive_plan
@@ -47,12 +48,13 @@ _MAX_SHOWN = 4
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
-def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
+def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: ModelFacts | None = None) -> Plan:
     """All rules for `model`, later ones over earlier ones.
 
     Args:
         spec: whose plan is "auto" as above; "declared", which takes what transformers declares, untried; "derived",
             which derives again; or rules on top of the automatic ones.
+        facts: the model's, where they have been read.
 
     Raises:
         PlanError: nothing is declared, nothing can be derived, and the user gives no rules.
@@ -60,7 +62,7 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int) -> Plan:
     kind, own = read_request(spec.plan)
     if tp_size == 1:
         return own
-    facts = read_facts(model)
+    facts = facts or read_facts(model)
     vocabulary, declared = vocabulary_plan(facts), declared_plan(model, facts)
     idle = idle_rules(declared, facts)
     if kind == "declared" and idle:
