@@ -42,7 +42,7 @@ def outcome_of_steps(layout, stop, rank=1):
     try:
         with shardwise.Mesh.open(layout, timeout_seconds=SECONDS) as mesh:
             take_steps(mesh, stop, rank)
-    except (RankError, ValueError) as error:
+    except (RankError, ValueError, SystemExit) as error:
         return type(error).__name__, str(error), kept.texts, time.monotonic() - start
     return "no error", "", kept.texts, time.monotonic() - start
 
@@ -67,6 +67,10 @@ def read_data_slowly():
 
 def find_a_fault():
     raise ValueError("row 7 has no target")
+
+
+def be_told_to_end():
+    raise SystemExit(128 + signal.SIGTERM)  # as the command line answers it
 
 
 def check_missing(outcome, *parts):
@@ -96,11 +100,18 @@ def test_a_rank_that_is_elsewhere_is_named_with_the_place():
     assert any("rank 0 waited for" in text and "in read_data_slowly" in text for text in first[2])
 
 
-def test_a_rank_that_fails_is_quoted():
-    first, second = spawn(outcome_of_steps, 2, "tp2", find_a_fault)
-    assert second[:2] == ("ValueError", "row 7 has no target")
+@pytest.mark.parametrize(
+    ("stop", "own", "quoted"),
+    [
+        (find_a_fault, ("ValueError", "row 7 has no target"), "ValueError: row 7 has no target"),
+        (be_told_to_end, ("SystemExit", "143"), "it was ended by SIGTERM"),
+    ],
+)
+def test_a_rank_that_fails_is_quoted(stop, own, quoted):
+    first, second = spawn(outcome_of_steps, 2, "tp2", stop)
+    assert second[:2] == own
     assert first[0] == "RankError" and "rank 1 failed in step 2" in first[1]
-    assert "ValueError: row 7 has no target" in first[1] and "step 3" in first[1]
+    assert quoted in first[1] and "step 3" in first[1]
 
 
 def leave_early(layout):

@@ -57,8 +57,8 @@ def read_place() -> Place:
     Raises:
         MeshError: a variable is missing, or its value impossible; lists every problem.
     """
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if not os.environ.get(name)]
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not os.environ.get(name)]
     if missing:
         raise MeshError(
             f"the environment lacks {', '.join(missing)}",
@@ -66,11 +66,8 @@ def read_place() -> Place:
             fix=_START,
         )
     problems: list[str] = []
-    world_size = _number("WORLD_SIZE", problems)
-    rank = _number("RANK", problems)
-    port = _number("MASTER_PORT", problems)
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        _number(name, problems)
+    names = ("WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    world_size, rank, port, *_ = (_number(name, problems) for name in names)
     if world_size is not None and world_size < 1:
         problems.append(f"WORLD_SIZE is {world_size}, must be at least 1")
     elif rank is not None and world_size is not None and not 0 <= rank < world_size:

@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -105,34 +106,28 @@ class Watch:
     def __init__(self, store: dist.Store, place: Place, *, timeout_seconds: float) -> None:
         self.step = 0
         self.place = place
-        self.timeout_seconds = timeout_seconds
         self.failed_at: Beat | None = None
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's types lack it
         self._worker = threading.get_ident()
         self._beat = Beat()
         self._is_lost = False
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="shardwise-watch")
+        lookout = _Lookout(place, timeout_seconds)
+        self._thread = threading.Thread(target=self._run, args=(lookout,), daemon=True, name="shardwise-watch")
         self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread, so that it does not meet the end of the interpreter."""
-        self._stopped.set()
-        self._thread.join(timeout=2.0)
 
     def note_end(self, error: BaseException | None) -> None:
         """Tells the others that this rank leaves, and with which error; the first time. Its beats end."""
         if self._stopped.is_set():
             return
-        self.stop()
+        self._stopped.set()
+        self._thread.join(timeout=2.0)  # so that it does not meet the end of the interpreter
         if self._is_lost:
             return
         text = "" if error is None else _in_words(error)
         ended = replace(self._beat, step=self.step, ended="left" if error is None else "failed", text=text)
-        try:
+        with suppress(dist.DistError):  # the rank that keeps the store has ended first: nobody is left to be told
             within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
-        except dist.DistError:  # the rank that keeps the store has ended first: nobody is left to be told
-            self._is_lost = True
 
     def read_all(self) -> list[Beat] | None:
         """Every rank's last beat; None where the store does not answer."""
@@ -158,9 +153,8 @@ class Watch:
         collective, where = find_place(traceback.walk_stack(frame)) if frame is not None else ("", "its last lines")
         return Beat(step=self.step, collective=collective, where=where)
 
-    def _run(self) -> None:
-        lookout = _Lookout(self.place, self.timeout_seconds)
-        try:
+    def _run(self, lookout: _Lookout) -> None:
+        with suppress(dist.DistError):  # the store has ended, with rank 0 or its launcher: who waits for them is told
             while not self._stopped.wait(BEAT_SECONDS):
                 self._write(replace(self._look_here(), count=self._beat.count + 1))
                 if self.place.rank < 2:
@@ -169,8 +163,6 @@ class Watch:
                         lookout.look(beats)
                     else:
                         logger.warning("rank 0 or its launcher, who keep the store at %s, no longer answer", self.place)
-        except dist.DistError:
-            pass  # the store has ended, with rank 0 or its launcher: whoever waits for them hears of that
 
 
 def _in_words(error: BaseException) -> str:
