@@ -22,13 +22,13 @@ TASKS := text sequence_classification vision audio base
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
-	@echo 'make fix       format, and mend what the linter can mend'
+	@echo 'make fix       format, and fix what the linter can fix'
 	@echo 'make check     format, lint, types, import contract, pure tests: under a minute, before every commit'
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
 	@echo 'make coverage  prove every architecture at tp2, tp4 and fsdp2.tp2, and every family in every product (hours; resumes)'
-	@echo 'make real      fetch a real BERT (90 MB) and hold its split against the whole one'
+	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
 	@echo

@@ -129,7 +129,7 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         "share": round(found.share_split, 4),
         "block_share": round(found.block_share, 4),
         "collectives_per_layer": found.collectives_per_layer and [round(n, 2) for n in found.collectives_per_layer],
-        "whole": found.whole,
+        "whole": found.replicated,
         "split_seconds": round(found.split_seconds, 3),
     }
 

@@ -3,7 +3,7 @@
     ShardwiseError
     ├── MeshError          (ValueError)           mesh shapes, ranks, world size
     ├── PlanError          (ValueError)           plans and their rules
-    ├── LayoutError        (ValueError)           how a tensor lies on the ranks
+    ├── LayoutError        (ValueError)           how a tensor is stored on the ranks
     ├── ConfigError        (ValueError)           user configuration, unknown keys
     ├── BatchError         (ValueError)           what a training step was fed
     ├── GradientError      (ArithmeticError)      losses and gradients that are infinite or NaN

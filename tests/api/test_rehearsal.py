@@ -42,7 +42,7 @@ def hold(mesh, spec):
     with MemoryCount(model) as count:
         loss = model(**batch).loss
         time.sleep(0.1)  # gloo's thread lets go of what it sent a moment later
-        held = count.held()
+        held = count.total()
     loss.backward()
     return held
 
@@ -50,7 +50,7 @@ def hold(mesh, spec):
 def rehearse(layout, spec):
     shape = shardwise.MeshShape.parse(layout)
     rehearsal = Rehearsal(source=tiny_model("llama").config, shape=shape, spec=spec)
-    return rehearsal.run_step(num_rows=ROWS, seq_length=LENGTH).held
+    return rehearsal.run_step(num_rows=ROWS, seq_length=LENGTH).activations
 
 
 @pytest.mark.spawn
@@ -73,7 +73,7 @@ def test_what_depends_on_values_is_said_to():
         hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=32, vocab_size=64, is_decoder=True
     )
     config.default_language = "en_XX"
-    assert "cannot be told: DynamicOutputShape" in describe(config, "tp1", batch=(2, 16)).memory
+    assert "is not known: DynamicOutputShape" in describe(config, "tp1", batch=(2, 16)).memory
 
 
 def rehearse_as_rank():

@@ -26,7 +26,7 @@ def hold(mode, **options):
         model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode, **options)).train()
         with MemoryCount(model) as count:
             loss = model(**batch).loss
-            held = count.held().activations
+            held = count.total().activations
         loss.backward()
         return held, {name: parameter.grad for name, parameter in model.named_parameters()}
 

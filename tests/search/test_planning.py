@@ -124,7 +124,7 @@ def train_zebra(layout):
 def test_a_model_that_nobody_registered_is_derived_and_trains_exactly(layout):
     for found in spawn(train_zebra, int(layout[2:]), layout):
         assert found.passed, found
-        assert found.block_share > 0.9, found.whole
+        assert found.block_share > 0.9, found.replicated
 
 
 def small(model_type="gpt2", **values):

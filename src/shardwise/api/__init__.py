@@ -1,1 +1,1 @@
-"""The functions after the front door: the one room that composes planning, splitting, loading and proving."""
+"""The functions behind the front door: the one room that composes planning, splitting, loading and proving."""

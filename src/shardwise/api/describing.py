@@ -37,7 +37,7 @@ def describe(
     and why, and the bytes a rank holds.
 
     Args:
-        batch: rows of one microbatch on a data rank, and tokens in each: adds what is held between its forward and its
+        batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         options: every option of `load`.
 
@@ -65,8 +65,8 @@ def describe(
     )
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
-    held, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
-    return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{held}")
+    activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
+    return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{activations}")
 
 
 def _at_rest(plan: SplitPlan, *, dtype: str) -> str:
@@ -85,9 +85,10 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple
         step = rehearsal.run_step(num_rows=num_rows, seq_length=seq_length)
     except UnsupportedError as error:
         why = error.why or error.summary
-        return f"what it holds {middle} cannot be told: {why}", (f"cannot be counted: {why}",)
-    gathered = f", gathered or cast parameters {_mib(step.held.gathered)}" if step.held.gathered else ""
-    held = f"{middle} it holds {_mib(step.held.total)} besides: activations {_mib(step.held.activations)}{gathered}"
+        return f"what it holds {middle} is not known: {why}", (f"cannot be counted: {why}",)
+    gathered = f", gathered or cast parameters {_mib(step.activations.gathered)}" if step.activations.gathered else ""
+    kept = step.activations
+    activations = f"{middle} it holds {_mib(kept.total)} besides: activations {_mib(kept.activations)}{gathered}"
     lines = []
     if rehearsal.shape.tp_size > 1:
         lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")
@@ -98,7 +99,7 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple
         lines.append(f"over the data axes, a microbatch: {step.data}")
     if step.after.calls:
         lines.append(f"gradient phase, once a step: {step.after}")
-    return held, tuple(lines)
+    return activations, tuple(lines)
 
 
 def _mib(nbytes: int) -> str:

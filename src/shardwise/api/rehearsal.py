@@ -93,7 +93,7 @@ class Rehearsal:
                 raise
             except Exception as error:  # the model's own code fails in any way where values are missing
                 raise UnsupportedError(
-                    f"what {type(model).__name__} does in a step cannot be told from shapes",
+                    f"what {type(model).__name__} does in a step depends on more than shapes",
                     why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 ) from error
 
@@ -103,7 +103,7 @@ class RehearsedStep:
     """What rank 0 does in one microbatch.
 
     Attributes:
-        held: between forward and backward.
+        activations: what is kept between forward and backward.
         tp: what the microbatch communicates over tp.
         data: the same over the data axes.
         after: what the gradient phase communicates after the last microbatch, over any axis.
@@ -111,7 +111,7 @@ class RehearsedStep:
             split parts ran.
     """
 
-    held: ActivationBytes
+    activations: ActivationBytes
     tp: Traffic
     data: Traffic
     after: Traffic
@@ -125,8 +125,10 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers:
         with MemoryCount(model) as count, AsOnDevices():
             loss = model(**batch).loss
-            held = count.held()
+            activations = count.total()
         with AsOnDevices(), gradients_of(model).together():
             loss.backward()
             tp, total = over_tp.traffic(), over_all.traffic()
-    return RehearsedStep(held=held, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run)
+    return RehearsedStep(
+        activations=activations, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run
+    )

@@ -53,9 +53,9 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
     for name, parameter, entry in find_parameters(model):
         if parameter.grad is None or entry is None:
             continue
-        whole = canonical_tensor(parameter.grad, entry.layout, registry.mesh, rank0_only=rank0_only)
-        if whole is not None:
-            gradients[name] = whole
+        full = canonical_tensor(parameter.grad, entry.layout, registry.mesh, rank0_only=rank0_only)
+        if full is not None:
+            gradients[name] = full
     return gradients
 
 
@@ -70,7 +70,7 @@ def export_pretrained(
     Args:
         directory: where to; other files in it are kept, its old weights replaced.
         max_shard_bytes: of tensors per file.
-        tokenizer: saved beside the weights; by default that of the directory the model was loaded from, if it has one.
+        tokenizer: saved with the weights; by default that of the directory the model was loaded from, if it has one.
 
     Raises:
         LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.

@@ -98,7 +98,7 @@ def _wholes(model: nn.Module) -> list[Tensor]:
 
 
 def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:
-    """Config, generation config and tokenizer, beside the weights."""
+    """Config, generation config and tokenizer, next to the weights."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(model.parameters()).dtype

@@ -64,7 +64,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[Problem]]:
-    """Like `read_config`, but hands the problems back; what had one stands at its default. Raises `LoadError` only."""
+    """Like `read_config`, but returns the problems; what had one has its default. Raises `LoadError` only."""
     tree = _read_file(path)
     problems = [problem for override in overrides for problem in _apply_override(tree, override)]
     config, found = build_config(tree)
@@ -169,9 +169,9 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
 def _similar(key: str, known: Iterable[str]) -> str:
     """Points to a key of the same group, or else to one of this very name in another."""
     group, _, last = key.rpartition(".")
-    beside = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
+    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
     elsewhere = [name for name in known if name.endswith(f".{last}")]
-    return did_you_mean(last, beside) or (f" (did you mean {elsewhere[0]!r}?)" if elsewhere else "")
+    return did_you_mean(last, siblings) or (f" (did you mean {elsewhere[0]!r}?)" if elsewhere else "")
 
 
 class _Loader(yaml.SafeLoader):
@@ -199,9 +199,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
     except FileNotFoundError as error:
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
-            f"there is no configuration file {path}{did_you_mean(path.name, beside)}",
+            f"there is no configuration file {path}{did_you_mean(path.name, siblings)}",
             fix="`shardwise train --help` shows a small one",
         ) from error
     except (OSError, UnicodeDecodeError) as error:

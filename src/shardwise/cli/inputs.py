@@ -105,7 +105,7 @@ def _check_model_config(given: dict[str, Any]) -> list[Problem]:
 
 
 def _check_optimizer(config: OptimizerConfig) -> list[Problem]:
-    """What can be told from the class; it is built and tried in the rehearsal."""
+    """What the class shows; it is built and tried in the rehearsal."""
     cls = find_optimizer(config.name)
     if cls is None:
         names = [name for name, value in vars(torch.optim).items() if inspect.isclass(value)]
@@ -133,7 +133,7 @@ def _check_memory(config: TrainConfig) -> list[Problem]:
     try:
         num_rows = config.batch_size // MeshShape.parse(config.layout).data_size
     except MeshError:
-        return []  # told elsewhere
+        return []  # reported elsewhere
     num_bytes = num_rows * config.data.seq_length * 2 * torch.int64.itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes <= memory:

@@ -154,7 +154,7 @@ def record_failures() -> Iterator[None]:
         leave(INTERRUPTED)
     except SystemExit as error:
         leave(error.code if isinstance(error.code, int) else 1)
-    except Exception as error:  # recorded whole, and shown by the launcher
+    except Exception as error:  # recorded in full, and shown by the launcher
         if ERROR_FILE not in os.environ:
             raise
         _record(error)

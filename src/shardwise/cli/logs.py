@@ -22,7 +22,7 @@ SHOWN_STEPS = 20
 
 
 class JsonlLog:
-    """One JSON object a step. Lines are written whole, so the file reads well at any moment.
+    """One JSON object a step. Lines are written in one piece, so the file can be read at any moment.
 
     A file of an earlier run is kept under the next free number: `train.jsonl` -> `train.1.jsonl`.
     """
@@ -113,5 +113,5 @@ class Screen:
             self._console.print(f"held out, step {record.step}: {held_out}")
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Leave the bar as it is."""
         self._bar.stop()

@@ -41,7 +41,7 @@ def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) 
 
     Args:
         directory: the place.
-        is_beside: whether to make a directory beside it instead, where an export is written until it is complete.
+        is_beside: whether to make a directory next to it instead, where an export is written until it is complete.
         num_bytes: the room needed.
 
     Raises:

@@ -18,7 +18,7 @@ __all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
 HELP = """\
 Print how a model is split: the rule for every parameter and where it comes from, what each rank holds, and what stays
-whole and why. Reads the model's configuration, not its weights.
+replicated and why. Reads the model's configuration, not its weights.
 
   shardwise plan path/or/hub-id --layout tp2
   shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full

@@ -119,7 +119,7 @@ def _open_batches(config: TrainConfig, mesh: Mesh, encoder: Encoder, console: Co
 
 
 def _export(model: torch.nn.Module, directory: str, log_dir: str, tokenizer: Any) -> None:
-    """Exports the model; where that fails, beside the log, so that no weights are lost. Fails on all ranks alike."""
+    """Exports the model; where that fails, next to the log, so that no weights are lost. Fails on all ranks alike."""
     try:
         export_pretrained(model, directory, tokenizer=tokenizer)
     except Exception as error:  # whatever came between, the weights are there to be kept

@@ -11,7 +11,7 @@ from shardwise.ranks.spawn import warm
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Build a tiny model of the model (same architecture, few and narrow layers), run it whole and split over CPU ranks, and
+Build a tiny model (same architecture, few and narrow layers), run it unsplit and split over CPU ranks, and
 compare loss, logits, every gradient and the replicas. Prints a table; the exit code is 1 if anything differs.
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel

@@ -2,7 +2,7 @@
 
 Two kinds of gradient meet at the edges of a split region. A gradient is *full* when every rank holds the same, complete
 value, and *partial* when the ranks' values add up to it. Inside a region everything is partial, so that one collective
-at the region's edge settles the whole of it:
+at the region's edge settles all of it:
 
     function              forward          backward         gradient that arrives -> leaves
     copy_to_region        identity         all-reduce       partial -> full
@@ -88,7 +88,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], dim: int = 0) -> Tensor:
-    """All ranks' parts of `x` joined along `dim`, where rank `r` holds `sizes[r]` there; no gradient.
+    """All ranks' parts of `x` gathered along `dim`, where rank `r` holds `sizes[r]` there; no gradient.
 
     Communicates: one all-gather of `max(sizes)` along `dim` for each rank.
     """

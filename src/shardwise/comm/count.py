@@ -34,7 +34,7 @@ _OPERATIONS = {
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
-_LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its joined result is as many times larger as it has ranks
+_LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its result is as many times larger as it has ranks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Traffic:
 class CommunicationCount(TorchDispatchMode):
     """While active, counts this rank's collectives: calls and bytes by (operation, shape).
 
-    Bytes are those of the full tensor: what is summed in an all-reduce, the joined result of an all-gather, the input
+    Bytes are those of the full tensor: what is summed in an all-reduce, the result of an all-gather, the input
     of a reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
 
     Attributes:

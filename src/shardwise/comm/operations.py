@@ -82,9 +82,9 @@ def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:
     dist.all_reduce(x, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
 
 
-def all_gather_single(joined: Tensor, x: Tensor, group: Group) -> None:
-    """Fills `joined` with every rank's `x` along dim 0."""
-    _all_gather_single(joined, x, group=group)
+def all_gather_single(out: Tensor, x: Tensor, group: Group) -> None:
+    """Fills `out` with every rank's `x` along dim 0."""
+    _all_gather_single(out, x, group=group)
 
 
 def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:

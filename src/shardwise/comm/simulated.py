@@ -80,9 +80,9 @@ class SimulatedGroup(_Base):
         parts = torch.stack(self.exchange(x))
         x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
 
-    def all_gather_single(self, joined: Tensor, x: Tensor, options: Any) -> None:
+    def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> None:
         """`dist.all_gather_single`."""
-        joined.copy_(torch.cat(self.exchange(x)))
+        out.copy_(torch.cat(self.exchange(x)))
 
     def reduce_scatter_single(self, mine: Tensor, x: Tensor, options: Any) -> None:
         """`dist.reduce_scatter_single`."""

@@ -38,7 +38,7 @@ class ActivationBytes:
 
     Attributes:
         activations: what autograd saved, and what selective recomputation keeps.
-        gathered: parameters that lie gathered, or cast, until backward.
+        gathered: parameters that stay gathered, or cast, until backward.
     """
 
     activations: int

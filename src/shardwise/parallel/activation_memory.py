@@ -62,7 +62,7 @@ class MemoryCount(TorchDispatchMode):
                 _add(each, self._of_parameters)
         return result
 
-    def held(self) -> ActivationBytes:
+    def total(self) -> ActivationBytes:
         """What lives of all that was made inside. Let go of the model's output before, but keep the loss."""
         nbytes = {key: storage.nbytes() for key, storage in self._made.items()}
         gathered = sum(nbytes.get(key, 0) for key in self._of_parameters)

@@ -81,7 +81,7 @@ def check_unsplit(model: nn.Module) -> None:
     """Raises `PlanError` where the model has been split before, `UnsupportedError` where torch has wrapped it."""
     check_unwrapped(model)
     if is_split(model):
-        raise PlanError(f"this {type(model).__name__} is split already", fix="split the unsplit model, once")
+        raise PlanError(f"this {type(model).__name__} is split already", fix="split a model once, from the unsplit one")
 
 
 def check_axes(shape: MeshShape) -> None:

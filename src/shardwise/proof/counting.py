@@ -44,8 +44,8 @@ class LayerCollectives:
 def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
     """Inside, collectives over tp in the layers of a split model are counted, on this rank.
 
-    The backward of a layer is that of the autograd nodes between its outputs and its inputs. What splits and joins the
-    sequence at the ends of a stack is no layer's.
+    The backward of a layer is that of the autograd nodes between its outputs and its inputs. What splits and gathers
+    the sequence at the ends of a stack is no layer's.
     """
     tally, group = LayerCollectives(), mesh.group("tp")
     if not isinstance(group, dist.ProcessGroup):
@@ -120,8 +120,8 @@ def _layers(plan: SplitPlan) -> set[str]:
 def _is_counted(stack: LayerStack, plan: SplitPlan) -> bool:
     """Whether the layers of a stack are layers, and not the parts of one.
 
-    Inside of a layer they are alike, each with several regions or with nothing split beside them; a list of an
-    attention and an MLP, or of experts beside an attention, is none.
+    Inside of a layer they are alike, each with several regions or with nothing split next to them; a list of an
+    attention and an MLP, or of experts next to an attention, is none.
     """
     inside = _num_regions(stack.fqn, plan)
     if not stack.within or not inside:

@@ -85,7 +85,7 @@ class Measurement:
         block_share: the same over the layers' parameters that the batch reaches.
         collectives_per_layer: executed in the forward and in the backward of one run of a layer; None where no layer
             was seen to run (see `shardwise.proof.counting`).
-        whole: matrices in layers that every rank replicates, each with the reason.
+        replicated: matrices in layers that every rank replicates, each with the reason.
         num_steps: optimizer steps after which the replicas were compared.
         split_seconds: how long splitting took on this rank, finding the plan included.
         in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
@@ -102,7 +102,7 @@ class Measurement:
     share_split: float
     block_share: float
     collectives_per_layer: tuple[float, float] | None
-    whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     num_steps: int
     split_seconds: float
     in_training: Difference | None = None
@@ -116,7 +116,7 @@ class Measurement:
 
     @property
     def passed(self) -> bool:
-        """Whether the split computes what the whole does."""
+        """Whether the split model computes what the unsplit one does."""
         differences = (self.loss, self.logits, self.gradient, self.parameter, self.in_training, self.narrow)
         return (
             all(each.passed for each in differences if each is not None)
@@ -126,7 +126,7 @@ class Measurement:
 
 
 def measure(
-    whole: nn.Module,
+    unsplit: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
     *,
@@ -136,18 +136,18 @@ def measure(
     tolerance: Tolerance = Tolerance(),
     num_steps: int = 20,
 ) -> Measurement:
-    """Trains `whole` and a split copy of it side by side on `batch`; every rank of `mesh` calls this with equal
+    """Trains `unsplit` and a split copy of it on the same `batch`; every rank of `mesh` calls this with equal
     arguments.
 
     Args:
-        whole: the model in one piece; left as it was.
+        unsplit: the model in one piece; left as it was.
         split: splits the copy over the mesh.
         step: runs forward and backward of a split model and returns the loss.
         reference_loss: computes the unsplit model's loss; by default `objective_of` what it puts out for the batch.
         num_steps: after how many AdamW steps the replicas are compared; parameters are after three.
     """
-    reference, start = copy.deepcopy(whole), time.perf_counter()
-    model = split(copy.deepcopy(whole), mesh)
+    reference, start = copy.deepcopy(unsplit), time.perf_counter()
+    model = split(copy.deepcopy(unsplit), mesh)
     split_seconds = time.perf_counter() - start
     expected_outputs, outputs = _outputs(reference, batch), _outputs(model, batch)
     loss_of = reference_loss or (lambda model, batch: objective_of(model(**batch)))
@@ -178,31 +178,31 @@ def measure(
         share_split=_share(registry_of(model).entries.values()),
         block_share=_share(entry for name, entry in _in_layers(model).items() if name in expected),
         collectives_per_layer=collectives.per_run,
-        whole=_full_matrices(model),
+        replicated=_replicated_matrices(model),
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
     exact = functools.partial(measure, split=split, step=step, reference_loss=reference_loss, tolerance=tolerance)
-    return _without_rounding(found, exact, whole, batch, mesh)
+    return _without_rounding(found, exact, unsplit, batch, mesh)
 
 
 def _without_rounding(
     found: Measurement,
     measured: Callable[..., Measurement],
-    whole: nn.Module,
+    unsplit: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
 ) -> Measurement:
     """`found`, with the difference of parameters in float64 where nothing else differs and the model runs so.
 
-    AdamW makes whole steps of gradients that are next to zero, so that rounding alone can be more than is allowed.
+    AdamW makes full steps of gradients that are next to zero, so that rounding alone can be more than is allowed.
     """
-    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or _dtype(whole) is torch.float64:
+    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or _dtype(unsplit) is torch.float64:
         return found
     given = {name: value.double() if _is_float(value) else value for name, value in batch.items()}
     try:
-        exact = measured(copy.deepcopy(whole).double(), given, mesh, num_steps=_COMPARED_STEPS).parameter
-    except RuntimeError:  # it computes some of it in float32, come what may
+        exact = measured(copy.deepcopy(unsplit).double(), given, mesh, num_steps=_COMPARED_STEPS).parameter
+    except RuntimeError:  # it computes some of it in float32 in any case
         return found
     return replace(found, parameter=replace(exact, name=f"{exact.name}, in float64"))
 
@@ -293,9 +293,9 @@ def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _share(entries: Iterable[ParameterEntry]) -> float:
     """Elements of the split parameters among `entries` over elements of all, in canonical shapes."""
-    held = list(entries)
-    total = sum(_numel(entry.layout.shape) for entry in held)
-    return sum(_numel(entry.layout.shape) for entry in held if entry.split is not None) / max(1, total)
+    known = list(entries)
+    total = sum(_numel(entry.layout.shape) for entry in known)
+    return sum(_numel(entry.layout.shape) for entry in known if entry.split is not None) / max(1, total)
 
 
 def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
@@ -305,7 +305,7 @@ def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
     return {name: entry for name, entry in registry.entries.items() if name.startswith(layers)}
 
 
-def _full_matrices(model: nn.Module) -> tuple[str, ...]:
+def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
     plan = registry_of(model).plan.parameters
     found = {}
     for name, entry in _in_layers(model).items():
@@ -319,7 +319,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What the model puts out beside its loss: logits of any name, on the CPU in float32."""
+    """What the model puts out besides its loss: logits of any name, on the CPU in float32."""
     with torch.no_grad():
         output = model(**copied(batch))
     found = {}
@@ -330,18 +330,20 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(model, name, value) for name, value in model.named_parameters()}
+    return {name: _canonical(model, name, value) for name, value in model.named_parameters()}
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None}
+    return {
+        name: _canonical(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None
+    }
 
 
-def _whole(model: nn.Module, name: str, value: Tensor) -> Tensor:
+def _canonical(model: nn.Module, name: str, value: Tensor) -> Tensor:
     registry = registry_of(model)
-    whole = canonical_tensor(value, registry.entry(name).layout, registry.mesh)
-    assert whole is not None
-    return whole
+    full = canonical_tensor(value, registry.entry(name).layout, registry.mesh)
+    assert full is not None
+    return full
 
 
 def _is_float(value: Any) -> bool:

@@ -33,7 +33,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """The schedule that `text` spells. Raises `ConfigError` for a step that cannot be read."""
+        """The schedule that `text` says. Raises `ConfigError` for a step that cannot be read."""
         name, *lines = text.splitlines()
         return cls(name, tuple(tuple(map(parse_step, line.split())) for line in lines))
 

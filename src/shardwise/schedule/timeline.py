@@ -87,7 +87,7 @@ def timeline(
     Args:
         forward: of a stage on one microbatch.
         backward_input: the part of a backward that the stage before waits for. torch's stage 0 leaves it out and does
-            the whole backward with the weights.
+            the full backward with the weights.
         backward_weight: the part that no stage waits for.
 
     Raises:

@@ -1,1 +1,1 @@
-"""How one tensor lies on the ranks of a mesh, as boxes of integers. Arithmetic only."""
+"""How one tensor is stored on the ranks of a mesh, as boxes of integers. Arithmetic only."""

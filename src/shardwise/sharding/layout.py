@@ -40,7 +40,7 @@ class Step:
         return f"{self.axis}{self.size}: {self.placement}"
 
 
-# One dim of a rank's tensor: where its runs come from, of those it holds or of those it owns, and its whole extent.
+# One dim of a rank's tensor: where its runs come from, of those it holds or of those it owns, and its full extent.
 @dataclass(frozen=True)
 class _Run:
     full: int
@@ -59,7 +59,7 @@ class Layout:
     """The canonical `shape` of a tensor and the steps that take it to a rank's local tensor.
 
     Methods take `coords`, a position on every axis of the steps (an axis of size 1 may be left out; further axes are
-    ignored, so a rank's coords on the whole mesh will do). Elements that several coords of an axis hold belong to the
+    ignored, so a rank's coords on the full mesh suffice). Elements that several coords of an axis hold belong to the
     lowest of them; an axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
 
     Raises:

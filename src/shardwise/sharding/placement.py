@@ -1,7 +1,7 @@
 """Placements: what happens to a tensor along one mesh axis.
 
 `Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Split` says explicitly which intervals of one dim
-a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of whole heads, fused
+a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of heads, fused
 weights whose sections are split one by one, and key/value heads that several coords hold.
 
 All placements are frozen values. `str()` gives a short text for tables; `sharding/json_form.py` has the exact one.
@@ -61,8 +61,8 @@ class Split:
 
     Args:
         dim: The tensor dim, counted from 0.
-        pieces: For every coord its intervals of the canonical dim, in the order in which they lie locally. Together
-            they cover the dim; several coords may hold the same interval, one coord holds it once.
+        pieces: For every coord its intervals of the canonical dim, in the order in which they are stored locally.
+            Together they cover the dim; several coords may hold the same interval, one coord holds it once.
 
     Raises:
         LayoutError: the pieces overlap within a coord, or leave a gap.
@@ -122,7 +122,7 @@ class Split:
         return tuple(left)
 
     def local_of(self, coord: int, interval: Interval) -> tuple[Interval, ...]:
-        """Where the elements of `interval` that `coord` holds lie in its local dim, in local order."""
+        """Where the elements of `interval` that `coord` holds are in its local dim, in local order."""
         found: list[Interval] = []
         offset = 0
         for start, stop in self.pieces[coord]:

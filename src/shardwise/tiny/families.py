@@ -1,4 +1,4 @@
-"""How each size in a configuration shrinks, by what the attribute means. Data only; `twin_config` applies it.
+"""How each size in a configuration shrinks, by what the attribute means. Data only; `shrink_config` applies it.
 
 Names are those of transformers' configurations, aliases included (`d_model` is a hidden size). A name that stands
 nowhere here keeps its value: norms, activations, multipliers, biases, dropout and ties are structure, not size.
@@ -199,7 +199,7 @@ class Family:
 _SHARED = "tying the shared block needs two layers that use it"
 _TWO_TOWERS = "text and image towers compute nothing without each other"
 _LENGTHS = "its loss counts the frames of the mask"
-_FOUR_STAGES = "four stages, each halving the patches, must leave a whole window to the last"
+_FOUR_STAGES = "four stages, each halving the patches, must leave a full window to the last"
 _MERGED_WINDOW = "a window must hold patches of 8 pixels, merged 2 by 2"
 
 FAMILIES: Mapping[str, Family] = {

@@ -86,7 +86,7 @@ def _cycle(values: Mapping[str, Any]) -> int:
 
 
 def _shrink_period(values: Mapping[str, Any], name: str) -> dict[str, int]:
-    """A period of at most 2, or 4 where it has an offset, so that periods of 2 beside it stay visible."""
+    """A period of at most 2, or 4 where it has an offset, so that periods of 2 next to it stay visible."""
     period, offset_name = values[name], LAYER_PERIODS[name]
     if offset_name is None:
         return {name: min(period, 2)}

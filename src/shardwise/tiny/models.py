@@ -74,7 +74,7 @@ def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
 
 @contextmanager
 def _uninitialized_as_nan() -> Iterator[None]:
-    """Within, `torch.empty` gives NaN, so that what a model never initializes can be told from what it does."""
+    """Inside, `torch.empty` gives NaN, so that what a model never initializes shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

@@ -43,7 +43,7 @@ def shrink_rotary(original: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[st
 
 
 def _has_sections(config: PreTrainedConfig) -> bool:
-    """Whether the model shares frequencies between time, height and width, by its own sections if not told others."""
+    """Whether the model shares frequencies between time, height and width, by its own sections if not given others."""
     return "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
 
 

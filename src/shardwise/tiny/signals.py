@@ -40,7 +40,7 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
     family = FAMILIES.get(model.config.model_type)
     if family and family.inputs:
         return family.inputs
-    if "input_ids" in takes:  # text towers beside image towers need both
+    if "input_ids" in takes:  # text towers next to image towers need both
         is_dual = type(model).__name__ in class_names("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES")
         needed = (name for name in _SIGNALS if name in takes and takes[name].default is inspect.Parameter.empty)
         return ("pixel_values",) if is_dual and "pixel_values" in takes else tuple(needed)

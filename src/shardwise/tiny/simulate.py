@@ -12,7 +12,7 @@ __all__ = ["SimulatedMesh"]
 
 
 class SimulatedMesh(Mesh):
-    """One simulated rank of a tensor-parallel layout on the CPU. It has no `DeviceMesh`, so logits are joined."""
+    """One simulated rank of a tensor-parallel layout on the CPU. It has no `DeviceMesh`, so logits are gathered."""
 
     def __init__(self, group: SimulatedGroup) -> None:
         shape = MeshShape(tp_size=group.size())

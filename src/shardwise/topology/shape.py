@@ -1,4 +1,4 @@
-"""`MeshShape`: how many ranks lie along each axis, and which rank sits where."""
+"""`MeshShape`: how many ranks there are along each axis, and which rank sits where."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ _EXAMPLE = 'write axis names and sizes, outermost first, such as "pp2.fsdp2.tp4"
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Sizes of the mesh axes `pp`, `ddp`, `fsdp`, `cp`, `tp`, and the ranks they lay out.
+    """Sizes of the mesh axes `pp`, `ddp`, `fsdp`, `cp`, `tp`, and the ranks they arrange.
 
     Ranks count row-major with `pp` outermost and `tp` innermost, so a tensor-parallel group is a run of neighbouring
     ranks and pipeline stages are far apart. `MeshShape.parse("pp2.fsdp2.tp2")` on 8 ranks:
@@ -54,7 +54,7 @@ class MeshShape:
 
     @classmethod
     def parse(cls, text: str) -> "MeshShape":
-        """The shape that `text` spells, such as `"pp2.ddp2.fsdp4.tp8"`; axes of size 1 may be left out.
+        """The shape that `text` says, such as `"pp2.ddp2.fsdp4.tp8"`; axes of size 1 may be left out.
 
         Raises:
             MeshError: `text` is empty or malformed, names an unknown axis, repeats one, gives a size below 1, or is
@@ -134,7 +134,7 @@ class MeshShape:
         """The rank at `coords`; an axis of size 1 may be left out.
 
         Raises:
-            MeshError: an axis is unknown or missing, or a coord lies outside its axis.
+            MeshError: an axis is unknown or missing, or a coord is outside its axis.
         """
         for axis in coords:
             check_axis(axis)
@@ -159,7 +159,7 @@ class MeshShape:
         """Rank lists along `axes`: each group holds the ranks that differ only in their coords on these axes.
 
         Every rank is in exactly one group; ranks ascend within a group and groups ascend by their first rank. Without
-        axes every rank stands alone.
+        axes every rank is a group of its own.
 
         Raises:
             MeshError: an axis is unknown or given twice.

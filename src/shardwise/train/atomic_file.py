@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["atomic_file"]
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives a hidden name beside `path` to write to, and renames it to `path` when the block ends well.
+    """Gives a hidden name next to `path` to write to, and renames it to `path` when the block ends well.
 
     What stood at `path` is replaced. An exception on the way, Ctrl-C included, removes what was written.
     """

@@ -87,7 +87,7 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str
 
 
 def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """What the model's loss is a mean over: labels that are not ignored, the first of each row aside where it shifts
+    """What the model's loss is a mean over: labels that are not ignored, without the first of each row where it shifts
     them; rows, where there are no labels to count.
     """
     labels = batch.get("labels")

@@ -42,7 +42,7 @@ MARK = b"SHTOKENS"
 PIECE_CHARS = 1 << 20
 """A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
 ENCODE_CHARS = 4 << 20
-"""Text handed to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
+"""Text given to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     if path.is_file():
         return (path,)
     if not path.is_dir():
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
-            f"there is no file or directory {path}{did_you_mean(path.name, beside)}",
+            f"there is no file or directory {path}{did_you_mean(path.name, siblings)}",
             at="data.path",
             fix="give an existing path, or data.dataset for the datasets library",
         )
@@ -194,7 +194,7 @@ def write_tokens(
         path: where to write.
         source: the documents.
         encoder: the tokenizer.
-        on_progress: told how much of `source.size` has been read.
+        on_progress: given how much of `source.size` has been read.
 
     Raises:
         LoadError: the source could not be read, or holds no text at all, or `path` cannot be written.

@@ -1,7 +1,7 @@
 """Whether an optimizer may be given parts of parameters, found out by what it does to tiny ones.
 
 An elementwise optimizer (SGD, Adam and their kin) updates a part exactly as it would the full parameter. Others read a
-matrix as a whole: its spectrum (Muon), its rows and columns (Adafactor), its norm (LAMB), or all parameters together
+full matrix: its spectrum (Muon), its rows and columns (Adafactor), its norm (LAMB), or all parameters together
 (LBFGS). They would compute another update on every rank.
 """
 

@@ -6,7 +6,7 @@ summed while backward runs. FSDP2 does reduce: over the data axes, as soon as a 
 mind which comes first, and is shorter afterwards. When a backward ends, one collective sums all partial gradients
 together, and one more each group of gradients of replicated key/value heads; `TrainStep` puts that off until its last
 microbatch is done. So `p.grad` is complete whenever a backward has returned, and whatever reads it, torch's own
-optimizers included, needs no call of ours. Before a complete gradient is added to, it is shared out again among the
+optimizers included, needs no call of ours. Before a complete gradient is added to, it is scaled back to partial on the
 ranks that summed it, so that the next sum restores it.
 """
 
@@ -168,7 +168,7 @@ class Gradients:
         return found
 
     def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
-        """The parameters whose gradients are summed, as they lie at rest, each watched."""
+        """The parameters whose gradients are summed, as they are stored at rest, each watched."""
         summed = []
         for _, parameter, entry in self.parameters():
             if entry is None or not entry.needs_sum:
@@ -239,7 +239,7 @@ class _Summand:
 
     # [Note: gradients that some ranks lack]
     An expert that none of this rank's tokens chose has no gradient here and one elsewhere. What is summed is decided
-    from the layout alone, so that ranks sum the same: zeros represent a gradient that is not there, and beside every
+    from the layout alone, so that ranks sum the same: zeros represent a gradient that is not there, and next to every
     gradient runs a one where it is there. Where these add up to zero it is nowhere, and stays None as in the full
     model: an optimizer must not decay it. Only a rank that lacks a gradient looks.
 
@@ -295,7 +295,7 @@ def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
 
 @torch.no_grad()
 def _scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
-    """Makes a gradient that was summed this rank's share of it again, so that more can be added and summed with it."""
+    """Scales a gradient that was summed back to this rank's share, so that more can be added and summed with it."""
     if parameter.grad is None:
         return
     registry, gradient = entry.registry, local_part(parameter.grad)

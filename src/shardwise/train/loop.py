@@ -1,6 +1,6 @@
 """The trainer after `shardwise train`: takes batches, steps, and tells what happens.
 
-It is handed everything ready-made, so it neither knows how a model was split nor where a batch came from.
+It is given everything ready-made, so it neither knows how a model was split nor where a batch came from.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepRecord:
         grad_norm: norm of the gradients before clipping.
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
-        memory_bytes: most that this rank has held so far: on its GPU, or of the process where there is none.
+        memory_bytes: most that this rank has used so far: on its GPU, or of the process where there is none.
         eval_loss: mean over the tokens held out, after this step's update; None where none was due.
         eval_perplexity: its exponential.
     """
@@ -77,7 +77,7 @@ class StepRecord:
 
 
 class Reporter(Protocol):
-    """Someone who is told of every step."""
+    """What every step is reported to."""
 
     def report(self, record: StepRecord) -> None: ...
 
@@ -96,7 +96,7 @@ def run_loop(
         parts: the step, the optimizer and their surroundings.
         num_steps: length of the run, which the learning rate schedule spans.
         settings: the learning rate, its schedule and the clipping.
-        reporters: told of each step, in this order; usually on one rank only. One that cannot write is told no more.
+        reporters: given each step, in this order; usually on one rank only. One that cannot write is given no more.
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
 
     Raises:
@@ -138,7 +138,7 @@ def _run_step(
         raise BatchError(
             f"the batches end before step {step}",
             why="a run takes as many batches as it has steps",
-            fix="give it an iterator that begins again at its end, or take fewer steps",
+            fix="give it an iterator that restarts at its end, or take fewer steps",
         )
     result = parts.step(batch)
     # An infinite bound changes nothing, and the norm is worth knowing all the same.

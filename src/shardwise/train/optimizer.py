@@ -30,9 +30,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """An optimizer over the parameters of a split model that require gradients.
 
-    Weights that still lie in the pages of the checkpoint they were loaded from move into memory of their own.
-    Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the whole. State lies with its
-    parameter.
+    Weights that are still stored in the pages of the checkpoint they were loaded from move into memory of their own.
+    Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the full parameter. State is
+    stored with its parameter.
 
     Args:
         optimizer_class: any `torch.optim.Optimizer`.
@@ -123,7 +123,7 @@ def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> N
     untracked = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
     if untracked and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
         raise UnsupportedError(
-            f"parameters beside a split model, of shapes {', '.join(map(str, untracked[:3]))}",
+            f"parameters outside of the split model, of shapes {', '.join(map(str, untracked[:3]))}",
             why="nobody averages their gradients over the data ranks",
             fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
             "optimizer of their own",

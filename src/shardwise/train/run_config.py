@@ -101,7 +101,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Text that is held out, and how often the loss on it is told."""
+    """Text that is held out, and how often the loss on it is reported."""
 
     path: str | None = None
     """A text or .jsonl file, or a directory of them; null evaluates nothing."""
@@ -113,7 +113,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """What is computed in, beside the weights' own type `model.dtype`."""
+    """What is computed in, besides the weights' own type `model.dtype`."""
 
     compute: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of forward and backward; `auto` is bfloat16 on GPUs and `model.dtype` on CPUs, where it is slower."""
@@ -214,7 +214,7 @@ class TrainConfig:
 
 
 def check_config(config: TrainConfig) -> list[Problem]:
-    """Everything wrong with `config` that can be told from its values, beside their types and bounds."""
+    """Everything wrong with `config` that its values show, besides their types and bounds."""
     return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config)]
 
 
@@ -258,7 +258,7 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
 def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:
     schedule = config.optimizer.schedule
     for key in {"lr", "weight_decay"} & config.optimizer.options.keys():
-        yield Problem(f"optimizer.options.{key}", f"stands in the wrong place: it is optimizer.{key}")
+        yield Problem(f"optimizer.options.{key}", f"is in the wrong place: it is optimizer.{key}")
     if schedule.warmup_steps > config.steps:
         what = f"is {schedule.warmup_steps}, must be between 0 and steps ({config.steps})"
         yield Problem("optimizer.schedule.warmup_steps", what)

@@ -79,7 +79,7 @@ class TrainStep:
 
         Args:
             batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device;
-                this data rank's rows, the same on every tp rank. Values without rows are handed on as they are.
+                this data rank's rows, the same on every tp rank. Values without rows are passed on as they are.
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts

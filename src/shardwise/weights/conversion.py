@@ -74,7 +74,7 @@ def resolve_keys(
     remembering the checkpoint's format for saving.
 
     Args:
-        model: Any transformers model, on meta or real, whole or already split.
+        model: Any transformers model, on meta or real, unsplit or split.
         index: The checkpoint.
         shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
         key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
@@ -266,7 +266,7 @@ def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> 
     to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
 
     Args:
-        model: Any transformers model, whole or split.
+        model: Any transformers model, unsplit or split.
         tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the unsplit model.
     """
     store = _StateStore()

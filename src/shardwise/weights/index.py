@@ -92,7 +92,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         return self._mapped[key]
 
     def adopt(self, key: str, box: Box) -> torch.Tensor | None:
-        """The elements `box` of `key` as a tensor of its own over the private map; None where they do not lie together.
+        """The elements `box` of `key` as a tensor of its own over the private map; None where they are not contiguous.
 
         Its pages are read when they are touched and become this process's own when they are written: nobody else sees
         that, the file least of all. Its storage holds these elements and no others. Replacing or deleting the file does

@@ -6,7 +6,7 @@ only the bytes it is made of.
 
 # [Note: operations outside the algebra]
 What is not a rearrangement (arithmetic, gathers by index, strided slices, what depends on values) is run at once, on
-its whole arguments: right, but it reads and holds more than any box. No conversion of transformers' does so.
+its full arguments: right, but it reads and holds more than any box. No conversion of transformers' does so.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor that has a shape, strides and a dtype, and reads its elements when told to.
+    """A tensor that has a shape, strides and a dtype, and reads its elements when asked to.
 
     It claims to be on the CPU. Its metadata is that of a meta tensor on which the same operations ran.
     """
@@ -202,7 +202,7 @@ def _unbind(metas: Sequence[torch.Tensor], source: LazyTensor, dim: int = 0) -> 
 
 
 def _cat(meta: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Node:
-    # torch lets the empty tensor of shape (0,) be joined with anything; it adds no elements.
+    # torch lets the empty tensor of shape (0,) be concatenated with anything; it adds no elements.
     parts = [part for part in tensors if part.ndim == meta.ndim]
     return Joined(_nodes_in(parts, meta.dtype), tuple(meta.shape), dim % meta.ndim)
 

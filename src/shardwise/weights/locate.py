@@ -95,8 +95,8 @@ def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) ->
             raise HFValidationError
         validate_repo_id(path_or_hub_id)
     except HFValidationError:
-        beside = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []  # noqa: PTH112
-        what = "it is a file" if exists else f"there is no such directory{did_you_mean(path.name, beside)}"
+        siblings = [entry.name for entry in path.parent.iterdir()] if os.path.isdir(path.parent) else []  # noqa: PTH112
+        what = "it is a file" if exists else f"there is no such directory{did_you_mean(path.name, siblings)}"
         raise LoadError(
             f"nothing can be loaded from {os.fspath(path_or_hub_id)!r}",
             why=f"{what}, and the name is not a hub id either (`name` or `owner/name`)",
@@ -114,7 +114,7 @@ def _check_hub(hub_id: str, options: Mapping[str, Any]) -> None:
         url = huggingface_hub.hf_hub_url(hub_id, "config.json", revision=options.get("revision"))
         huggingface_hub.get_hf_file_metadata(url, token=options.get("token"))
     except HfHubHTTPError:
-        return  # it answers; whatever it refuses is told by whoever wants a file
+        return  # it answers; whatever it refuses is reported by whoever wants a file
     except Exception as error:  # the HTTP library's own, which differ between versions of the hub's
         raise LoadError(
             f"cannot reach the hub for {hub_id!r}",
@@ -176,6 +176,6 @@ def _read_weight_map(path: Path) -> dict[str, str]:
         raise LoadError(
             f"{path.name} lists {'files outside its directory' if strays else 'no weights'}",
             at=str(path),
-            why=f"shards must lie beside their index, got {strays[:3]}" if strays else "weight_map is empty",
+            why=f"shards must be next to their index, got {strays[:3]}" if strays else "weight_map is empty",
         )
     return names

@@ -14,7 +14,7 @@ __all__ = ["adopt_local", "read_local"]
 
 
 def adopt_local(lazy: LazyTensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
-    """The local tensor as private pages of the checkpoint's map, where it lies there in one run; else None.
+    """The local tensor as private pages of the checkpoint's map, where it is contiguous there; else None.
 
     Nothing is read until it is touched, and writing to it copies its pages: see `CheckpointIndex.adopt`.
     """

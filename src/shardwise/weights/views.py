@@ -74,7 +74,7 @@ def _flat_runs(box: Box, shape: Shape) -> Iterator[Interval]:
     inner = len(shape)
     while inner > 1 and box[inner - 1] == (0, shape[inner - 1]):
         inner -= 1
-    # Dims from `inner - 1` on lie in one run; the dims before it are enumerated.
+    # Dims from `inner - 1` on are one run; the dims before it are enumerated.
     run_dim = max(inner - 1, 0)
     row = math.prod(shape[run_dim + 1 :])
     start, stop = box[run_dim] if box else (0, 1)

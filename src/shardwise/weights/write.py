@@ -1,10 +1,10 @@
 """Plain Hugging Face safetensors, streamed: one file, or numbered shards with their index.
 
 # [Note: replacing a checkpoint]
-Everything is written to a hidden directory beside the target and flushed to disk. Only then does `finish` add to it the
-target's other files (as hard links), move the target aside and the new directory into its place. A failure before that
-leaves the target untouched; between the two moves the old directory lies beside it, complete, and the next writer for
-the same target puts it back.
+Everything is written to a hidden directory next to the target and flushed to disk. Only then does `finish` add to it
+the target's other files (as hard links), move the target out of the way and the new directory into its place. A failure
+before that leaves the target untouched; between the two moves the old directory is next to it, complete, and the next
+writer for the same target puts it back.
 """
 
 import json
@@ -43,7 +43,7 @@ class PretrainedWriter:
 
     Raises:
         ConfigError: `max_shard_bytes` is not positive.
-        LoadError: the target is a file, or the directory beside it cannot be made.
+        LoadError: the target is a file, or the directory next to it cannot be made.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int) -> None:
@@ -69,7 +69,7 @@ class PretrainedWriter:
                 shutil.copymode(self._target, self.staging)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
             raise LoadError(
-                f"cannot write beside {str(directory)[:100]!r}",
+                f"cannot write next to {str(directory)[:100]!r}",
                 why=str(error)[:300],
                 fix="pass a directory that can be made",
             ) from error
@@ -104,7 +104,7 @@ class PretrainedWriter:
         """Write the last shard and the index, and move everything into place.
 
         Args:
-            metadata: For the index file, beside `total_size`; transformers writes `total_parameters`.
+            metadata: For the index file, besides `total_size`; transformers writes `total_parameters`.
 
         Raises:
             LoadError: nothing was added, or a file cannot be written; the target is then as it was.
