@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
+from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.declared_plans import declared_plan
 from shardwise.parallel.facts import read_facts
@@ -24,6 +25,7 @@ from shardwise.ranks.spawn import spawn
 from shardwise.search import planning
 from shardwise.search.planning import plan_for
 from shardwise.sharding.placement import Replicate
+from shardwise.tiny.models import build_tiny_model, shrink_config
 from tests.families import tiny_model
 
 
@@ -234,3 +236,11 @@ def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, 
     declared = declared_plan(model, facts)
     assert not idle_rules(declared, facts)
     assert govern(declared, facts).unmatched
+
+
+@pytest.mark.single
+@pytest.mark.skipif("dots3_note" not in transformers.CONFIG_MAPPING, reason="transformers has no such model")
+def test_a_config_that_differs_by_layer_is_planned():
+    config = shrink_config(default_config("dots3_note", task="causal_lm"), without_dropout=True)
+    model = build_tiny_model(config, model_class("Dots3NoteForCausalLM"), seed=0)
+    assert plan_for(model, ParallelSpec(plan="derived"), tp_size=2).rules

@@ -29,6 +29,7 @@ from shardwise.runtime.region_edges import (
 )
 from shardwise.runtime.registry import ParameterEntry, Registry
 from shardwise.sharding.placement import Split
+from shardwise.tiny.fields import layer_overrides, read_field
 
 __all__ = ["apply_tensor_parallelism", "split_parameters"]
 
@@ -100,7 +101,9 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     around = {stack.fqn: next((name for name in upwards(stack.fqn) if name in owners), "") for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
-        counts = (getattr(module.config, key, None) for key in _HEAD_COUNTS)
+        layers = layer_overrides(module.config).values()  # of configs that differ by layer
+        counts = [read_field(module.config, key) for key in _HEAD_COUNTS]
+        counts += [fields.get(key) for fields in layers for key in _HEAD_COUNTS]
         install_outputs(
             module,
             context,
