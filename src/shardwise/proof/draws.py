@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["Draws", "Redraws", "seeded", "training_copy"]
+__all__ = ["Draws", "Redraws", "seeded", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
@@ -117,7 +117,7 @@ def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = T
     for in_training in (True, False) if drops else (False,):
         made = copy.deepcopy(model)
         if in_training:
-            _set_dropout(made.train())
+            set_dropout(made.train(), _DROPOUT)
         try:
             with seeded():
                 objective_of(copy.deepcopy(made)(**copied(batch))).backward()
@@ -142,13 +142,13 @@ def seeded() -> Iterator[None]:
             random.setstate(states[1])
 
 
-def _set_dropout(model: nn.Module) -> None:
+def set_dropout(model: nn.Module, chance: float) -> None:
     """Sets every chance to drop, and noise on routers, that modules and configs know; not of layers."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     for owner in {id(each): each for each in (*configs, *model.modules()) if each is not None}.values():
         for name, value in list(vars(owner).items()):
             if isinstance(value, float | int) and not isinstance(value, bool) and _is_chance(owner, name):
-                setattr(owner, name, _DROPOUT)
+                setattr(owner, name, chance)
 
 
 def _is_chance(owner: object, name: str) -> bool:

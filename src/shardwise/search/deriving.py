@@ -19,6 +19,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
+from shardwise.proof.draws import set_dropout
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import fuse_reductions
 from shardwise.search.generalize import generalize
@@ -183,6 +184,7 @@ def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, tp_size: int) -
     """The model with other weights, or a tiny one of its architecture where the model is large."""
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         tiny = copy.deepcopy(model).float().eval()
+        set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))
         return tiny
