@@ -45,7 +45,7 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_draw(func) and isinstance(out, Tensor):
+        if _is_draw(func, kwargs) and isinstance(out, Tensor):
             self.values.append(out.detach().clone())
         return out
 
@@ -73,7 +73,7 @@ class Redraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not _is_draw(func) or not isinstance(out, Tensor):
+        if not _is_draw(func, kwargs) or not isinstance(out, Tensor):
             return out
         place, self._place = self._place, self._place + 1
         parts = [drawn[place] for drawn in self._ranks if place < len(drawn)]
@@ -102,9 +102,11 @@ def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
     return torch.cat(list(parts), dim).narrow(dim, 0, shape[dim])
 
 
-def _is_draw(func: Any) -> bool:
+def _is_draw(func: Any, kwargs: Any) -> bool:
+    """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own."""
     return (
-        torch.Tag.nondeterministic_seeded in func.tags
+        (kwargs or {}).get("generator") is None
+        and torch.Tag.nondeterministic_seeded in func.tags
         and not any(name in func.name() for name in _NO_MASKS)
         and torch._C._current_graph_task_id() < 0
     )
