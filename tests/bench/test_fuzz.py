@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # How many configurations of each layout, of architectures that take a second or two; `make coverage` proves hundreds of
 # all.
@@ -17,14 +12,6 @@ MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm4", "cohere2", "olmo2", "gpt_neox", "starcoder2"),
     *("smollm3", "granite", "mixtral", "qwen3_moe", "deepseek_v3", "gpt2", "opt", "bert", "stablelm", "bloom"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "sweep"]:
-        del sys.modules[name]
 
 
 @pytest.mark.spawn

@@ -1,22 +1,10 @@
-"""The sweep after `make coverage`: cases are told apart, found again, and put into one table."""
+"""The sweep of `make coverage`: cases are told apart, found again, and put into one table."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "sweep"]:
-        del sys.modules[name]
 
 
 def row_of(result="ok", *, layout="tp2", sequence_parallel=False, attention="", **rest):

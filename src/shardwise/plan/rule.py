@@ -197,7 +197,7 @@ class AttributeRule(Rule):
 
     section: ClassVar[str] = "attributes"
     styles: ClassVar[Mapping[str, str]] = {
-        "divided": "divided by the number of parts",
+        "divided": "divided by tp_size",
         "divided(N)": "divided by N, such as 2 or 3/2: it counts what several ranks share, too",
     }
 

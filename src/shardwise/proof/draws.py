@@ -1,8 +1,8 @@
 """The random numbers that ranks draw, put together so that the full model draws the same: dropout compared exactly.
 
 A rank draws masks for what it computes: of its own heads, of its own part of the sequence, or of what all ranks compute
-alike. Masks of a part join to the mask of the whole; those of what is computed alike must be equal. The full model that
-is given them must come to the same loss and gradients.
+alike. Masks of parts join to the mask of the full tensor; those of what is computed alike must be equal. The full model
+that is given them must come to the same loss and gradients.
 """
 
 from __future__ import annotations

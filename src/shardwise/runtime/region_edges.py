@@ -105,7 +105,7 @@ def note_sum(x: Tensor, context: SplitContext) -> Tensor:
     sums = context.state.sums
     if sums is None or context.state.sequence_parallel or not x.requires_grad:
         return x
-    if torch.compiler.is_compiling():  # a graph cannot change after what it has passed
+    if torch.compiler.is_compiling():  # a graph cannot change what it has passed
         x = scale_gradient(x, context.size)
         sums.append(Sum(x, 0, None))
         return x

@@ -1,4 +1,4 @@
-"""The trainer after `shardwise train`: takes batches, steps, and tells what happens.
+"""The trainer of `shardwise train`: takes batches, steps, and tells what happens.
 
 It is given everything ready-made, so it neither knows how a model was split nor where a batch came from.
 """
