@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.mesh import Mesh as Mesh
     from shardwise.plan.options import Compile as Compile
     from shardwise.plan.options import FsdpPolicy as FsdpPolicy
+    from shardwise.plan.options import Pipeline as Pipeline
     from shardwise.plan.options import Precision as Precision
     from shardwise.plan.options import Recompute as Recompute
     from shardwise.plan.spec import Plan as Plan
@@ -35,6 +36,7 @@ _HOMES = {
     "FsdpPolicy": "plan.options",
     "Mesh": "mesh",
     "MeshShape": "topology.shape",
+    "Pipeline": "plan.options",
     "Plan": "plan.spec",
     "Precision": "plan.options",
     "Recompute": "plan.options",
@@ -55,6 +57,7 @@ __all__ = [
     "FsdpPolicy",
     "Mesh",
     "MeshShape",
+    "Pipeline",
     "Plan",
     "Precision",
     "Recompute",

@@ -14,6 +14,7 @@ PUBLIC = [
     "FsdpPolicy",
     "Mesh",
     "MeshShape",
+    "Pipeline",
     "Plan",
     "Precision",
     "Recompute",

@@ -20,7 +20,7 @@ from shardwise.parallel.construction import Construction
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import initialize_missing, record_missing
-from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Precision, Recompute
+from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
@@ -39,6 +39,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     precision: Precision | None = None,
     recompute: Recompute | None = None,
     compilation: Compile | None = None,
+    pipeline: Pipeline | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
     **options: Any,
@@ -51,7 +52,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
             names in `architectures` where transformers has no causal language model of its type.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
-        fsdp, precision, recompute, compilation: as in `parallelize`.
+        fsdp, precision, recompute, compilation, pipeline: as in `parallelize`.
         dtype: what floating-point weights are converted to; by default `precision.params`, or without a `precision`
             the config's, or else the checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
@@ -128,6 +129,7 @@ def parallelize(  # noqa: PLR0913 - as above
     precision: Precision | None = None,
     recompute: Recompute | None = None,
     compilation: Compile | None = None,
+    pipeline: Pipeline | None = None,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Splits an existing transformers model over `mesh`, in place; parameter names stay.
@@ -142,6 +144,7 @@ def parallelize(  # noqa: PLR0913 - as above
         precision: the dtypes of parameters, computation and gradient reduction; see `Precision`.
         recompute: what forward does not keep, but backward computes again; see `Recompute`.
         compilation: have `torch.compile` compile every block; see `Compile`.
+        pipeline: how layers are divided into stages along `pp`, and in what order they compute; see `Pipeline`.
         dtype: what the parameters are converted to; by default `precision.params`, or their own.
 
     Returns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.regions import Region
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.sequence_plan import SequencePlan
@@ -89,6 +90,7 @@ class SplitPlan:
         norms: FQN of every norm over split features, to what it computes.
         direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum
             over ranks can wait for its entry.
+        pipeline: how the model is cut into stages; None without pp.
     """
 
     shape: MeshShape
@@ -111,6 +113,7 @@ class SplitPlan:
     units: tuple[tuple[str, ...], ...] = ()
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
     direct: bool = False
+    pipeline: PipelinePlan | None = None
 
     @property
     def tp_size(self) -> int:

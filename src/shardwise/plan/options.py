@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.spec import Plan
 
-__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Precision", "Recompute"]
+__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute"]
 
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -157,6 +157,40 @@ class Compile:
     dynamic: bool | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How a model's layers are divided into stages along `pp`, and in what order stages compute (arXiv 1811.06965,
+    2104.04473, 2401.10241, 2405.15362, 2412.19437).
+
+    Attributes:
+        schedule: "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv" or "dualpipev".
+        num_stages_per_rank: how many stages a rank holds; by default the fewest that the schedule takes.
+        layers: where stages are cut, counted over all layers in the order in which they run: the first layer of every
+            stage (`(0, 7, 15)`, beginning with 0), or the number of layers of every stage (`(7, 8, 9)`); by default
+            stages cost as equal as they can, embedding and head counted.
+
+    Raises:
+        ConfigError: a value is none of those named.
+    """
+
+    schedule: str = "1f1b"
+    num_stages_per_rank: int | None = None
+    layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        number = self.num_stages_per_rank
+        if number is not None and (type(number) is not int or number < 1):
+            raise ConfigError(f"Pipeline num_stages_per_rank is {number!r}", fix="use an integer of at least 1")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            if not self.layers or any(type(each) is not int or each < 0 for each in self.layers):
+                raise ConfigError(
+                    f"Pipeline layers is {self.layers!r}",
+                    why="it says with which layer every stage begins, or how many each holds",
+                    fix="use integers, such as (0, 7, 15)",
+                )
+
+
 def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(
@@ -176,6 +210,7 @@ class ParallelSpec:
         precision: the dtypes of parameters, computation and gradient reduction; None keeps every tensor's own.
         recompute: what backward computes again.
         compilation: how `torch.compile` compiles every block; None runs eagerly.
+        pipeline: how layers are divided into stages along pp; the default `Pipeline` where None.
     """
 
     plan: str | Plan | Mapping[str, str] = "auto"
@@ -184,6 +219,7 @@ class ParallelSpec:
     precision: Precision | None = None
     recompute: Recompute = field(default_factory=Recompute)
     compilation: Compile | None = None
+    pipeline: Pipeline | None = None
 
     @classmethod
     def of(cls, **options: Any) -> ParallelSpec:

@@ -1,0 +1,78 @@
+"""What a pipeline is cut from: the layers in the order in which they run, what passes between them, who holds what.
+
+A *segment* is one run of a layer of the main stacks, and what the model computes between it and the next; the first one
+also holds what runs before any layer, the last one what runs after all of them. A stage is a run of segments. Segments
+are counted by calls, not by layers: a model that runs one layer again and again has as many segments as calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Crossing", "LayerOrder", "PipelinePlan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
+
+    Attributes:
+        anchor: where it is found when the segment behind the cut begins: `input:PATH` in the arguments of that layer's
+            call, `output:FQN:NUMBER:PATH` in what call number NUMBER of the module FQN returned.
+        needs_gradient: whether a gradient comes back for it.
+    """
+
+    anchor: str
+    needs_gradient: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOrder:
+    """What was seen of a model while it ran.
+
+    Attributes:
+        calls: FQN of the layer of every segment, in the order of execution; a layer that runs twice is there twice.
+        uses: FQN of every parameter, tied aliases by their own names, to the segments that compute with it under this
+            name; parameters that nothing computes with are in none.
+        crossings: for every cut, in front of segment 1, 2, …, what crosses it.
+    """
+
+    calls: tuple[str, ...]
+    uses: Mapping[str, tuple[int, ...]]
+    crossings: tuple[tuple[Crossing, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """How a model is cut into stages.
+
+    Attributes:
+        order: the layers as they run.
+        schedule: name of the schedule (see `shardwise.schedule.build`).
+        starts: the segment with which every stage begins; the first one is 0.
+        rank_of: the coordinate on pp that holds each stage.
+    """
+
+    order: LayerOrder
+    schedule: str
+    starts: tuple[int, ...]
+    rank_of: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks."""
+        return len(self.starts)
+
+    def segments(self, stage: int) -> range:
+        """The segments of a stage."""
+        ends = (*self.starts[1:], len(self.order.calls))
+        return range(self.starts[stage], ends[stage])
+
+    def stages_of(self, coord: int) -> tuple[int, ...]:
+        """The stages that a coordinate on pp holds, in the order in which a microbatch passes them."""
+        return tuple(stage for stage, rank in enumerate(self.rank_of) if rank == coord)
+
+    def stage_of(self, segment: int) -> int:
+        """The stage that a segment is in."""
+        return sum(start <= segment for start in self.starts) - 1
