@@ -28,6 +28,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.stages import Stages
 from shardwise.runtime.wrapping import refuse_flattening
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Chunk, Split
@@ -166,6 +167,7 @@ class Registry:
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
         mapped: FQNs of parameters that are still stored in private pages of the files they came from.
         model: the split model, once it is attached.
+        stages: what runs this rank's stages of a pipeline; None without one.
     """
 
     mesh: Mesh
@@ -178,6 +180,7 @@ class Registry:
     data_root: nn.Module | None = None
     mapped: set[str] = field(default_factory=set)
     model: Callable[[], nn.Module | None] = lambda: None
+    stages: Stages | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         # A copied model runs on the same ranks.
