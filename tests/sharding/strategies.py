@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import (
     Chunk,
+    Held,
     Placement,
     Replicate,
     Split,
@@ -22,6 +23,7 @@ from shardwise.sharding.placement import (
 
 EMPTY = -1
 AXES = ("tp", "fsdp", "ddp")
+"""Of which a layout may have steps after one of pp."""
 
 
 @st.composite
@@ -62,9 +64,20 @@ def splits(draw: st.DrawFn) -> Split:
 
 
 @st.composite
+def helds(draw: st.DrawFn, *, parts: int) -> Held:
+    """Some of the coords of an axis."""
+    return Held(tuple(sorted(draw(st.sets(st.integers(0, parts - 1), min_size=1)))))
+
+
+@st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
-    """Any layout of `shape` over up to three axes: splits on dims still whole, chunks and replicas after them."""
+    """Any layout of `shape` over up to four axes: held by some stages, splits on dims still whole, chunks and replicas
+    after them.
+    """
     steps: list[Step] = []
+    if draw(st.booleans()):
+        num_ranks = draw(st.integers(1, 3))
+        steps.append(Step("pp", num_ranks, draw(helds(parts=num_ranks))))
     whole = set(range(len(shape)))
     for axis in AXES[: draw(st.integers(0, len(AXES)))]:
         parts = draw(st.integers(1, 4))
@@ -94,10 +107,12 @@ def all_coords(layout: Layout) -> Iterator[dict[str, int]]:
         yield {step.axis: coord for step, coord in zip(layout.steps, position, strict=True)}
 
 
-def local_tensor(layout: Layout, coords: Mapping[str, int]) -> NDArray[np.int64]:
-    """The local tensor at `coords`, by applying each step to a real array."""
+def local_tensor(layout: Layout, coords: Mapping[str, int]) -> NDArray[np.int64] | None:
+    """The local tensor at `coords`, by applying each step to a real array; None where others hold it."""
     array = whole_tensor(layout.shape)
     for step in layout.steps:
+        if isinstance(step.placement, Held) and coords[step.axis] not in step.placement.coords:
+            return None
         array = _apply(array, step.placement, coord=coords[step.axis], parts=step.size)
     return array
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from shardwise.errors import LayoutError
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Chunk, Placement, Replicate
+from shardwise.sharding.placement import Chunk, Held, Placement, Replicate
 from tests.sharding.strategies import layouts, shapes, splits
 
 pytestmark = pytest.mark.pure
 
 
 @settings(deadline=None)
-@given(splits() | st.sampled_from([Replicate(), Chunk(0), Chunk(2)]))
+@given(splits() | st.sampled_from([Replicate(), Chunk(0), Chunk(2), Held((0, 3))]))
 def test_placements_read_back(placement):
     assert from_json(Placement, json.loads(json.dumps(to_json(placement)))) == placement
 
@@ -31,6 +31,7 @@ def test_layouts_read_back(layout):
     ("data", "says"),
     [
         ({}, "kind"),
+        ({"kind": "held", "coords": [1, 1]}, "held by the coords (1, 1)"),
         ({"kind": "spilt"}, "spilt"),
         ({"kind": "chunk"}, "Chunk'> has the attributes dim"),
         ({"kind": "chunk", "dim": "0"}, "'0' is no int"),

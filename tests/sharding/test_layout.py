@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.layout import Layout, Piece, Step
-from shardwise.sharding.placement import Chunk, Replicate, split_even, split_heads
+from shardwise.sharding.placement import Chunk, Held, Replicate, split_even, split_heads
 from tests.sharding.strategies import EMPTY, all_coords, at, layouts, local_tensor, shapes, whole_tensor
 
 pytestmark = pytest.mark.pure
@@ -18,6 +18,10 @@ def test_pieces_say_where_every_local_element_comes_from(layout):
     whole = whole_tensor(layout.shape)
     for coords in all_coords(layout):
         expected = local_tensor(layout, coords)
+        assert layout.is_held(coords) == (expected is not None)
+        if expected is None:
+            assert layout.pieces(coords) == layout.owned(coords) == ()
+            continue
         assert layout.local_shape(coords) == expected.shape
         local = np.full(expected.shape, EMPTY)
         for piece in layout.pieces(coords):
@@ -66,12 +70,26 @@ def test_replicas_own_nothing():
     assert replicated.owned({"ddp": 1}) == ()
 
 
+def test_stages_hold_a_tied_parameter_or_nothing():
+    layout = Layout((4,), (Step("pp", 3, Held((0, 2))), Step("tp", 2, split_even(0, 4, parts=2))))
+    assert layout.local_shape({"pp": 2, "tp": 1}) == (2,)
+    assert layout.pieces({"pp": 2, "tp": 1}) == layout.owned({"pp": 0, "tp": 1})
+    assert layout.owned({"pp": 2, "tp": 1}) == layout.pieces({"pp": 1, "tp": 1}) == ()
+    with pytest.raises(LayoutError, match="other ranks hold it"):
+        layout.local_shape({"pp": 1, "tp": 1})
+    assert str(layout) == "[4], pp3: held by 0, 2, tp2: split dim 0 /2"
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
         (lambda: Layout((-1,)), "(-1,)"),
         (lambda: Layout((4,), (Step("tp", 0, Replicate()),)), "size 0"),
         (lambda: Layout((4,), (Step("tp", 2, Replicate()), Step("tp", 2, Chunk(0)))), "two steps"),
+        (lambda: Layout((4,), (Step("pp", 2, Held((0, 2))),)), "held by 0, 2 on axis 'pp' of size 2"),
+        (lambda: Held(()), "held by the coords ()"),
+        (lambda: Held((1, 0)), "held by the coords (1, 0)"),
+        (lambda: Held((-1, 0)), "held by the coords (-1, 0)"),
         (lambda: Layout((4,), (Step("tp", 2, Chunk(1)),)), "chunk dim 1 on a tensor of 1 dims"),
         (lambda: Layout((4,), (Step("tp", 3, split_even(0, 4, parts=2)),)), "on axis 'tp' of size 3"),
         (lambda: Layout((5,), (Step("tp", 2, split_even(0, 4, parts=2)),)), "size 4, but 5 reaches axis 'tp'"),

@@ -31,6 +31,8 @@ def test_any_layout_into_any_other(pair, replicas):
     saved, arrays = sources(before, replicas=replicas)
     for coords in all_coords(after):
         expected = local_tensor(after, coords)
+        if expected is None:
+            continue
         local = np.full(expected.shape, EMPTY)
         for copy in copies(saved, after.pieces(coords)):
             assert (local[at(copy.target_box)] == EMPTY).all()

@@ -10,12 +10,12 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.placement import Chunk, Placement, Replicate, Split
+from shardwise.sharding.placement import Chunk, Held, Placement, Replicate, Split
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["from_json", "to_json"]
 
-_KINDS: dict[str, type] = {"replicate": Replicate, "chunk": Chunk, "split": Split}
+_KINDS: dict[str, type] = {"replicate": Replicate, "held": Held, "chunk": Chunk, "split": Split}
 
 
 def to_json(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """`Layout`: which elements of a canonical tensor every coord of a mesh holds, and where.
 
 Canonical is the tensor as Hugging Face stores it; local is what a rank keeps. A layout is a sequence of steps, each
-applying one axis's placement to the result of the steps before it: tensor parallelism first, then FSDP's chunks of what
-tensor parallelism left.
+applying one axis's placement to the result of the steps before it: which stages of a pipeline hold the tensor at all,
+then tensor parallelism, then FSDP's chunks of what tensor parallelism left.
 """
 
 import itertools
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import Box, Interval, shape_of
-from shardwise.sharding.placement import Chunk, Placement, Replicate, Split
+from shardwise.sharding.placement import Chunk, Held, Placement, Replicate, Split
 
 __all__ = ["Layout", "Piece", "Step"]
 
@@ -61,6 +61,7 @@ class Layout:
     Methods take `coords`, a position on every axis of the steps (an axis of size 1 may be left out; further axes are
     ignored, so a rank's coords on the full mesh suffice). Elements that several coords of an axis hold belong to the
     lowest of them; an axis without a step is not known to hold copies, so give every axis that does a `Replicate` step.
+    Coords that `Held` leaves out have no local tensor, and no pieces.
 
     Raises:
         LayoutError: an axis has two steps, a placement's dim or number of coords does not fit, or a `Split` does not
@@ -84,18 +85,28 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
 
+    def is_held(self, coords: Mapping[str, int]) -> bool:
+        """Whether the rank at `coords` has a local tensor, which may be empty."""
+        places = ((step.placement, _coord(step, coords)) for step in self.steps)
+        return all(coord in placement.coords for placement, coord in places if isinstance(placement, Held))
+
     def local_shape(self, coords: Mapping[str, int]) -> tuple[int, ...]:
-        """Shape of the local tensor at `coords`."""
+        """Shape of the local tensor at `coords`. Raises `LayoutError` where there is none."""
+        if not self.is_held(coords):
+            raise LayoutError(f"no local tensor at {dict(coords)}", at=f"layout {self}", why="other ranks hold it")
         return tuple(dim.extent for dim in self._dims(coords, owned=False))
 
     def pieces(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
         """The pieces that the rank at `coords` holds, in local row-major order."""
-        return _pieces(self._dims(coords, owned=False))
+        return _pieces(self._dims(coords, owned=False)) if self.is_held(coords) else ()
 
     def owned(self, coords: Mapping[str, int]) -> tuple[Piece, ...]:
         """The pieces that belong to the rank at `coords`: over all coords, every canonical element exactly once."""
         for step in self.steps:
-            if isinstance(step.placement, Replicate) and _coord(step, coords):
+            coord, placement = _coord(step, coords), step.placement
+            if isinstance(placement, Replicate) and coord:
+                return ()
+            if isinstance(placement, Held) and coord != placement.coords[0]:
                 return ()
         return _pieces(self._dims(coords, owned=True))
 
@@ -121,6 +132,12 @@ def _check_step(step: Step, extents: list[set[int]], *, at: str) -> None:
         raise LayoutError(f"axis {step.axis!r} has size {step.size}", at=at, why="a size is at least 1")
     placement = step.placement
     if isinstance(placement, Replicate):
+        return
+    if isinstance(placement, Held):
+        if placement.coords[-1] >= step.size:
+            raise LayoutError(
+                f"{placement} on axis {step.axis!r} of size {step.size}", at=at, why="coords are counted from 0"
+            )
         return
     if placement.dim >= len(extents):
         raise LayoutError(f"{placement} on a tensor of {len(extents)} dims", at=at, why="dims are counted from 0")

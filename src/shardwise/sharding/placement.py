@@ -1,6 +1,7 @@
 """Placements: what happens to a tensor along one mesh axis.
 
-`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Split` says explicitly which intervals of one dim
+`Replicate` and `Chunk` are what torch calls `Replicate` and `Shard`. `Held` gives the full tensor to some coords and
+nothing to the others, as stages of a pipeline hold parameters. `Split` says explicitly which intervals of one dim
 a coord holds, in local order, and so covers what torch has no placement for: uneven blocks of heads, fused
 weights whose sections are split one by one, and key/value heads that several coords hold.
 
@@ -16,6 +17,7 @@ from shardwise.sharding.boxes import Interval
 
 __all__ = [
     "Chunk",
+    "Held",
     "Placement",
     "Replicate",
     "Split",
@@ -33,6 +35,27 @@ class Replicate:
 
     def __str__(self) -> str:
         return "replicate"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The coords `coords`, ascending, hold the full tensor, and no other coord holds any of it.
+
+    Raises:
+        LayoutError: there are none, or they do not ascend from 0 or more.
+    """
+
+    coords: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.coords or self.coords[0] < 0 or list(self.coords) != sorted(set(self.coords)):
+            raise LayoutError(
+                f"a tensor cannot be held by the coords {self.coords}",
+                why="they are given once each, in ascending order",
+            )
+
+    def __str__(self) -> str:
+        return f"held by {', '.join(map(str, self.coords))}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,7 @@ class Split:
         return text
 
 
-Placement = Replicate | Chunk | Split
+Placement = Replicate | Held | Chunk | Split
 
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:
