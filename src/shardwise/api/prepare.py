@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
+from shardwise.estimate.cuts import check_pipeline
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.decide import decide_split
@@ -76,6 +77,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     check_axes(shape)
+    check_pipeline(spec.pipeline, shape, spec.recompute)
     check_unsplit(model)
     facts = read_facts(model)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
@@ -88,6 +90,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         return decide(model, mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_axes(mesh.shape)
+        check_pipeline(spec.pipeline, mesh.shape, spec.recompute)
         check_unsplit(model)
         facts = read_facts(model)
         described = _describe(model, facts, mesh.shape, spec)

@@ -6,9 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from shardwise.estimate.cuts import cut
 from shardwise.parallel.sequence_parallel import is_direct
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import Pipeline
+from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
@@ -19,19 +22,33 @@ __all__ = ["decide_split"]
 
 
 def decide_split(
-    rules: Plan, model: nn.Module, facts: ModelFacts, shape: MeshShape, *, sequence_parallel: bool = False
+    rules: Plan,
+    model: nn.Module,
+    facts: ModelFacts,
+    shape: MeshShape,
+    *,
+    sequence_parallel: bool = False,
+    order: LayerOrder | None = None,
+    pipeline: Pipeline | None = None,
 ) -> SplitPlan:
     """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
 
     Args:
         facts: read off the model.
+        order: of its layers as they run; needed where the shape has several ranks along pp.
+        pipeline: how it is cut into stages; the default `Pipeline` where None.
 
     Raises:
+        ConfigError: the model cannot be cut as `pipeline` says.
         PlanError: the rules cannot be followed; lists every problem.
         UnsupportedError: a module that they split over its features is no norm that can be.
     """
     resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=sequence_parallel)
-    plan = with_data_axes(resolved, facts, shape)
+    stages = None
+    if shape.pp_size > 1:
+        assert order is not None, "a pipeline is cut where layers begin"
+        stages = cut(order, facts, pipeline, pp_size=shape.pp_size)
+    plan = with_data_axes(resolved, facts, shape, stages)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }

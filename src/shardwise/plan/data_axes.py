@@ -1,4 +1,5 @@
-"""What the data axes do to a decided model: which parameters FSDP2 shards and how, and what it gathers together.
+"""What pipeline and data axes do to a decided model: which stages hold a parameter, which parameters FSDP2 shards and
+how, and what it gathers together.
 
 # [Note: units]
 FSDP2 gathers the parameters of a unit together when its module is called, and frees them after it. Units are the
@@ -9,6 +10,12 @@ share a parameter are one unit: it is gathered before the first of them runs and
 A parameter that cannot be split along its first dim is kept in full on every data rank, and the gradient phase sums its
 gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer be
 aligned).
+
+# [Note: units of stages]
+Each stage of a pipeline is a root of its own for FSDP2, so a parameter that two stages of one rank use (a tied
+embedding under a schedule that comes back to the first rank) is kept in full too, and so is one that belongs to no
+unit and whose owner, such as the base model, holds what other stages or units have: no module that is a stage's alone
+could be given to its root.
 """
 
 from __future__ import annotations
@@ -18,26 +25,65 @@ from dataclasses import replace
 
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.families import SINGLE_FSDP_UNIT
-from shardwise.plan.structure import ModelFacts, outermost_layers, upwards
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Chunk, Replicate, Split
+from shardwise.sharding.placement import Chunk, Held, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["find_units", "with_data_axes"]
 
 
-def with_data_axes(plan: SplitPlan, facts: ModelFacts, shape: MeshShape) -> SplitPlan:
-    """`plan`, which was resolved over tp alone, on a mesh of `shape`."""
-    parameters = {fqn: _over_data(each, shape) for fqn, each in plan.parameters.items()}
-    return replace(plan, shape=shape, parameters=parameters, units=find_units(facts))
+def with_data_axes(
+    plan: SplitPlan, facts: ModelFacts, shape: MeshShape, pipeline: PipelinePlan | None = None
+) -> SplitPlan:
+    """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`."""
+    plan = replace(plan, shape=shape, units=find_units(facts), pipeline=pipeline)
+    apart = _apart(plan, facts) if pipeline is not None and shape.data_size > 1 else frozenset()
+    parameters = {
+        fqn: _over_data(_over_stages(each, plan), shape, in_full=fqn in apart) for fqn, each in plan.parameters.items()
+    }
+    return replace(plan, parameters=parameters)
 
 
-def _over_data(planned: ParameterPlan, shape: MeshShape) -> ParameterPlan:
-    planned = replace(planned, stages=tuple(range(shape.pp_size)))
+def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
+    if plan.pipeline is None:
+        return planned
+    names = [planned.fqn, *(alias for alias, canonical in plan.tied.items() if canonical == planned.fqn)]
+    coords = sorted({plan.pipeline.rank_of[stage] for name in names for stage in plan.stages_of(name)})
+    step = Step("pp", plan.shape.pp_size, Held(tuple(coords)))
+    return replace(planned, stages=tuple(coords), layout=Layout(planned.shape, (step, *planned.layout.steps)))
+
+
+def _apart(plan: SplitPlan, facts: ModelFacts) -> frozenset[str]:
+    """The parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
+    assert plan.pipeline is not None
+    stages: dict[str, set[int]] = {}
+    inside: dict[str, set[tuple[int, ...]]] = {}
+    units = {module for unit in plan.units for module in unit}
+    around_units = {around for unit in units for around in upwards(parent_of(unit))} | {""}
+    owners: dict[str, str] = {}
+    for fqn, owner, *_ in facts.parameters():
+        stages.setdefault(facts.tied.get(fqn, fqn), set()).update(plan.stages_of(fqn))
+        if plan.stages_of(fqn):
+            for module in upwards(owner):
+                inside.setdefault(module, set()).add(plan.stages_of(fqn))
+            if not units.intersection(upwards(owner)):
+                owners[fqn] = owner
+    ranks = {fqn: [plan.pipeline.rank_of[stage] for stage in held] for fqn, held in stages.items()}
+    twice = {fqn for fqn, held in ranks.items() if len(set(held)) < len(held)}
+    loose = {
+        facts.tied.get(fqn, fqn) for fqn, owner in owners.items() if owner in around_units or len(inside[owner]) > 1
+    }
+    return frozenset(twice | loose)
+
+
+def _over_data(planned: ParameterPlan, shape: MeshShape, *, in_full: bool) -> ParameterPlan:
     if shape.data_size == 1:
         return planned
-    in_full = not planned.shape or (shape.fsdp_size > 1 and not _are_replicas_aligned(planned.placement))
+    aligned = shape.fsdp_size == 1 or _are_replicas_aligned(planned.placement)
+    in_full = in_full or not planned.shape or not aligned
     steps = [
         Step(axis, shape.size(axis), Replicate() if in_full or axis == "ddp" else Chunk(0))
         for axis in reversed(DATA_AXES)

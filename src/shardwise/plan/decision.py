@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ class ParameterPlan:
             gradients must be summed over tp (see [Note: partial inside]).
         data: "" where there are no data axes, "managed" where FSDP2 keeps the parameter as a `DTensor` over them,
             "reduced" where every data rank holds all of it and we sum its gradient.
-        stages: the stages of the pipeline that hold it, by their coordinate on pp; a tied parameter may have several.
+        stages: the coordinates on pp that hold it, ascending; a tied parameter may have several.
     """
 
     fqn: str
@@ -114,6 +115,25 @@ class SplitPlan:
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
     direct: bool = False
     pipeline: PipelinePlan | None = None
+
+    def names_held(self, coord: int) -> frozenset[str]:
+        """The names, tied aliases by their own, under which the ranks at `coord` of pp hold parameters."""
+        if self.pipeline is None:
+            return frozenset((*self.parameters, *self.tied))
+        return frozenset().union(*(self.names_of_stage(stage) for stage in self.pipeline.stages_of(coord)))
+
+    def names_of_stage(self, stage: int) -> frozenset[str]:
+        """The names, tied aliases by their own, under which a stage of the pipeline holds parameters."""
+        return frozenset(name for name, stages in self._stages_of_names.items() if stage in stages)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that hold a parameter under this name of its; none where nothing does so."""
+        return self._stages_of_names[name]
+
+    @functools.cached_property
+    def _stages_of_names(self) -> dict[str, tuple[int, ...]]:
+        names = (*self.parameters, *self.tied)
+        return {} if self.pipeline is None else self.pipeline.stages_of_names(names, self.tied)
 
     @property
     def tp_size(self) -> int:

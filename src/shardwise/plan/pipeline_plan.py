@@ -7,7 +7,7 @@ are counted by calls, not by layers: a model that runs one layer again and again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 __all__ = ["Crossing", "LayerOrder", "PipelinePlan"]
@@ -76,3 +76,27 @@ class PipelinePlan:
     def stage_of(self, segment: int) -> int:
         """The stage that a segment is in."""
         return sum(start <= segment for start in self.starts) - 1
+
+    def stages_of_names(self, names: Iterable[str], tied: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """The stages that hold each parameter under each of its names.
+
+        Those that compute with it under this name hold it so. Where nothing computes with a parameter under any name,
+        the first stage of its layer holds it by its first one, outside of layers the first stage.
+
+        Args:
+            names: FQNs of all parameters, tied aliases included.
+            tied: alias FQN to canonical FQN.
+        """
+        found = {name: self._stages_using(name) for name in names}
+        used = {tied.get(name, name) for name, stages in found.items() if stages}
+        for name in found:
+            if name not in tied and name not in used:
+                found[name] = (self._stage_around(name),)
+        return found
+
+    def _stages_using(self, name: str) -> tuple[int, ...]:
+        return tuple(sorted({self.stage_of(segment) for segment in self.order.uses.get(name, ())}))
+
+    def _stage_around(self, name: str) -> int:
+        inside = (segment for segment, layer in enumerate(self.order.calls) if name.startswith(f"{layer}."))
+        return self.stage_of(next(inside, 0))

@@ -1,0 +1,185 @@
+"""Where a model is cut into the stages of a pipeline: as the user says, or so that stages cost alike.
+
+# [Note: the cost of a stage]
+A stage costs the parameters that it multiplies with, once for every run of a layer, which is its time for a token; and
+the parameters that it holds, each once, which is its memory and the time of its optimizer. So a head costs twice what
+the embedding does, whose rows are looked up. All numbers are integers: every rank finds the same cuts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from shardwise.errors import ConfigError
+from shardwise.plan.options import Pipeline, Recompute
+from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
+from shardwise.plan.structure import ModelFacts
+from shardwise.schedule.build import build_schedule
+from shardwise.schedule.schedule import Schedule
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["balance", "check_pipeline", "cut", "smallest_schedule"]
+
+Cost = Callable[[int, int], int]
+"""What a stage costs that begins with one segment and ends before another."""
+
+
+def check_pipeline(pipeline: Pipeline | None, shape: MeshShape, recompute: Recompute) -> None:
+    """Raises `ConfigError` where the options fit no pipeline of this shape, whatever the model."""
+    chosen = pipeline or Pipeline()
+    if shape.pp_size == 1:
+        build_schedule(chosen.schedule, pp_size=1, num_microbatches=2)
+        if chosen.layers is not None or chosen.num_stages_per_rank not in (None, 1):
+            raise ConfigError(
+                f"the layout {shape} has no pipeline to cut",
+                why=f"pp_size is 1, and {chosen} says where stages begin",
+                fix='give the layout a pp axis, such as "pp2", or leave out layers and num_stages_per_rank',
+            )
+        return
+    schedule = smallest_schedule(chosen, shape.pp_size)
+    if schedule.splits_backward and recompute.mode != "none":
+        raise ConfigError(
+            f"recomputation ({recompute.mode}) with the schedule {chosen.schedule}",
+            why="it splits the backward in two, and a block would be computed again for each of its weights",
+            fix='use the schedule "1f1b" or "interleaved_1f1b", or Recompute(mode="none")',
+        )
+
+
+def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
+    """The schedule with as few microbatches as it takes: which rank holds which stage does not depend on them.
+
+    Raises:
+        ConfigError: there is no such schedule, or it does not take as many stages as `layers` says.
+    """
+    number = pipeline.num_stages_per_rank
+    if pipeline.layers is not None:
+        number, left = divmod(len(pipeline.layers), pp_size)
+        if left or number != (pipeline.num_stages_per_rank or number):
+            wanted = f"{pp_size * (pipeline.num_stages_per_rank or 1)} stages"
+            wanted = wanted if pipeline.num_stages_per_rank else f"a multiple of {pp_size}"
+            raise ConfigError(
+                f"Pipeline layers {pipeline.layers} makes {len(pipeline.layers)} stages",
+                why=f"{pp_size} ranks along pp hold as many stages each: {wanted}",
+                fix="give one number for each stage",
+            )
+    return build_schedule(
+        pipeline.schedule,
+        pp_size=pp_size,
+        num_microbatches=2 * pp_size * (number or 2),
+        num_stages_per_rank=number,
+    )
+
+
+def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_size: int) -> PipelinePlan:
+    """How the model with these facts is cut into stages.
+
+    Raises:
+        ConfigError: there are more stages than layers run, or `layers` does not fit them.
+    """
+    chosen = pipeline or Pipeline()
+    rank_of = tuple(smallest_schedule(chosen, pp_size).rank_of.values())
+    num_stages, num_segments = len(rank_of), len(order.calls)
+    if num_stages > num_segments:
+        raise ConfigError(
+            f"{num_stages} stages for a model that runs {num_segments} layers",
+            why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
+            fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
+        )
+    if chosen.layers is None:
+        starts = balance(_cost(order, facts), num_segments, num_stages)
+    else:
+        starts = _given_starts(chosen.layers, num_segments)
+    return PipelinePlan(order=order, schedule=chosen.schedule, starts=starts, rank_of=rank_of)
+
+
+def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:
+    """With which segment each stage begins, so that the most expensive costs least, and the sum of squares is least
+    among those. Of equal ones those with fewest layers in front, where most microbatches are in flight.
+    """
+
+    @functools.cache
+    def least_worst(start: int, left: int) -> int:
+        """The least cost of the most expensive of `left` stages from segment `start` on."""
+        if left == 1:
+            return cost(start, num_segments)
+        ends = range(start + 1, num_segments - left + 2)
+        return min(max(cost(start, end), least_worst(end, left - 1)) for end in ends)
+
+    bound = least_worst(0, num_stages)
+
+    @functools.cache
+    def most_even(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        """The least sum of squares of stages that cost no more than the bound, and where they begin."""
+        if left == 1:
+            last = cost(start, num_segments)
+            return (last**2 if last <= bound else math.inf), (start,)
+        found = []
+        for end in range(start + 1, num_segments - left + 2):
+            first = cost(start, end)
+            rest, starts = most_even(end, left - 1)
+            found.append((first**2 + rest if first <= bound else math.inf, (start, *starts)))
+        return min(found)
+
+    return most_even(0, num_stages)[1]
+
+
+def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:
+    """See [Note: the cost of a stage]."""
+    num_segments = len(order.calls)
+    held: list[dict[str, int]] = [{} for _ in order.calls]
+    multiplied = [0] * num_segments
+    for fqn, module, _, shape in facts.parameters():
+        for segment in order.uses.get(fqn, ()):
+            size = math.prod(shape)
+            held[segment][facts.tied.get(fqn, fqn)] = size
+            # A table of rows is looked up where the model begins, and may be what logits are made with where it ends.
+            is_looked_up = facts.modules[module].kind == "embedding" and segment < max(1, num_segments - 1)
+            multiplied[segment] += size if len(shape) > 1 and not is_looked_up else 0
+    sums = list(itertools.accumulate(multiplied, initial=0))
+
+    @functools.cache
+    def held_from(start: int) -> list[int]:
+        return list(_held(held[start:]))
+
+    return lambda start, end: sums[end] - sums[start] + held_from(start)[end - start]
+
+
+def _held(segments: Sequence[dict[str, int]]) -> Iterator[int]:
+    """The parameters of no segment, of the first, of the first two together, and so on."""
+    known: dict[str, int] = {}
+    total = 0
+    yield total
+    for segment in segments:
+        total += sum(size for name, size in segment.items() if name not in known)
+        known |= segment
+        yield total
+
+
+def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]:
+    """With which segment every stage begins, from the first layers of stages, or from their numbers of layers."""
+    if layers[0] == 0:
+        if any(after <= before for before, after in itertools.pairwise(layers)):
+            raise ConfigError(
+                f"Pipeline layers {layers} are out of order",
+                why="it begins with 0, so it names the first layer of every stage, and a stage has a layer or more",
+                fix="give ascending numbers",
+            )
+        if layers[-1] >= num_segments:
+            raise ConfigError(
+                f"Pipeline layers {layers} cut past the end",
+                why=f"the model runs {num_segments} layers, of which the last is {num_segments - 1}",
+                fix=f"use numbers up to {num_segments - 1}",
+            )
+        return layers
+    if 0 in layers or sum(layers) != num_segments:
+        total = f"they are {sum(layers)} together, and the model runs {num_segments}"
+        why = "a stage without a layer" if 0 in layers else total
+        raise ConfigError(
+            f"Pipeline layers {layers} are no numbers of layers for this model",
+            why=f"{why}; it does not begin with 0, so it says how many layers each stage has",
+            fix="give numbers that add up, or the first layer of every stage, beginning with 0",
+        )
+    return (0, *itertools.accumulate(layers[:-1]))
