@@ -213,7 +213,8 @@ class Mesh:
         return self.shape.data_rank(self._ranks.index(self.rank))
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The process group of this rank along `axes`: one axis, the data axes `ddp` and `fsdp`, or, without any, all.
+        """The process group of this rank along `axes`: one axis, the data axes `ddp` and `fsdp`, those along which
+        ranks read the same rows, or, without any, all.
 
         None where they have one rank.
         """
@@ -236,6 +237,14 @@ class Mesh:
             calm_gloo_loops()
             self._subgroups[axis, blocks] = group if group is not None and group.size() > 1 else None
         return self._subgroups[axis, blocks]
+
+    def new_group(self, axis: str) -> dist.ProcessGroup | None:
+        """Another group of the ranks of `group(axis)`, which belongs to the caller. Every rank of the mesh calls."""
+        if self.size(axis) == 1:
+            return None
+        group = new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)
+        calm_gloo_loops()
+        return group
 
     def note_step(self) -> None:
         """Notes that this rank begins another training step, for messages about ranks that do not come to one."""

@@ -23,6 +23,8 @@ _OPERATIONS = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::reduce_scatter_": ("reduce_scatter", 1),
     "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("receive", 0),
     "c10d::gather_": ("gather", 1),
     "c10d::alltoall_base_": ("all_to_all", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
@@ -39,7 +41,7 @@ _LOCAL_INPUT = "_c10d_functional::all_gather_into_tensor"  # its result is as ma
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives and their bytes, by operation; `str` says both in words."""
+    """Operations and their bytes, by what they do; `str` says both in words."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -57,10 +59,11 @@ class Traffic:
 
 @dataclass
 class CommunicationCount(TorchDispatchMode):
-    """While active, counts this rank's collectives: calls and bytes by (operation, shape).
+    """While active, counts this rank's collectives, sends and receives: calls and bytes by (operation, shape).
 
     Bytes are those of the full tensor: what is summed in an all-reduce, the result of an all-gather, the input
-    of a reduce-scatter. Operations of autograd's backward are counted too where it runs inside.
+    of a reduce-scatter, what is sent or received. Operations of autograd's backward are counted too where it runs
+    inside.
 
     Attributes:
         group: the only process group whose collectives count; None: those of all.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from shardwise.topology.axes import AXES, DATA_AXES
+from shardwise.topology.axes import AXES, DATA_AXES, SAME_ROWS_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Groups", "make_groups", "new_group", "ranks_along", "wide_axes"]
@@ -34,7 +34,8 @@ def make_groups(
     given: Mapping[tuple[str, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Groups:
-    """The groups along every axis, along the data axes together, and of all ranks: `given` ones, and the rest new.
+    """The groups along every axis, along the data axes together, along all others together, and of all ranks: `given`
+    ones, and the rest new.
 
     Communicates: the creation of each new group, over all ranks.
     """
@@ -43,7 +44,7 @@ def make_groups(
     if everyone and everyone not in groups:
         assert dist.group.WORLD is not None
         groups[everyone] = dist.group.WORLD
-    for axes in (*((axis,) for axis in everyone), wide_axes(shape, DATA_AXES)):
+    for axes in (*((axis,) for axis in everyone), wide_axes(shape, DATA_AXES), wide_axes(shape, SAME_ROWS_AXES)):
         if axes and axes not in groups:
             group = new_group(ranks_along(shape, ranks, axes), timeout=timeout)
             assert group is not None, "lines hold every rank"

@@ -176,7 +176,8 @@ class SplitContext:
         has_dropout: whether anything in the model draws random numbers in training.
         state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
             be nested, and backward may recompute parts of an earlier one after a later one has run.
-        batch_compared: whether forwards are given parts of a batch that tp ranks have compared.
+        same_rows: the group of all ranks that must be given the same rows, where it is a larger one than `group`.
+        batch_compared: whether forwards are given parts of a batch that those ranks have compared.
         model_name: the model's class, for messages.
         gathered_for: functions for which a forward has had to gather split logits.
         last_look: name of the split logits that were gathered last.
@@ -187,6 +188,9 @@ class SplitContext:
     (a region), it draws from a *rank-local* stream, whose seed is a number drawn from the stream before. So every rank
     advances the replicated stream by the same number, and seeding or restoring it, as a caller or a layer that is
     recomputed in backward does, determines the rank-local streams too.
+
+    Over pp the replicated stream stays the same too: a pipeline draws one seed from it for each step, and every stage
+    has a stream of its own for each microbatch (`stage_stream`), which is the replicated one of its tp ranks.
     """
 
     group: Group | None = None
@@ -197,6 +201,7 @@ class SplitContext:
     partial_after: bool = False
     has_dropout: bool = False
     state: ForwardState = field(default_factory=ForwardState)
+    same_rows: Group | None = None
     batch_compared: bool = False
     model_name: str = "the model"
     gathered_for: set[str] = field(default_factory=set)
@@ -265,6 +270,24 @@ class SplitContext:
     def restore_rng(self, level: str) -> None:
         """Back to the stream before `fork_rng(level)`, if that has not happened yet."""
         self.state.restore_rng(level)
+
+    def draw_seed(self, module: nn.Module) -> int | None:
+        """A number for `stage_stream`, drawn from the stream that all ranks share; None where nothing is dropped."""
+        return int(torch.empty((), dtype=torch.int64).random_()) if self.has_dropout and module.training else None
+
+    @contextmanager
+    def stage_stream(self, seed: int | None, stage: int, microbatch: int) -> Iterator[None]:
+        """Inside, random numbers are those of one stage and microbatch (see [Note: random numbers])."""
+        if seed is None:
+            yield
+            return
+        generator = _generator(self.device)
+        state = generator.get_state()
+        generator.manual_seed((seed ^ zlib.crc32(f"{stage}.{microbatch}".encode()) * _REPLICATED) % 2**63)
+        try:
+            yield
+        finally:
+            generator.set_state(state)
 
 
 def ends_missing(stack: str, what: str) -> LayoutError:

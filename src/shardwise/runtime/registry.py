@@ -165,6 +165,7 @@ class Registry:
         policy: what was chosen about the data axes.
         precision: the dtypes that were chosen, None where everything keeps its own.
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
+        stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
         mapped: FQNs of parameters that are still stored in private pages of the files they came from.
         model: the split model, once it is attached.
         stages: what runs this rank's stages of a pipeline; None without one.
@@ -178,6 +179,7 @@ class Registry:
     policy: FsdpPolicy = field(default_factory=FsdpPolicy)
     precision: Precision | None = None
     data_root: nn.Module | None = None
+    stage_roots: dict[int, nn.Module] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
     model: Callable[[], nn.Module | None] = lambda: None
     stages: Stages | None = None

@@ -1,4 +1,4 @@
-"""Ranks that differ along tp compute parts of one result, so they must be given the same rows."""
+"""Ranks that differ along tp or pp compute parts of one result, so they must be given the same rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _MOST_READ = 2**16
 
 
 def check_same_batch(inputs: Any, context: SplitContext) -> None:
-    """Raises the same error on every tp rank unless all were given the same inputs: tensors of the same names, shapes
-    and dtypes, and, where they are integers on the host, of the same values (of large ones, evenly spaced samples).
+    """Raises the same error on every tp and pp rank unless all were given the same inputs: tensors of the same names,
+    shapes and dtypes, and, where they are integers on the host, of the same values (of large ones, evenly spaced
+    samples).
 
     Does nothing where that costs more than a word between hosts: where `compared_already`, and in a group that only
     GPUs can communicate in.
@@ -32,21 +33,23 @@ def check_same_batch(inputs: Any, context: SplitContext) -> None:
     Raises:
         BatchError: naming the first input that differs, and what it is on which ranks.
 
-    Communicates: over tp, one all-gather of 16 bytes a rank.
+    Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 16 bytes a rank.
     """
-    if context.group is None or context.mesh is None or context.batch_compared or torch.compiler.is_compiling():
+    group = context.same_rows if context.same_rows is not None else context.group if context.mesh is not None else None
+    if group is None or context.batch_compared or torch.compiler.is_compiling():
         return
-    if host_device(context.group, context.device).type == "cpu":
+    if host_device(group, context.device).type == "cpu":
         check_equal(
-            context.group,
+            group,
             {
                 keystr(path): _describe(value)
                 for path, value in tree_flatten_with_path(inputs)[0]
                 if isinstance(value, Tensor | int)
             },
-            what="tp ranks were given different batches",
+            what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
             device=context.device,
-            fix="give ranks that differ in tp alone the same rows in the same order: choose them by mesh.data_rank",
+            fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
+            "mesh.data_rank",
             error=BatchError,
         )
 

@@ -1,6 +1,6 @@
 """`build_schedule`: schedules by name, and the numbers that each of them takes."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -8,7 +8,7 @@ from shardwise.schedule import orders
 from shardwise.schedule.action import Step
 from shardwise.schedule.schedule import Schedule
 
-__all__ = ["SCHEDULES", "build_schedule"]
+__all__ = ["SCHEDULES", "build_in_order", "build_schedule"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,22 @@ def build_schedule(
         return tuple(family.order(orders.Rank(rank, pp_size, num_microbatches, stages)))
 
     return Schedule(name, tuple(map(steps, range(pp_size))))
+
+
+def build_in_order(rank_of: Sequence[int], num_microbatches: int) -> Schedule:
+    """Any number of microbatches through stages that are held in any way: all through a stage, then through the next,
+    and back the way they came. Nothing but forwards need not be in any better order.
+
+    Args:
+        rank_of: the rank that holds each stage.
+    """
+    pp_size = max(rank_of) + 1
+
+    def steps(rank: int) -> tuple[Step, ...]:
+        stages = tuple(stage for stage, holder in enumerate(rank_of) if holder == rank)
+        return tuple(orders.looped_bfs(orders.Rank(rank, pp_size, num_microbatches, stages)))
+
+    return Schedule("in_order", tuple(map(steps, range(pp_size))))
 
 
 def _problems(family: _Family, pp_size: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,16 @@
 
 from shardwise.errors import MeshError, did_you_mean
 
-__all__ = ["AXES", "DATA_AXES", "SIZE_NAMES", "UNSERVED_AXES", "check_axis"]
+__all__ = ["AXES", "DATA_AXES", "SAME_ROWS_AXES", "SIZE_NAMES", "UNSERVED_AXES", "check_axis"]
 
 AXES: tuple[str, ...] = ("pp", "ddp", "fsdp", "cp", "tp")
 """Axis names, outermost first: ranks along the last axis are neighbours, where the links are fastest."""
 
 DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
 """Axes along which ranks see different rows of a batch."""
+
+SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
+"""Axes along which ranks must be given the same rows."""
 
 UNSERVED_AXES: tuple[str, ...] = ("pp", "cp")
 """Axes that layouts can name and that nothing serves yet."""

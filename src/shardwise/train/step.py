@@ -20,6 +20,8 @@ from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import check_batch, count_targets, split_rows
 from shardwise.train.gradients import gradients_of
+from shardwise.train.pipeline import runner_of
+from shardwise.train.pipeline_stage import Microbatch
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -50,6 +52,7 @@ class TrainStep:
 
     Raises:
         BatchError: `num_microbatches` is no positive integer.
+        ConfigError: the pipeline's schedule does not take so many microbatches.
         LayoutError: the model is not split by Shardwise.
         UnsupportedError: the model sees the tokens that it is to predict (an encoder with a causal model's loss).
         UnsupportedError: parameters came into it later, where nothing says what they are.
@@ -63,6 +66,8 @@ class TrainStep:
                 fix="use an integer of at least 1",
             )
         self._registry = registry_of(model)
+        self._pipeline = runner_of(model)
+        self._schedule = self._pipeline.schedule(num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
@@ -79,7 +84,7 @@ class TrainStep:
 
         Args:
             batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device;
-                this data rank's rows, the same on every tp rank. Values without rows are passed on as they are.
+                this data rank's rows, the same on every tp and pp rank. Values without rows are passed on as they are.
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
@@ -90,29 +95,35 @@ class TrainStep:
 
         Raises:
             BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
-                `num_microbatches`, or ranks of a tp group were given different batches.
+                `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: over tp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the number of
-            targets, where there are several data ranks; what the model's forward and backward do; the gradient phase
-            (see [Note: one gradient phase]); over the data ranks, one all-reduce of the loss.
+        Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the number of
+            targets, where there are several data ranks; what the model's forward and backward do, under pp what stages
+            send each other; the gradient phase (see [Note: one gradient phase]); over pp and over the data ranks, one
+            all-reduce of the loss.
         """
         self.mesh.note_step()
         parts, counts, num_tokens = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.value if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
+        weights = [count / num_tokens if num_tokens else 0.0 for count in counts]
         total = torch.zeros((), device=self.mesh.device)
         try:
-            with self._gradients.together(), compared_already(self._registry.context):
-                for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
-                    self._time_reduction(is_last=number == len(parts) - 1)
-                    total += self._microbatch(part, count / num_tokens if num_tokens else 0.0, scale)
+            if self._schedule is not None:
+                if num_tokens:  # which all ranks know
+                    self._run_pipeline(parts, weights, scale, total)
+            else:
+                with self._gradients.together(), compared_already(self._registry.context):
+                    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                        self._time_reduction(is_last=number == len(parts) - 1)
+                        total += self._microbatch(part, weight, scale)
         finally:
             self._scale_gradients(1 / scale)
-        group = self.mesh.group(*DATA_AXES)
-        if group is not None:
-            all_reduce_(total, group)
+        for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
+            if group is not None:
+                all_reduce_(total, group)
         return StepResult(loss=total, num_tokens=num_tokens)
 
     def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int]:
@@ -166,16 +177,37 @@ class TrainStep:
 
     def _microbatch(self, part: dict[str, Any], weight: float, scale: float) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
-        if weight == 0.0:
-            if self.mesh.data_size == 1:
-                return torch.zeros((), device=self.mesh.device)
-            # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
-            # count nothing.
-            part = part | {"labels": part["labels"].clamp(min=0)}
-        loss = self.model(**self._defaults | part).loss
-        factor = weight * self._loss_factor * scale
-        (loss if factor == 1.0 else loss * factor).backward()
+        if weight == 0.0 and self.mesh.data_size == 1:
+            return torch.zeros((), device=self.mesh.device)
+        loss = self.model(**self._arguments(part, weight)).loss
+        self._weighted(loss, weight, scale).backward()
         return loss.detach().float() * weight
+
+    def _arguments(self, part: dict[str, Any], weight: float) -> dict[str, Any]:
+        """Those of the forward. Where a microbatch without targets runs all the same, because other ranks wait for its
+        gradients, some are made up, which count nothing: the mean over none is 0/0.
+        """
+        return self._defaults | part | ({"labels": part["labels"].clamp(min=0)} if weight == 0.0 else {})
+
+    def _weighted(self, loss: Tensor, weight: float, scale: float) -> Tensor:
+        """What backward starts from."""
+        factor = weight * self._loss_factor * scale
+        return loss if factor == 1.0 else loss * factor
+
+    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor) -> None:
+        """All microbatches through the stages, forward and backward; the last stage's rank adds losses to `total`."""
+        assert self._pipeline is not None
+        assert self._schedule is not None
+
+        def microbatch(part: dict[str, Any], weight: float) -> Microbatch:
+            def loss_of(output: Any) -> Tensor:
+                total.add_(output.loss.detach().float() * weight)
+                return self._weighted(output.loss, weight, scale)
+
+            return Microbatch(self._arguments(part, weight), loss_of)
+
+        with self._gradients.together():
+            self._pipeline.run([microbatch(*each) for each in zip(parts, weights, strict=True)], self._schedule)
 
 
 def _place(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,226 @@
+"""Runs a model's stages in the order of a schedule, forward and backward: what a training step is under pp."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import LayoutError, RankError
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.runtime.registry import Registry, registry_of
+from shardwise.runtime.same_batch import compared_already
+from shardwise.runtime.stages import Stages
+from shardwise.schedule.build import build_in_order, build_schedule
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.timeline import Span, Timeline
+from shardwise.train.pipeline_stage import Microbatch, PipelineStage, Round
+
+__all__ = ["PipelineRunner", "runner_of"]
+
+_ATTRIBUTE = "_shardwise_pipeline"
+
+
+class PipelineRunner:
+    """Runs the stages of one model; kept on it. Every rank of the mesh must make it at the same point.
+
+    # [Note: a line of its own]
+    Stages send each other tensors on a group that nothing else knows. Where a stage raises, this rank lets go of that
+    group: its connections close, and the ranks that wait for the stage fail within a second, also while this rank lives
+    on, in an exception handler or a debugger. gloo closes connections only when nobody refers to a group any more.
+
+    Communicates: the creation of that group.
+
+    Attributes:
+        plan: how the model is cut.
+        is_first, is_last: whether this rank holds the first or the last stage.
+    """
+
+    def __init__(self, model: nn.Module, registry: Registry, plan: PipelinePlan, stages: Stages) -> None:
+        mesh = registry.mesh
+        group = mesh.group("pp")
+        if group is None:
+            raise LayoutError(f"a pipeline of {plan.num_stages} stages on one rank", fix="use pp_size 2 or more")
+        self.plan, self.stages = plan, stages
+        self.is_first, self.is_last = 0 in stages.own, plan.num_stages - 1 in stages.own
+        self.last_rank = plan.rank_of[-1]
+        self.first_rank = plan.rank_of[0]
+        self.group = group
+        self._model, self._registry = model, registry
+        self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
+        self._broken: str | None = None
+        self._line = mesh.new_group("pp")
+        self.last_round = Round(parts=())
+        self.last_schedule: Schedule | None = None
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The order in which the ranks train on so many microbatches.
+
+        Raises:
+            ConfigError: the schedule does not take them.
+        """
+        pp_size = self.group.size()
+        return build_schedule(
+            self.plan.schedule,
+            pp_size=pp_size,
+            num_microbatches=num_microbatches,
+            num_stages_per_rank=self.plan.num_stages // pp_size,
+        )
+
+    def takes(self, num_microbatches: int) -> bool:
+        """Whether there is such a schedule."""
+        try:
+            self.schedule(num_microbatches)
+        except ValueError:
+            return False
+        return True
+
+    def in_order(self, num_microbatches: int) -> Schedule:
+        """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
+        return build_in_order(self.plan.rank_of, num_microbatches)
+
+    def run(
+        self,
+        parts: Sequence[Microbatch],
+        schedule: Schedule,
+        *,
+        has_backward: bool = True,
+        keeps_outputs: bool = False,
+        is_timed: bool = False,
+    ) -> Round:
+        """Runs all stages of this rank on all microbatches; every rank of the pipeline calls it with the same ones.
+
+        Returns:
+            What the last stage put out, on its rank, where it is kept.
+
+        Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
+            reduction of each unit's gradients.
+
+        Raises:
+            RankError: an earlier run of this pipeline has failed.
+        """
+        self._check_unbroken()
+        runtime, stages = self._runtime(schedule, has_backward=has_backward)
+        context = self._registry.context
+        seed = context.draw_seed(self._model)
+        current = Round(
+            parts=parts, seed=seed, has_backward=has_backward, keeps_outputs=keeps_outputs, is_timed=is_timed
+        )
+        for stage in stages:
+            stage.round, stage.has_backward = current, has_backward
+            stage.clear_runtime_states()
+        with self._ends_all_on_failure(), compared_already(context), torch.set_grad_enabled(has_backward):
+            runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
+        for stage in stages:
+            stage.clear_runtime_states()
+            stage.round = Round(parts=())
+        self.last_round, self.last_schedule = current, schedule
+        return current
+
+    def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
+        """The runtime for a schedule and its stages, made once."""
+        key = schedule.name, schedule.num_microbatches
+        if key not in self._kept:
+            stages = [self._stage(number, splits=schedule.splits_backward) for number in self.stages.own]
+            runtime = torch_schedules._PipelineScheduleRuntime(
+                stages, schedule.num_microbatches, loss_fn=lambda output, target: output, scale_grads=False
+            )
+            order = {
+                rank: [torch_schedules._Action.from_str(str(step)) for step in steps]
+                for rank, steps in enumerate(schedule.order)
+            }
+            runtime._prepare_schedule_with_comms(order)
+            self._kept[key] = runtime, stages
+        runtime, stages = self._kept[key]
+        runtime._has_backward = has_backward
+        return runtime, stages
+
+    def _stage(self, number: int, *, splits: bool) -> PipelineStage:
+        assert self._line is not None
+        root = self._registry.stage_roots.get(number, self._model)
+        return PipelineStage(
+            self.stages,
+            number,
+            rank_of=self.plan.rank_of,
+            root=root,
+            context=self._registry.context,
+            group=self._line,
+            splits=splits,
+            enters_root=number in self._registry.stage_roots,
+        )
+
+    def _check_unbroken(self) -> None:
+        if self._broken is not None:
+            raise RankError(
+                "this pipeline has failed before",
+                why=f"{self._broken}; what ranks had sent each other then would be taken for the next step's",
+                fix="start the job again",
+            )
+
+    @contextmanager
+    def _ends_all_on_failure(self) -> Iterator[None]:
+        """Where a stage raises, the ranks that wait for it fail too, and none of them can go on with half a step."""
+        with _quiet_runtime():
+            try:
+                yield
+            except BaseException as error:
+                self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._hang_up()
+                raise
+
+    def _hang_up(self) -> None:
+        """Closes the connections over which stages are sent tensors (see [Note: a line of its own])."""
+        for _, stages in self._kept.values():
+            for stage in stages:
+                stage.group = None
+        self._kept.clear()
+        if self._line is not None:
+            dist.distributed_c10d._abort_process_group(self._line)
+            self._line = None
+
+    def timeline(self) -> Timeline | None:
+        """When which action of the last timed run ran, on all ranks, from its start on; None where none was timed.
+
+        Communicates: over pp, a gather of the times.
+        """
+        if self.last_schedule is None or not self.last_round.is_timed:
+            return None
+        return measured_timeline(self.last_schedule, all_gather_objects(self.last_round.spans, self.group))
+
+
+def measured_timeline(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
+    """The timeline of every rank's spans, from the first one's start on (ranks of one machine share a clock)."""
+    start = min(span.start for row in rows for span in row)
+    return Timeline(
+        schedule, tuple(tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
+    )
+
+
+@contextmanager
+def _quiet_runtime() -> Iterator[None]:
+    """Inside, torch does not log the whole grid of a schedule in which a stage has failed."""
+    logger = torch_schedules.logger
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def runner_of(model: nn.Module) -> PipelineRunner | None:
+    """What runs the stages of a split model, which may be wrapped; None where it has no pp."""
+    root = registry_of(model).model()
+    return None if root is None else root.__dict__.get(_ATTRIBUTE)
+
+
+def attach_runner(model: nn.Module, runner: PipelineRunner) -> None:
+    """Makes `runner_of(model)` give `runner`."""
+    model.__dict__[_ATTRIBUTE] = runner

@@ -1,0 +1,133 @@
+"""A backward in two parts: gradients of a stage's inputs first, which another stage waits for, those of weights later.
+
+# [Note: split backward]
+torch finds for every weight the nodes at which its path meets the path of the inputs, keeps the gradients that arrive
+there with the first part, and goes on from there with the second (`torch.distributed.pipelining`). What never meets the
+path of the inputs would be lost: an output that depends on weights alone. So outputs are tied to inputs, which adds
+nothing to anyone's gradient. A stage whose inputs need no gradient has no first part: all of its backward is the
+second. Whether any weight is left out is checked against the graph (`check_complete`).
+
+torch before 2.13 gets weights wrong that a stage uses twice. There, and only there, the second part computes the
+gradients of the activations again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import _backward as torch_backward
+
+from shardwise.errors import LayoutError
+
+__all__ = ["SecondPart", "backward_inputs", "check_complete", "detached_alias", "tie"]
+
+_FINDS_ALL_USES = hasattr(torch_backward, "_autograd_grad_for_inputs")  # torch 2.13
+
+
+def detached_alias(x: Tensor) -> Tensor:
+    """`x` as a tensor of its own that shares its memory and is no view: it may be detached or written to in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.num_inputs = len(tensors) - num_outputs
+        return tuple(detached_alias(x.detach()) for x in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *gradients, *(None,) * ctx.num_inputs)
+
+
+def tie(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`outputs`, of which those with gradients now depend on `inputs` as well, whose gradients do not change."""
+    needed = [x for x in inputs if x.requires_grad]
+    tied = [x for x in outputs if x.requires_grad]
+    if not needed or not tied:
+        return tuple(outputs)
+    replaced = iter(_Tie.apply(len(tied), *tied, *needed))
+    return tuple(next(replaced) if x.requires_grad else x for x in outputs)
+
+
+def backward_inputs(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Iterable[nn.Parameter]
+) -> tuple[list[Tensor | None], SecondPart]:
+    """The first part of a backward: the gradients of `inputs`, and what computes those of `weights` when it is called.
+
+    Args:
+        outputs: tied to `inputs`.
+    """
+    needed = [x for x in inputs if x.requires_grad]
+    own = list(weights)
+    if _FINDS_ALL_USES:
+        found, groups = torch_backward.stage_backward_input(list(outputs), list(gradients), needed, iter(own))
+        second = SecondPart(own, groups=groups)
+    else:
+        found = torch.autograd.grad(outputs, needed, gradients, retain_graph=True, allow_unused=True)
+        second = SecondPart(own, outputs=outputs, gradients=gradients)
+    for x in needed:
+        x.grad = None
+    by_input = iter(found)
+    return [next(by_input) if x.requires_grad else None for x in inputs], second
+
+
+class SecondPart:
+    """The second part: adds the gradients of weights to `.grad` when it is called, once."""
+
+    def __init__(
+        self,
+        weights: list[nn.Parameter],
+        *,
+        groups: Any = None,
+        outputs: Sequence[Tensor] = (),
+        gradients: Sequence[Tensor] = (),
+    ) -> None:
+        self.weights, self.groups, self._outputs, self._gradients = weights, groups, outputs, gradients
+
+    def __call__(self) -> None:
+        if self.groups is not None:
+            torch_backward.stage_backward_weight(iter(self.weights), self.groups)
+        elif trained := [weight for weight in self.weights if weight.requires_grad]:
+            torch.autograd.backward(self._outputs, self._gradients, inputs=trained)
+
+
+def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: SecondPart, *, stage: int) -> None:
+    """Raises where a weight that the outputs depend on is in no group of the second part, so that its gradient would be
+    lost without a word.
+
+    Args:
+        ends: the outputs' nodes in the graph, which they let go of in the first part.
+
+    Raises:
+        LayoutError: saying how many weights, and of what shapes.
+    """
+    if second.groups is None:
+        return
+    known = {node for group in second.groups for node in group["params"]}
+    own = {id(x) for x in inputs}
+    lost = [node.variable for node in _accumulating(ends) if node not in known and id(node.variable) not in own]
+    if lost:
+        raise LayoutError(
+            f"gradients of {len(lost)} parameters of stage {stage} would be lost",
+            why="the backward is in two parts, and the second does not reach "
+            + ", ".join(sorted({str(list(x.shape)) for x in lost})),
+            fix='use a schedule that does not split the backward, such as "1f1b" or "interleaved_1f1b"',
+        )
+
+
+def _accumulating(roots: Iterable[Any]) -> list[Any]:
+    """The nodes at the ends of the graph, which add to `.grad`."""
+    pending, seen, found = [root for root in roots if root is not None], set(), []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node)
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return found
