@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausa
 
 import shardwise
 from bench.sweep.known import default_config
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel import fsdp
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
@@ -138,6 +138,16 @@ def test_units_are_blocks_and_ends_and_modules_that_share_are_one():
     units = find_units(read_facts(tiny_model("llama")))
     assert units == (("model.layers.0",), ("model.layers.1",), ("model.embed_tokens",), ("lm_head",))
     assert find_units(read_facts(tiny_model("llama", tied=True)))[-1] == ("model.embed_tokens", "lm_head")
+
+
+@pytest.mark.single
+def test_units_may_be_chosen():
+    facts = read_facts(tiny_model("llama", tied=True))
+    assert find_units(facts, ()) == ()
+    assert find_units(facts, ["model.layers.*.mlp", "model.layers.1"]) == (("model.layers.0.mlp",), ("model.layers.1",))
+    assert find_units(facts, ["lm_head"]) == (), "its weight is the embedding's, which stays with the model"
+    with pytest.raises(ConfigError, match=r"'model.layers.\*.ml' match no module"):
+        find_units(facts, ["model.layers.*.ml"])
 
 
 @pytest.mark.single

@@ -52,3 +52,15 @@ def test_the_target_is_named_from_the_module_that_holds_both():
 def test_a_target_that_sums_nothing_is_an_error(target):
     with pytest.raises(PlanError, match="cannot be summed with"):
         resolve(Plan.of({**RULES, "layers.*.attn.out": f"rowwise_into({target})"}), FACTS, tp_size=2)
+
+
+def test_a_container_that_never_runs_is_no_region():
+    modules = {
+        "": ModuleFacts(kind="other"),
+        "block": ModuleFacts(kind="dict"),
+        "block.up": LINEAR,
+        "block.down": LINEAR,
+    }
+    facts = ModelFacts(model_type="", modules=modules)
+    plan = resolve(Plan.of({"block.up": "colwise", "block.down": "rowwise"}), facts, tp_size=2)
+    assert [(region.fqn, region.edge) for region in plan.regions] == [("block.up", "open")]

@@ -81,7 +81,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     check_unsplit(model)
     facts = read_facts(model)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
-    return decide_split(rules, model, facts, shape, sequence_parallel=spec.sequence_parallel)
+    return decide_split(rules, model, facts, shape, sequence_parallel=spec.sequence_parallel, units=spec.fsdp.units)
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
@@ -107,7 +107,9 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
             found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json()
     rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
     with raise_on_all_ranks(mesh.group(), "resolving the plan"):
-        plan = decide_split(rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel)
+        plan = decide_split(
+            rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel, units=spec.fsdp.units
+        )
     check_equal(
         mesh.group(),
         _parts_of(plan),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -30,6 +31,7 @@ def decide_split(
     sequence_parallel: bool = False,
     order: LayerOrder | None = None,
     pipeline: Pipeline | None = None,
+    units: Sequence[str] | None = None,
 ) -> SplitPlan:
     """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
 
@@ -37,6 +39,7 @@ def decide_split(
         facts: read off the model.
         order: of its layers as they run; needed where the shape has several ranks along pp.
         pipeline: how it is cut into stages; the default `Pipeline` where None.
+        units: what data parallelism gathers together, as in `FsdpPolicy`.
 
     Raises:
         ConfigError: the model cannot be cut as `pipeline` says.
@@ -48,7 +51,7 @@ def decide_split(
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
         stages = cut(order, facts, pipeline, pp_size=shape.pp_size)
-    plan = with_data_axes(resolved, facts, shape, stages)
+    plan = with_data_axes(resolved, facts, shape, stages, units=units)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }

@@ -101,7 +101,8 @@ def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
     in_stack = [root for names, root in roots.items() if layers.intersection(names)]
     if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
         embedding = roots.get((plan.embedding or "",))
-        head = [root for root in roots.values() if root not in in_stack and root is not embedding]
+        others = [root for root in roots.values() if root not in in_stack and root is not embedding]
+        head = others if policy.units is None else []
         for root in (*head, *(in_stack[-1:] if policy.keep_last_block else [])):  # backward follows forward at once
             root.set_reshard_after_forward(False, recurse=False)
         if embedding is not None and _is_plain_embedding(embedding):

@@ -20,11 +20,13 @@ could be given to its root.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.families import SINGLE_FSDP_UNIT
+from shardwise.plan.match import match
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
@@ -36,10 +38,19 @@ __all__ = ["find_units", "with_data_axes"]
 
 
 def with_data_axes(
-    plan: SplitPlan, facts: ModelFacts, shape: MeshShape, pipeline: PipelinePlan | None = None
+    plan: SplitPlan,
+    facts: ModelFacts,
+    shape: MeshShape,
+    pipeline: PipelinePlan | None = None,
+    *,
+    units: Sequence[str] | None = None,
 ) -> SplitPlan:
-    """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`."""
-    plan = replace(plan, shape=shape, units=find_units(facts), pipeline=pipeline)
+    """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`.
+
+    Args:
+        units: as in `find_units`.
+    """
+    plan = replace(plan, shape=shape, units=find_units(facts, units), pipeline=pipeline)
     apart = _apart(plan, facts) if pipeline is not None and shape.data_size > 1 else frozenset()
     parameters = {
         fqn: _over_data(_over_stages(each, plan), shape, in_full=fqn in apart) for fqn, each in plan.parameters.items()
@@ -103,8 +114,15 @@ def _are_replicas_aligned(placement: object) -> bool:
     )
 
 
-def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
-    """What is gathered together, in order of registration, without the rest that belongs to the model itself."""
+def find_units(facts: ModelFacts, chosen: Sequence[str] | None = None) -> tuple[tuple[str, ...], ...]:
+    """What is gathered together, in order of registration, without the rest that belongs to the model itself.
+
+    Args:
+        chosen: patterns of the modules' names, instead of those above (see `FsdpPolicy`).
+
+    Raises:
+        ConfigError: a pattern matches no module with parameters.
+    """
     if facts.model_type in SINGLE_FSDP_UNIT:
         return ()
     owned = _owned(facts)
@@ -112,6 +130,8 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     for end in _ends(facts):
         if not any(f"{end}.".startswith(f"{each}.") for each in candidates):
             candidates.append(end)
+    if chosen is not None:
+        candidates = _chosen(chosen, [module for module, own in owned.items() if module and own])
     units: list[list[str]] = []
     for candidate in candidates:
         sharing = [unit for unit in units if any(owned[candidate] & owned[module] for module in unit)]
@@ -120,6 +140,18 @@ def find_units(facts: ModelFacts) -> tuple[tuple[str, ...], ...]:
     inside = tuple(f"{module}." for unit in units for module in unit)
     outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not fqn.startswith(inside)}
     return tuple(tuple(unit) for unit in units if not any(owned[module] & outside for module in unit))
+
+
+def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """The modules that match, without those inside of others."""
+    idle = [pattern for pattern in patterns if not any(match(pattern, module) for module in modules)]
+    if idle:
+        raise ConfigError(
+            f"FsdpPolicy units: {', '.join(map(repr, idle))} match no module with parameters"
+            + did_you_mean(idle[0], modules)
+        )
+    found = [module for module in modules if any(match(pattern, module) for pattern in patterns)]
+    return [module for module in found if not any(module.startswith(f"{other}.") for other in found)]
 
 
 def _ends(facts: ModelFacts) -> Iterator[str]:

@@ -33,6 +33,8 @@ class FsdpPolicy:
 
     Attributes:
         zero_stage: 1, 2 or 3.
+        units: patterns of the names of the modules that are units, instead of those above; with none, `()`, the whole
+            model is one. Modules that share a parameter are one unit in any case.
         keep_last_block: at stage 3, do not free the last block between its forward and its backward, which follow each
             other.
         prefetch: how many units ahead parameters are gathered, forward and backward. 1 is what FSDP2 does by itself.
@@ -49,6 +51,7 @@ class FsdpPolicy:
     """
 
     zero_stage: int = 3
+    units: tuple[str, ...] | None = None
     keep_last_block: bool = True
     prefetch: int = 1
     cpu_offload: bool = False
@@ -59,6 +62,8 @@ class FsdpPolicy:
     def __post_init__(self) -> None:
         if self.zero_stage not in _STAGES:
             raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="use 1, 2 or 3")
+        if self.units is not None:
+            object.__setattr__(self, "units", tuple(self.units))
         if type(self.prefetch) is not int or self.prefetch < 1:
             raise ConfigError(
                 f"prefetch is {self.prefetch!r}", why="it counts units", fix="use an integer of at least 1"

@@ -44,7 +44,7 @@ def find_regions(
     in model order.
 
     A column-split linear belongs to the nearest ancestor that also holds a row-split one (attention, MLP); where a
-    layer comes first, the linear is a region of its own.
+    layer or a container that never runs itself comes first, the linear is a region of its own.
 
     Args:
         parameters: FQN of a module or parameter to the rule that governs it; the head's is not among them.
@@ -118,7 +118,7 @@ def _seen_from(module: str, name: str) -> Iterator[str]:
 def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
     own = name if name in facts.modules else parent_of(name)
     ancestor = parent_of(own) if name in facts.modules else own
-    while ancestor and ancestor not in facts.layers:
+    while ancestor and ancestor not in facts.layers and facts.modules[ancestor].kind not in ("list", "dict"):
         if any(row.startswith(f"{ancestor}.") for row in rows):
             return Region(fqn=ancestor, edge="row")
         ancestor = parent_of(ancestor)

@@ -1,0 +1,1 @@
+"""The path that scripts import from."""

@@ -1,0 +1,30 @@
+"""Objects by their dotted import paths."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shardwise.errors import ConfigError, did_you_mean
+
+__all__ = ["import_from_path"]
+
+
+def import_from_path(path: str) -> Any:
+    """The object of a dotted path such as `package.module.Name`.
+
+    Raises:
+        ConfigError: it is no such path, or there is no such module or name.
+    """
+    if not isinstance(path, str) or "." not in path:
+        raise ConfigError(
+            f"{path!r} is no import path", why="it names a module and something in it", fix="use package.module.Name"
+        )
+    home, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cannot import {path!r}", why=str(error), fix="use package.module.Name") from error
+    if not hasattr(module, name):
+        raise ConfigError(f"{home} has no {name!r}{did_you_mean(name, dir(module))}")
+    return getattr(module, name)

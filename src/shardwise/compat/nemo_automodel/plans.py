@@ -1,0 +1,202 @@
+"""torch's parallel styles and style strings as rules, and rules as styles."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from shardwise.compat.nemo_automodel.imports import import_from_path
+from shardwise.errors import PlanError, UnsupportedError, did_you_mean
+from shardwise.parallel.declared_plans import AUTOMATIC
+from shardwise.plan.match import match
+from shardwise.plan.rule import STYLES, Rule
+from shardwise.plan.spec import Plan
+
+__all__ = ["RuleStyle", "hf_plan", "read_plan", "style_of"]
+
+_PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
+_OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
+    "colwise": (ColwiseParallel, {}),
+    "rowwise": (RowwiseParallel, {}),
+    "colwise_rep": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "colwise_gather_output": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "embedding_colwise": (ColwiseParallel, {"output_layouts": Replicate()}),
+    "rowwise_rep": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "rowwise_split_input": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "embedding_rowwise": (RowwiseParallel, {"input_layouts": Replicate()}),
+    "sequence_parallel": (SequenceParallel, {}),
+}
+
+
+class RuleStyle(ParallelStyle):
+    """A style that torch has no class for: it carries the rules of ours that say the same.
+
+    Attributes:
+        styles: one for each section of a plan that has a rule for the module.
+    """
+
+    def __init__(self, *styles: str) -> None:
+        super().__init__()
+        self.styles = styles
+
+    def __repr__(self) -> str:
+        return f"RuleStyle({', '.join(self.styles)})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> NoReturn:
+        raise UnsupportedError(
+            f"{self} in torch's parallelize_module",
+            why="it divides what DTensor cannot, so torch has no such style",
+            fix="pass the plan to fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize or shardwise.parallelize",
+        )
+
+
+def style_of(style: str) -> ParallelStyle:
+    """A new style object for the style string of transformers, or of ours.
+
+    Raises:
+        PlanError: it is no string, or no style.
+    """
+    if not isinstance(style, str):
+        raise PlanError(
+            f"Unsupported parallel style type: {type(style).__name__}", fix='use a string such as "colwise"'
+        )
+    if style in _OF_TORCH:
+        build, options = _OF_TORCH[style]
+        return build(**options)
+    known = {*_OF_TORCH, "local_params", "mla_kv_a_proj", *(name for own in STYLES.values() for name in own)}
+    if style not in known:
+        try:
+            Rule.of("*", style)  # one with arguments
+        except PlanError as error:
+            raise PlanError(
+                f"Unknown parallel style: {style}{did_you_mean(style, known)}",
+                fix=f"use one of {', '.join(sorted(known))}",
+            ) from error
+    return RuleStyle(style)
+
+
+def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
+    """The plan as Automodel has them: patterns to style objects."""
+    styles: dict[str, list[str]] = {}
+    for rule in plan.rules:
+        styles.setdefault(rule.pattern, []).append(rule.style)
+    return {pattern: style_of(own[0]) if len(own) == 1 else RuleStyle(*own) for pattern, own in styles.items()}
+
+
+def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
+    """What a user passes as `tp_shard_plan`: as rules, and whether it is one of sequence parallelism.
+
+    Args:
+        plan: patterns to torch's styles or style strings; the import path of such a dictionary, or of a function that
+            returns one (of the model, if it takes an argument); "auto", "declared" or "derived"; None for "auto".
+
+    Raises:
+        PlanError: it is none of these, matches nothing, or its styles contradict each other.
+    """
+    if isinstance(plan, str) and plan not in AUTOMATIC:
+        plan = import_from_path(plan)
+    if callable(plan) and not isinstance(plan, Mapping):
+        plan = plan(model) if inspect.signature(plan).parameters else plan()
+    if plan is None or isinstance(plan, Plan) or (isinstance(plan, str) and plan in AUTOMATIC):
+        return plan or "auto", False
+    if not isinstance(plan, Mapping):
+        raise PlanError(
+            f"a tp_shard_plan cannot be a {type(plan).__name__}",
+            fix='use a dict such as {"model.layers.*.mlp.up_proj": ColwiseParallel()}, or the import path of one',
+        )
+    names = [name for name, _ in model.named_modules()]
+    matched = {pattern: _matching(pattern, names) for pattern in plan}
+    if plan and not any(matched.values()):
+        raise PlanError(
+            f"the tp_shard_plan matches nothing in {type(model).__name__}",
+            why=f"it names {', '.join(map(repr, plan))}{did_you_mean(next(iter(plan)), names)}",
+            fix="use the names of model.named_modules()",
+        )
+    _check_sequence(plan)
+    rules: list[Rule] = []
+    for pattern, style in plan.items():
+        targets = [pattern] if _is_ours(pattern) else matched[pattern]
+        for target in targets or [pattern]:
+            rules += [Rule.of(target, each) for each in _styles(pattern, style, model, matched[pattern])]
+    return Plan(tuple({(type(rule), rule.pattern): rule for rule in rules}.values())), any(
+        map(_splits_sequence, plan.values())
+    )
+
+
+def _is_ours(pattern: str) -> bool:
+    """Whether a pattern means the same to `fnmatch`, which torch uses, and to us."""
+    return all(part == "*" or part == "**" or not set(part) & set("*?[") for part in pattern.split("."))
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    if _is_ours(pattern):
+        return [name for name in names if match(pattern, name)]
+    parts = pattern.split(".")
+    return [
+        name
+        for name in names
+        if name.count(".") + 1 == len(parts) and all(map(fnmatch.fnmatch, name.split("."), parts))
+    ]
+
+
+def _styles(pattern: str, style: Any, model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
+    """Our styles for what the user gives for a pattern; none where sequence parallelism itself takes care of it."""
+    if isinstance(style, str):
+        style = style_of(style)
+    if isinstance(style, RuleStyle):
+        return tuple(each for each in style.styles if each not in ("local_params", "mla_kv_a_proj"))
+    if isinstance(style, (SequenceParallel, *_PREPARED)):
+        return ()
+    modules = [model.get_submodule(name) for name in names]
+    is_embedding = bool(modules) and all(isinstance(module, nn.Embedding) for module in modules)
+    if isinstance(style, ColwiseParallel):
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        gathers = style.output_layouts[0].is_replicate() or any(module is head for module in modules)
+        return ("embedding_colwise",) if is_embedding else ("colwise_gather_output" if gathers else "colwise",)
+    if isinstance(style, RowwiseParallel):
+        if is_embedding:
+            return ("embedding_rowwise",)
+        return ("rowwise_split_input" if style.input_layouts[0].is_replicate() else "rowwise",)
+    raise PlanError(
+        f"the plan has a {type(style).__name__} for {pattern!r}",
+        fix="use ColwiseParallel, RowwiseParallel, SequenceParallel, PrepareModuleInput, PrepareModuleOutput, a style "
+        'string such as "colwise", or what get_hf_tp_shard_plan gives',
+    )
+
+
+def _splits_sequence(style: Any) -> bool:
+    return isinstance(style, SequenceParallel) or style == "sequence_parallel" or _leaves_parts(style)
+
+
+def _leaves_parts(style: Any) -> bool:
+    """Whether a row-split module leaves its sum in parts along the sequence."""
+    return isinstance(style, RowwiseParallel) and style.output_layouts[0] == Shard(1)
+
+
+def _check_sequence(plan: Mapping[str, Any]) -> None:
+    """Raises `PlanError` where some row-split modules leave parts of the sequence and others all of it."""
+    if not any(map(_splits_sequence, plan.values())):
+        return
+    rows = {name: style for name, style in plan.items() if isinstance(style, RowwiseParallel)}
+    full = [name for name, style in rows.items() if not _leaves_parts(style)]
+    if (full and len(full) < len(rows)) or (full and any(isinstance(s, SequenceParallel) for s in plan.values())):
+        raise PlanError(
+            "the styles of the plan contradict each other",
+            why=f"some modules are given parts of the sequence, but {', '.join(map(repr, full))} put out all of it",
+            fix="give every RowwiseParallel of a plan with sequence parallelism output_layouts=Shard(1), or none",
+        )
