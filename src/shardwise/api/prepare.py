@@ -166,6 +166,8 @@ def open_subgroups(registry: Registry) -> None:
     for entry in registry.entries.values():
         if entry.holders:
             registry.mesh.subgroup("tp", entry.holders)
+        if len(entry.stage_coords) > 1:
+            registry.mesh.subgroup("pp", (entry.stage_coords,))
     root: Any = registry.data_root
     if root is not None and registry.policy.separate_reduce_group:
         root.set_separate_reduce_scatter_group(True)

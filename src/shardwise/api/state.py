@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
-from shardwise.runtime.canonical import canonical_tensor, state_tensors
+from shardwise.runtime.canonical import canonical_tensors, state_names
 from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.train.gradients import gradients_of
 
@@ -21,21 +21,18 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     Args:
         rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
 
-    Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter.
+    Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter; over pp, one broadcast
+        (with `rank0_only` a message to rank 0) of each parameter.
     """
     registry = registry_of(model)
     reshard(model)
-    entries = named_entries(model)
+    entries, values = named_entries(model), {name: each.detach() for name, each, _ in find_parameters(model)}
+    found = {entries[name].fqn: full for name, full in canonical_tensors(model, values, rank0_only=rank0_only)}
     state: dict[str, Tensor] = {}
-    done: dict[str, Tensor | None] = {}
-    for fqn, value in state_tensors(model, remove_duplicate=False).items():
-        entry = entries.get(fqn)
-        if entry is None:
-            full = None if rank0_only and registry.mesh.rank else value.detach().to("cpu", copy=True)
-        else:
-            if entry.fqn not in done:
-                done[entry.fqn] = canonical_tensor(value.detach(), entry.layout, registry.mesh, rank0_only=rank0_only)
-            full = done[entry.fqn]
+    for fqn, value in state_names(model, remove_duplicate=False).items():
+        full = found.get(entries[fqn].fqn) if fqn in entries else None
+        if fqn not in entries and value is not None and not (rank0_only and registry.mesh.rank):
+            full = value.detach().to("cpu", copy=True)
         if full is not None:
             state[fqn] = full
     return state
@@ -46,17 +43,11 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
 
     Communicates: gathers as `full_state_dict` does.
     """
-    registry = registry_of(model)
     reshard(model)
     gradients_of(model).complete()
-    gradients: dict[str, Tensor] = {}
-    for name, parameter, entry in find_parameters(model):
-        if parameter.grad is None or entry is None:
-            continue
-        full = canonical_tensor(parameter.grad, entry.layout, registry.mesh, rank0_only=rank0_only)
-        if full is not None:
-            gradients[name] = full
-    return gradients
+    found = {name: each.grad for name, each, _ in find_parameters(model) if each.grad is not None}
+    full = canonical_tensors(model, found, rank0_only=rank0_only)
+    return {name: gradient for name, gradient in full if gradient is not None}
 
 
 def export_pretrained(

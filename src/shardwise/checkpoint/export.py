@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.canonical import canonical_tensor, state_tensors
-from shardwise.runtime.registry import ParameterEntry, named_entries, registry_of, reshard
+from shardwise.runtime.canonical import canonical_tensor, dtypes_of, state_names
+from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.runtime.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
@@ -32,47 +32,51 @@ def write_pretrained(
     registry = registry_of(model)
     reshard(model)
     check_replicas(model)
+    dtypes = _dtypes(model)
     with raise_on_all_ranks(registry.mesh.group(), "preparing the export"):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
             )
-        values, entries = state_tensors(model), named_entries(model)
-        groups = plan_export(model, {name: _canonical_meta(value, entries.get(name)) for name, value in values.items()})
+        wholes = _wholes(model, dtypes)
+        groups = plan_export(model, wholes)
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
     try:
-        fault = _stream(groups, values, entries, writer)
+        fault = _stream(model, groups, wholes, writer)
         with raise_on_all_ranks(registry.mesh.group(), "writing the export"):
             if fault is not None:
                 raise fault
             if writer is not None:
                 _write_companions(model, writer.staging, tokenizer)
-                writer.finish({"total_parameters": sum(value.numel() for value in _wholes(model))})
+                writer.finish({"total_parameters": _total(model, wholes, Tensor.numel)})
     finally:
         if writer is not None:
             writer.abort()
 
 
 def export_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that an export of the split `model` writes."""
-    return sum(value.nbytes for value in _wholes(model))
+    """Bytes of the weights that an export of the split `model` writes. Communicates nothing."""
+    return _total(model, _wholes(model, {}), lambda value: value.nbytes)
 
 
 def _stream(
-    groups: tuple[ExportGroup, ...],
-    values: Mapping[str, Tensor],
-    entries: Mapping[str, ParameterEntry],
-    writer: PretrainedWriter | None,
+    model: nn.Module, groups: tuple[ExportGroup, ...], wholes: Mapping[str, Tensor], writer: PretrainedWriter | None
 ) -> Exception | None:
     """Gathers and writes group by group. A fault of the writer is kept: the others still expect to gather."""
+    values, entries = state_names(model), named_entries(model)
+    held = {entry.fqn: parameter for _, parameter, entry in find_parameters(model) if entry is not None}
     fault: Exception | None = None
     for group in groups:
         state = {}
         for fqn in group.fqns:
-            entry, local = entries.get(fqn), values[fqn]
-            if entry is None:
-                state[fqn] = local.detach().cpu()
-            elif (full := canonical_tensor(local, entry.layout, entry.registry.mesh, rank0_only=True)) is not None:
+            entry, local, dtype = entries.get(fqn), values[fqn], wholes[fqn].dtype
+            full = None
+            if entry is not None:
+                local, mesh = held.get(entry.fqn), entry.registry.mesh
+                full = canonical_tensor(local, entry.layout, mesh, rank0_only=True, dtype=dtype)
+            elif local is not None:
+                full = local.detach().cpu()
+            if full is not None:
                 state[fqn] = full
         if writer is None or fault is not None:
             continue
@@ -84,17 +88,32 @@ def _stream(
     return fault
 
 
-def _canonical_meta(value: Tensor, entry: ParameterEntry | None) -> Tensor:
-    shape = value.shape if entry is None else entry.layout.shape
-    return torch.empty(shape, dtype=value.dtype, device="meta")
+def _wholes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """The unsplit model's state by name, as meta tensors: of one name of modules that have several.
+
+    Args:
+        dtypes: of what other stages hold by canonical name; this rank's first one where they are not known.
+    """
+    entries, found = named_entries(model), {}
+    usual = next((value.dtype for value in model.parameters()), torch.float32)
+    for name, value in state_names(model).items():
+        entry = entries.get(name)
+        shape = value.shape if entry is None and value is not None else entries[name].layout.shape
+        dtype = value.dtype if value is not None else dtypes.get(entries[name].fqn, usual)
+        found[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return found
 
 
-def _wholes(model: nn.Module) -> list[Tensor]:
-    """What an export writes, each tied tensor once, as meta tensors."""
-    entries, tied = named_entries(model), registry_of(model).tied
-    return [
-        _canonical_meta(value, entries.get(name)) for name, value in state_tensors(model).items() if name not in tied
-    ]
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of every parameter by its canonical name. Communicates: over pp, one gather of them."""
+    held = {entry.fqn: parameter for _, parameter, entry in find_parameters(model) if entry is not None}
+    return dtypes_of(held, registry_of(model).mesh)
+
+
+def _total(model: nn.Module, wholes: Mapping[str, Tensor], size: Callable[[Tensor], int]) -> int:
+    """The size of all that an export writes, each tied tensor once."""
+    tied = registry_of(model).tied
+    return sum(size(value) for name, value in wholes.items() if name not in tied)
 
 
 def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:

@@ -25,9 +25,11 @@ __all__ = [
     "functional_collectives",
     "gather_list",
     "host_device",
+    "receive_",
     "receive_later",
     "reduce_scatter_single",
     "reduce_scatter_value",
+    "send",
     "send_later",
     "uses_functional",
 ]
@@ -132,6 +134,16 @@ def broadcast_object(value: Any, group: Group, *, source: int) -> Any:
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=source)
     return values[0]
+
+
+def send(x: Tensor, group: Group, *, to: int) -> None:
+    """Sends contiguous `x` to a rank of the group, and waits until it is on its way."""
+    group.send([x], to, 0).wait()
+
+
+def receive_(x: Tensor, group: Group, *, source: int) -> None:
+    """Fills contiguous `x` with what a rank of the group sends, of the same shape and dtype."""
+    group.recv([x], source, 0).wait()
 
 
 def all_gather_objects(value: Any, group: Group | None) -> list[Any]:

@@ -99,6 +99,24 @@ class SimulatedGroup(_Base):
         for part, value in zip(parts[0] if self.rank() == options.rootRank else [], values, strict=False):
             part.copy_(value)
 
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        """`dist.broadcast`."""
+        (x,) = tensors
+        x.copy_(self.exchange(x)[options.rootRank])
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Done:
+        """`dist.send`; does not wait for the receiver."""
+        self._shared.messages.setdefault((self.rank(), to), []).append(tensors[0].detach().clone())
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
+        """`dist.recv`."""
+        arrived = self._shared.messages.setdefault((source, self.rank()), [])
+        if not arrived:
+            self._turns.wait(self._thread, lambda: bool(arrived))
+        tensors[0].copy_(arrived.pop(0))
+        return _Done()
+
     _allgather_base = all_gather_single  # as torch called them up to 2.12
     _reduce_scatter_base = reduce_scatter_single
 
@@ -120,13 +138,21 @@ class LoneGroup(SimulatedGroup):
         return LoneGroup(block.index(self.rank()), len(block)) if len(block) > 1 else None
 
 
+class _Done:
+    def wait(self) -> None:
+        """Nothing: it is done already."""
+
+
 class _Shared:
-    """What the handles on one group share: what every rank gave to the exchange under way, and to the last one."""
+    """What the handles on one group share: what every rank gave to the exchange under way, and to the last one, and
+    what was sent and not received yet.
+    """
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
         self.values: list[Any] = []
         self.num_arrived = self.num_done = 0
+        self.messages: dict[tuple[int, int], list[Tensor]] = {}
         self.children: dict[tuple[int, ...], _Shared] = {}
         self.handles: dict[tuple[int, tuple[int, ...]], list[SimulatedGroup]] = {}
 

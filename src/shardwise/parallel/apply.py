@@ -13,13 +13,14 @@ from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
+from shardwise.parallel.stages import apply_stages
 from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.registry import Registry, attach_registry, is_split
+from shardwise.runtime.registry import Registry, attach_registry, is_split, note_parameters
 from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
@@ -32,8 +33,9 @@ def apply_plan(
 ) -> Registry:
     """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
 
-    From the inside out: tensor and sequence parallelism change modules, recomputation and compilation wrap blocks, and
-    FSDP2 comes last, because it gathers a unit before anything in it runs, or runs again.
+    Foreign stages are let go of first. Then, from the inside out: tensor and sequence parallelism change modules,
+    recomputation and compilation wrap blocks, and FSDP2 comes last, because it gathers a unit before anything in it
+    runs, or runs again.
 
     Args:
         plan: resolved for this model and this mesh, the same on every rank.
@@ -55,6 +57,9 @@ def apply_plan(
         has_dropout=has_dropout(model),
     )
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
+    note_parameters(model, registry)
+    if plan.pipeline is not None:
+        registry.stages = apply_stages(model, registry)
     split_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)

@@ -68,7 +68,7 @@ def load_weights(
     Communicates: nothing.
     """
     kept = model._get_dtype_plan(dtype) if dtype is not None else {}
-    wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied]
+    wanted = [fqn for fqn in resolution.tensors if fqn not in registry.tied and registry.holds(fqn)]
     silent = registry.mesh.rank != 0 or len(wanted) < 1000
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
@@ -144,7 +144,7 @@ def _check_ties(resolution: Resolution, registry: Registry) -> None:
     for alias, other in resolution.duplicates.items():
         canonical = registry.tied.get(alias, registry.tied.get(other))
         entry = registry.entries.get(canonical or "")
-        if entry is None:
+        if entry is None or not entry.is_held:
             continue
         coords = registry.mesh.coords
         parts = [

@@ -23,20 +23,22 @@ __all__ = ["initialize_missing", "put_tensor", "record_missing"]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
-    """Makes `value` this rank's parameter or buffer `fqn`, under its tied names too."""
+    """Makes `value` this rank's parameter or buffer `fqn`, under those of its names that this rank's stages use."""
     owner, _, name = fqn.rpartition(".")
     module = model.get_submodule(owner)
     if name in module._buffers:
         module._buffers[name] = value
         return
-    old = module._parameters[name]
-    assert old is not None
-    entry = registry.entry(fqn)
-    new = nn.Parameter(entry.wrap(value), requires_grad=old.requires_grad and value.is_floating_point())
-    aliases = (alias.rpartition(".") for alias, canonical in registry.tied.items() if canonical == fqn)
-    for each, own in ((module, name), *((model.get_submodule(owner), own) for owner, _, own in aliases)):
-        each._parameters[own] = new
-        attach_entry(each, own, entry)
+    entry, new = registry.entry(fqn), None
+    for owner, _, own in (each.rpartition(".") for each in registry.names_of(fqn)):
+        module = model.get_submodule(owner)
+        old = module._parameters.get(own)
+        if old is None:
+            continue
+        if new is None:
+            new = nn.Parameter(entry.wrap(value), requires_grad=old.requires_grad and value.is_floating_point())
+        module._parameters[own] = new
+        attach_entry(module, own, entry)
 
 
 def record_missing(model: PreTrainedModel, construction: Construction, stored: Collection[str]) -> dict[str, Tensor]:
@@ -70,13 +72,18 @@ def initialize_missing(
     Communicates: nothing.
     """
     missing: dict[str, list[str]] = {}
-    for fqn, value in _named_tensors(model):
-        if value.is_meta and fqn not in registry.tied:
+    filled = {registry.tied.get(fqn, fqn) for fqn, value in _named_tensors(model) if not value.is_meta}
+    for fqn in unsplit:
+        if fqn not in filled and fqn not in registry.tied:
             missing.setdefault(fqn.rpartition(".")[0], []).append(fqn)
     for owner, fqns in missing.items():
+        if not any(map(registry.holds, fqns)):
+            continue
         drawn = _drawn(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{owner}")
         for fqn, value in zip(fqns, drawn, strict=True):
             _check_initialized(fqn, value)
+            if not registry.holds(fqn):
+                continue
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
             put_tensor(model, registry, fqn, own.to(registry.home(fqn)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.registry import Registry, named_entries
+from shardwise.runtime.registry import ParameterEntry, Registry, named_entries
 
 __all__ = ["guard_hooks", "guard_state_dict"]
 
@@ -28,26 +28,31 @@ _EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(
 
 
 def guard_state_dict(model: nn.Module, registry: Registry) -> None:
-    """Makes `state_dict()` refuse where tp splits parameters, and `load_state_dict` split full tensors.
+    """Makes `state_dict()` refuse where tp splits parameters or other stages hold some, and `load_state_dict` take this
+    rank's parts of full tensors.
 
-    What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns a split
+    What only the data axes shard is left as the `DTensor` it is, which says so itself. Every module that owns such a
     parameter refuses, so `model.model.state_dict()` does too. Pickling is refused in any case: hooks are no data.
     """
     attributes = dict(vars(model))
     vars(model).clear()
     vars(model).update({"_shardwise_refusal": _RefusePickle(type(model).__name__), **attributes})
-    if registry.plan.tp_size == 1 and registry.mesh.data_size == 1:
+    if registry.mesh.shape.world_size == 1:
         return
-    name, tp_size = type(model).__name__, registry.plan.tp_size
+    name, shape = type(model).__name__, registry.plan.shape
+    over = [f"{axis}={shape.size(axis)}" for axis in ("pp", "tp") if shape.size(axis) > 1]
 
     def refuse(*_: Any) -> NoReturn:
         raise UnsupportedError(
-            f"state_dict() of a {name} that is split over tp={tp_size}",
+            f"state_dict() of a {name} that is split over {' and '.join(over)}",
             why="this rank holds parts of its parameters, which would be taken for full ones",
             fix=_EXPORT,
         )
 
-    fqns = [fqn for fqn in (*registry.entries, *registry.tied) if registry.entry(fqn).split is not None]
+    held = registry.plan.names_held(registry.mesh.coord("pp"))
+    fqns = [
+        fqn for fqn in (*registry.entries, *registry.tied) if registry.entry(fqn).split is not None or fqn not in held
+    ]
     for owner in sorted({fqn.rpartition(".")[0] for fqn in fqns}):
         model.get_submodule(owner).register_state_dict_pre_hook(refuse)
     model.register_load_state_dict_pre_hook(_split)
@@ -113,11 +118,26 @@ def _register_on_full_rows(module: nn.Module, hook: Any, **options: Any) -> Any:
 
 
 def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts."""
-    for name, entry in named_entries(module).items():
+    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts, and leaves out what other
+    stages hold.
+    """
+    entries = named_entries(module)
+    if any(entry.stage_coords for entry in entries.values()):
+        _choose_names(module, state, prefix, entries)
+    for name, entry in entries.items():
         value = state.get(f"{prefix}{name}")
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
             state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
+
+
+def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries: Mapping[str, ParameterEntry]) -> None:
+    """Leaves those names in `state` by which this rank's stages know parameters."""
+    given = {id(entry): state[f"{prefix}{name}"] for name, entry in entries.items() if f"{prefix}{name}" in state}
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for name, entry in entries.items():
+        state.pop(f"{prefix}{name}", None)
+        if name in present and id(entry) in given:
+            state[f"{prefix}{name}"] = given[id(entry)]
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:

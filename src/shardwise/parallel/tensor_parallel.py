@@ -27,7 +27,7 @@ from shardwise.runtime.region_edges import (
     install_region,
     install_rng_restore,
 )
-from shardwise.runtime.registry import ParameterEntry, Registry
+from shardwise.runtime.registry import Registry
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
 
@@ -42,14 +42,11 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
     Parameters keep their identity, so tied ones stay tied, and own their storage.
     """
     coords = registry.mesh.coords
-    for fqn, planned in registry.plan.parameters.items():
-        entry = ParameterEntry(
-            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
-        )
-        registry.entries[fqn] = entry
+    for name, parameter in model.named_parameters():
+        entry = registry.entry(name)
         if entry.split is None:
             continue
-        parameter, layout = model.get_parameter(fqn), entry.tensor_layout
+        layout = entry.tensor_layout
         if parameter.is_meta:
             parameter.data = parameter.data.new_empty(layout.local_shape(coords))
         else:

@@ -19,8 +19,8 @@ from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
-from shardwise.runtime.canonical import canonical_tensor
-from shardwise.runtime.registry import ParameterEntry, registry_of
+from shardwise.runtime.canonical import canonical_tensors
+from shardwise.runtime.registry import ParameterEntry, find_parameters, registry_of
 from shardwise.runtime.replicas import find_unequal_replicas
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
@@ -330,20 +330,15 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _canonical(model, name, value) for name, value in model.named_parameters()}
+    return _full(model, {name: value.detach() for name, value, _ in find_parameters(model)})
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: _canonical(model, name, value.grad) for name, value in model.named_parameters() if value.grad is not None
-    }
+    return _full(model, {name: value.grad for name, value, _ in find_parameters(model) if value.grad is not None})
 
 
-def _canonical(model: nn.Module, name: str, value: Tensor) -> Tensor:
-    registry = registry_of(model)
-    full = canonical_tensor(value, registry.entry(name).layout, registry.mesh)
-    assert full is not None
-    return full
+def _full(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: full for name, full in canonical_tensors(model, values) if full is not None}
 
 
 def _is_float(value: Any) -> bool:

@@ -36,9 +36,11 @@ def adopt_parameters(model: nn.Module) -> None:
     """Gives every trained parameter without an entry one: every rank holds all of it, as every rank computes with it.
 
     Raises:
-        UnsupportedError: one is in a module that computes with a rank's own heads or features: nothing says what it is.
+        UnsupportedError: one is in a module that computes with a rank's own heads or features, or in a pipeline:
+            nothing says what it is, or whose.
     """
     registry, given, refused = registry_of(model), {"": "full"}, []
+    added: list[str] = []
     mesh = registry.mesh
     steps = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in ("tp", *DATA_AXES[::-1]) if mesh.size(axis) > 1)
     for name, module in model.named_modules():
@@ -59,6 +61,14 @@ def adopt_parameters(model: nn.Module) -> None:
                 registry=registry,
             )
             attach_entry(module, own, entry or new)
+            added.append(fqn)
+    if added and mesh.size("pp") > 1:
+        raise UnsupportedError(
+            f"{added[0]}, which came into the model after it was cut into stages"
+            + f" (and {len(added) - 1} more)" * (len(added) > 1),
+            why="nothing says which stages hold it",
+            fix="add it before shardwise.parallelize cuts the model, or freeze it",
+        )
     if refused:
         raise UnsupportedError(
             f"{refused[0]}, which came into the model after it was split"

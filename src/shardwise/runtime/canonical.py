@@ -2,52 +2,144 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.operations import Group, all_gather_list, gather_list
+from shardwise.comm.operations import (
+    Group,
+    all_gather_list,
+    all_gather_objects,
+    broadcast_,
+    gather_list,
+    receive_,
+    send,
+)
 from shardwise.mesh import Mesh
-from shardwise.runtime.registry import ParameterEntry, local_part
+from shardwise.runtime.registry import ParameterEntry, canonical_entries, entries_of, local_part, registry_of
 from shardwise.sharding.boxes import Box
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.placement import Replicate
+from shardwise.sharding.placement import Held, Replicate
 
-__all__ = ["canonical_tensor", "local_tensor", "owned_parts", "state_tensors"]
+__all__ = [
+    "canonical_tensor",
+    "canonical_tensors",
+    "dtypes_of",
+    "local_tensor",
+    "owned_parts",
+    "state_names",
+    "state_tensors",
+]
 
 
-def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:
     """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores them; of
-    modules that have several names one name, with `remove_duplicate`.
+    modules that have several names one name, with `remove_duplicate`. None where another stage holds it: names and
+    order are the same on every rank.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, Tensor | None] = {}
     for name, module in model.named_modules(remove_duplicate=remove_duplicate):
-        for own, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None and own not in module._non_persistent_buffers_set:
+        values = {**dict.fromkeys(entries_of(module)), **module._parameters, **module._buffers}
+        for own, value in values.items():
+            is_known = value is not None or own in entries_of(module)
+            if is_known and own not in module._non_persistent_buffers_set:
                 found[f"{name}.{own}" if name else own] = value
     return found
 
 
-def canonical_tensor(local: Tensor, layout: Layout, mesh: Mesh, *, rank0_only: bool = False) -> Tensor | None:
+def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Those of `state_names` that this rank holds."""
+    found = state_names(model, remove_duplicate=remove_duplicate)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def canonical_tensors(
+    model: nn.Module, values: Mapping[str, Tensor], *, rank0_only: bool = False
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The full tensors that `values` are this rank's parts of, in the model's order: those of every parameter of which
+    some stage has one, on every rank.
+
+    Args:
+        values: parameters that this rank holds, or their gradients, by the names of `find_parameters`.
+
+    Communicates: over pp, one gather of the names; for each tensor as `canonical_tensor`.
+    """
+    mesh = registry_of(model).mesh
+    dtypes = dtypes_of(values, mesh)
+    for name, entry in canonical_entries(model).items():
+        if name in dtypes:
+            local, dtype = values.get(name), dtypes[name]
+            yield name, canonical_tensor(local, entry.layout, mesh, rank0_only=rank0_only, dtype=dtype)
+
+
+def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
+    """The dtypes of the values that any stage has by their names. Communicates: over pp, one gather of them."""
+    own = {name: value.dtype for name, value in values.items()}
+    return {name: dtype for each in all_gather_objects(own, mesh.group("pp")) for name, dtype in each.items()}
+
+
+def canonical_tensor(
+    local: Tensor | None, layout: Layout, mesh: Mesh, *, rank0_only: bool = False, dtype: torch.dtype | None = None
+) -> Tensor | None:
     """The full tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another
     rank.
 
+    Args:
+        local: None where other stages hold the tensor.
+        dtype: of the tensor, where other stages do.
+
     Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts (with
-        `rank0_only` a gather, among the ranks that are still needed).
+        `rank0_only` a gather, among the ranks that are still needed); over pp, one broadcast from the first stage that
+        holds it (with `rank0_only` one message to rank 0).
     """
-    value: Tensor | None = local_part(local)
+    source = next((step.placement.coords[0] for step in layout.steps if isinstance(step.placement, Held)), None)
     if rank0_only and any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps):
         return None
+    takes_part = local is not None and not (rank0_only and source is not None and mesh.coord("pp") != source)
+    given = value = local_part(local) if local is not None and takes_part else None
     for number, step in reversed(list(enumerate(layout.steps))):
         group = mesh.group(step.axis)
-        if isinstance(step.placement, Replicate) or group is None or value is None:
+        if isinstance(step.placement, Replicate | Held) or group is None or value is None:
             continue
         shape = Layout(layout.shape, layout.steps[:number]).local_shape(mesh.coords)
         value = _gathered(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
+    if source is not None:
+        value = _from_stage(value, source, layout.shape, dtype, mesh, rank0_only=rank0_only)
     if value is None or (rank0_only and mesh.rank != 0):
         return None
-    return value.detach().to("cpu", copy=True) if value.data_ptr() == local_part(local).data_ptr() else value.cpu()
+    is_own = given is not None and value.data_ptr() == given.data_ptr()
+    return value.detach().to("cpu", copy=True) if is_own else value.cpu()
+
+
+def _from_stage(
+    value: Tensor | None,
+    source: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    mesh: Mesh,
+    *,
+    rank0_only: bool,
+) -> Tensor | None:
+    """The full tensor that the coordinate `source` of pp has, on every rank; with `rank0_only` on rank 0."""
+    group, coord = mesh.group("pp"), mesh.coord("pp")
+    assert group is not None, "a layout with a step on pp is that of a pipeline"
+    if rank0_only:
+        others = {number for axis, number in mesh.coords.items() if axis != "pp"}
+        if source == 0 or others != {0} or coord not in (0, source):
+            return value
+    if coord == source:
+        assert value is not None, "it holds the tensor"
+        full = value.detach().to(mesh.device).contiguous()
+    else:
+        full = torch.empty(shape, dtype=dtype, device=mesh.device)
+    if not rank0_only:
+        broadcast_(full, group, source=source)
+    elif coord == source:
+        send(full, group, to=0)
+    else:
+        receive_(full, group, source=source)
+    return full
 
 
 def _gathered(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:

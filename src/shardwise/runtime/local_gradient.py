@@ -69,6 +69,25 @@ def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
     return powered.pow(1.0 / order)
 
 
+def complete_each(shares: Tensor, registry: Registry, order: float) -> Tensor:
+    """The norms that this rank's shares `[n]` are parts of; of a pipeline, whose stages have other gradients, with one
+    more for all that other stages have together, so that the norm of them is that of all gradients.
+
+    Communicates: over all ranks, one all-reduce of as many values; of a pipeline another of one value.
+    """
+    group, num_stages = registry.mesh.group(), registry.mesh.size("pp")
+    if num_stages == 1 or group is None:
+        return complete_norms(shares, registry, order)
+    most = torch.tensor(len(shares), device=registry.mesh.device)
+    all_reduce_(most, group, largest=True)
+    table = torch.zeros(num_stages, int(most), dtype=shares.dtype, device=registry.mesh.device)
+    coord = registry.mesh.coord("pp")
+    table[coord, : len(shares)] = shares
+    completed = complete_norms(table, registry, order)
+    others = torch.cat([completed[:coord], completed[coord + 1 :]])
+    return torch.cat([completed[coord, : len(shares)], torch.linalg.vector_norm(others, order).view(1)])
+
+
 class _KnowsFull(LocalGradient):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -136,8 +155,9 @@ def _stack(shares: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
     first = next(each for each in shares if isinstance(each, _NormShare))
     with torch._C.DisableTorchFunctionSubclass():
         plain = torch.stack([each.as_subclass(Tensor) for each in shares], *args, **options)
-        completed = complete_norms(plain, first.registry, first.order).to(plain.device)
-        return torch.where(torch.tensor(known, device=plain.device), completed, plain)
+        completed = complete_each(plain, first.registry, first.order).to(plain.device)
+        own, others = completed[: len(plain)], completed[len(plain) :]
+        return torch.cat([torch.where(torch.tensor(known, device=plain.device), own, plain), others])
 
 
 def _norm(func: Any, gradient: Tensor, order: Any = None, *args: Any, **options: Any) -> Tensor:

@@ -6,7 +6,8 @@ checkpoints, clipping) looks here for how local and canonical tensors map to eac
 # [Note: found by identity]
 A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
 (PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
-`load_state_dict(assign=True)` replace the parameters; the module that owns them stays.
+`load_state_dict(assign=True)` replace the parameters; the module that owns them stays. So do the owners of what other
+stages of a pipeline hold, and they know its entries: every rank sees the whole model by the same names, in one order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stages import Stages
 from shardwise.runtime.wrapping import refuse_flattening
 from shardwise.sharding.layout import Layout, Piece
-from shardwise.sharding.placement import Chunk, Split
+from shardwise.sharding.placement import Chunk, Held, Split
 
 __all__ = [
     "LocalGradient",
@@ -39,7 +40,9 @@ __all__ = [
     "Registry",
     "attach_entry",
     "attach_registry",
+    "canonical_entries",
     "copy_out_of_mmap",
+    "entries_of",
     "entry_of",
     "find_parameters",
     "is_split",
@@ -47,6 +50,7 @@ __all__ = [
     "local_part",
     "mark",
     "named_entries",
+    "note_parameters",
     "registry_of",
     "reshard",
 ]
@@ -77,8 +81,19 @@ class ParameterEntry:
 
     @functools.cached_property
     def needs_sum(self) -> bool:
-        """Whether ranks compute parts of its gradient that we must sum, over tp or over the data axes."""
-        return self.needs_tensor_sum or self.data == "reduced"
+        """Whether ranks compute parts of its gradient that we must sum, over tp, the data axes or stages."""
+        return self.needs_tensor_sum or self.data == "reduced" or len(self.stage_coords) > 1
+
+    @functools.cached_property
+    def stage_coords(self) -> tuple[int, ...]:
+        """The coords on pp that hold it; none without a pipeline."""
+        found = (step.placement.coords for step in self.layout.steps if isinstance(step.placement, Held))
+        return next(found, ())
+
+    @functools.cached_property
+    def is_held(self) -> bool:
+        """Whether this rank's stages hold it."""
+        return self.layout.is_held(self.registry.mesh.coords)
 
     @functools.cached_property
     def needs_tensor_sum(self) -> bool:
@@ -209,9 +224,30 @@ class Registry:
         """What gradients are divided by when they are reduced over the data axes."""
         return self.policy.gradient_divide_factor or float(self.mesh.data_size)
 
+    def holds(self, fqn: str) -> bool:
+        """Whether this rank's stages hold a parameter, by any of its names; every rank holds all buffers."""
+        entry = self.entries.get(self.tied.get(fqn, fqn))
+        return entry is None or entry.is_held
+
+    def names_of(self, fqn: str) -> tuple[str, ...]:
+        """The canonical FQN `fqn` and its aliases."""
+        return (fqn, *(alias for alias, canonical in self.tied.items() if canonical == fqn))
+
     def entry(self, fqn: str) -> ParameterEntry:
         """The entry of a parameter by any of its names, tied aliases included."""
         return self.entries[self.tied.get(fqn, fqn)]
+
+
+def note_parameters(model: nn.Module, registry: Registry) -> None:
+    """Gives every parameter of the unsplit model an entry, and lets its owner know it."""
+    for fqn, planned in registry.plan.parameters.items():
+        registry.entries[fqn] = ParameterEntry(
+            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+        )
+    for name, module in model.named_modules():
+        own = [each for each, parameter in module._parameters.items() if parameter is not None]
+        entries = {each: registry.entry(f"{name}.{each}" if name else each) for each in own}
+        module.__dict__.setdefault(_ENTRIES, {}).update(entries)
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
@@ -234,9 +270,15 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
         refuse_flattening(parameter)
 
 
+def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
+    """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
+    found: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
+    return found
+
+
 def knows(owner: nn.Module, name: str) -> bool:
     """Whether the owner's parameter `name` has an entry."""
-    return name in owner.__dict__.get(_ENTRIES, ())
+    return name in entries_of(owner)
 
 
 def mark(value: Tensor, entry: ParameterEntry) -> None:
@@ -245,28 +287,42 @@ def mark(value: Tensor, entry: ParameterEntry) -> None:
 
 
 def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
-    """Every parameter once, by the name that `model`, split or a wrapper around a split model, gives it, with its
-    entry: None for one that came in later (see [Note: found by identity]).
+    """Every parameter that this rank holds once, by the first name that `model`, split or a wrapper around a split
+    model, gives it on any rank, with its entry: None for one that came in later (see [Note: found by identity]).
     """
     seen: set[int] = set()
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
-        entries = module.__dict__.get(_ENTRIES, {})
-        for own, parameter in module._parameters.items():
+        entries = entries_of(module)
+        for own in dict.fromkeys((*entries, *module._parameters)):
+            entry, parameter = entries.get(own), module._parameters.get(own)
+            fqn = f"{name}.{own}" if name else own
+            if entry is not None:
+                fqn = names.setdefault(id(entry), fqn)
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                entry = entries.get(own)
                 if entry is not None and entry_of(parameter) is not entry:
                     mark(parameter, entry)
-                yield f"{name}.{own}" if name else own, parameter, entry
+                yield fqn, parameter, entry
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
-    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included."""
+    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included,
+    and those of parameters that other stages hold: the same on every rank.
+    """
     return {
         f"{name}.{own}" if name else own: entry
         for name, module in model.named_modules(remove_duplicate=False)
-        for own, entry in module.__dict__.get(_ENTRIES, {}).items()
+        for own, entry in entries_of(module).items()
     }
+
+
+def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
+    """As `named_entries`, every parameter by its first name alone, as `find_parameters` gives it."""
+    names: dict[int, str] = {}
+    for name, entry in named_entries(model).items():
+        names.setdefault(id(entry), name)
+    return {name: entry for name, entry in named_entries(model).items() if names[id(entry)] == name}
 
 
 def copy_out_of_mmap(model: nn.Module) -> None:

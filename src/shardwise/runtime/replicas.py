@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LayoutError
 from shardwise.runtime.registry import ParameterEntry, find_parameters, local_part, registry_of
-from shardwise.sharding.placement import Replicate
+from shardwise.sharding.placement import Held, Placement, Replicate
 
 __all__ = ["check_replicas", "find_unequal_replicas"]
 
@@ -25,7 +25,7 @@ def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
     """
     digests = {
         (name, part): hashlib.sha256(_bytes(value)).digest()
-        for name, parameter, entry in find_parameters(model)
+        for name, parameter, entry in find_parameters(model)  # a tied one has one name on all stages
         if entry is not None
         for part, value in _shared_values(entry, local_part(parameter.detach()))
     }
@@ -62,7 +62,7 @@ def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple
     """What this rank holds together with others, each with what it is: equal keys on all who hold it."""
     mesh = entry.registry.mesh
     copied = {axis for axis in mesh.coords if mesh.size(axis) > 1} - {
-        step.axis for step in entry.layout.steps if not isinstance(step.placement, Replicate)
+        step.axis for step in entry.layout.steps if not _is_copied(step.placement)
     }
     place = tuple((axis, coord) for axis, coord in mesh.coords.items() if axis not in copied)
     if copied:
@@ -71,6 +71,11 @@ def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple
     for holders, part in entry.shared_parts(local):
         seen[holders] += 1
         yield (*((axis, coord) for axis, coord in place if axis != "tp"), holders, seen[holders]), part
+
+
+def _is_copied(placement: Placement) -> bool:
+    """Whether several coords hold the same."""
+    return isinstance(placement, Replicate) or (isinstance(placement, Held) and len(placement.coords) > 1)
 
 
 def _bytes(value: Tensor) -> bytes:

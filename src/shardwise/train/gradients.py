@@ -8,6 +8,10 @@ together, and one more each group of gradients of replicated key/value heads; `T
 microbatch is done. So `p.grad` is complete whenever a backward has returned, and whatever reads it, torch's own
 optimizers included, needs no call of ours. Before a complete gradient is added to, it is scaled back to partial on the
 ranks that summed it, so that the next sum restores it.
+
+In a pipeline a backward returns on one rank while others have not begun theirs, and each rank runs many. There the
+phase comes at the end of `together`, which every rank enters, whatever its stages did in between; a weight that several
+stages hold is summed over them last.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.runtime.added import adopt_parameters, note_inputs
 from shardwise.runtime.local_gradient import as_local_gradient
 from shardwise.runtime.registry import (
@@ -103,7 +107,9 @@ class Gradients:
         return copied
 
     def watch(self) -> None:
-        """Has every backward through the model, or a part of it, complete its gradients."""
+        """Has every backward through the model, or a part of it, complete its gradients; not in a pipeline."""
+        if self._is_pipeline:
+            return
         for module in self.model.modules():
             if isinstance(module, PreTrainedModel) or module is self.registry.model():
                 module.register_forward_hook(self._watch_output)
@@ -111,11 +117,13 @@ class Gradients:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, gradients of several backwards wait for one sum, at the end.
+        """Inside, gradients of several backwards wait for one sum, at the end. In a pipeline every rank must enter.
 
         Communicates: what `complete` does.
         """
         self._is_put_off = True
+        if self._is_pipeline and not self._is_partial:
+            self._begin_partial()
         try:
             yield
         finally:
@@ -123,17 +131,23 @@ class Gradients:
         self.complete()
 
     def complete(self) -> None:
-        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, and of
-        what FSDP2 does not hold. Does nothing where none is; every rank of the mesh must call.
+        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, of what
+        FSDP2 does not hold, and of what several stages use. Does nothing where none is; every rank of the mesh must
+        call.
+
+        Raises:
+            GradientError: a parameter that several stages hold is trained by some of them and not by others.
 
         Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
-            ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced.
+            ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced;
+            over each group of stages that hold the same, one.
         """
         if self._is_partial:
             self._is_partial = False
-            self._refuse_functional()
+            if not self._is_pipeline:
+                self._refuse_functional()
             _sum([_Summand(*each) for each in self._find_summed()], self.registry)
-        if self.registry.needs_sums or self.registry.mesh.size("tp") > 1:
+        if self.registry.needs_sums or self.registry.mesh.size("tp") > 1 or self._is_pipeline:
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
@@ -149,15 +163,24 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if task == self._task or (self._is_put_off and self._is_partial):
             return
-        self._task, self.norm, self.are_finite = task, None, None
+        self._task = task
+        self._begin_partial()
+        if not self._is_put_off:
+            # Twice: what FSDP2 does at the end of backward must come first.
+            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
+
+    def _begin_partial(self) -> None:
+        """From here on gradients are partial until they are summed again."""
+        self.norm, self.are_finite = None, None
         summed = self._find_summed()
         if not self._is_partial:
             for parameter, entry in summed:
                 _scale_back_to_partial(parameter, entry)
         self._is_partial = True
-        if not self._is_put_off:
-            # Twice: what FSDP2 does at the end of backward must come first.
-            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.registry.plan.pipeline is not None
 
     def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
         """As `find_parameters`; trained ones that came in later have an entry from here on."""
@@ -175,14 +198,14 @@ class Gradients:
                 continue
             is_gathered = entry.data == "managed" and not isinstance(parameter, DTensor)
             at_rest = self._at_rest.setdefault(id(entry), parameter) if is_gathered else parameter
-            if at_rest.requires_grad:
+            if at_rest.requires_grad or len(entry.stage_coords) > 1:
                 self._at_rest[id(entry)] = at_rest
                 self._watch_parameter(at_rest, entry)
                 summed.append((at_rest, entry))
         return summed
 
     def _watch_parameter(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
-        if hasattr(parameter, _WATCHED) or parameter.is_meta:
+        if hasattr(parameter, _WATCHED) or parameter.is_meta or self._is_pipeline:
             return
         setattr(parameter, _WATCHED, True)
 
@@ -256,7 +279,7 @@ class _Summand:
 
     def keep(self) -> None:
         """Gives the parameter the sum where it has had no gradient here."""
-        if self.is_lacking and bool(self.present):
+        if self.is_lacking and bool(self.present) and self.parameter.requires_grad:
             self.parameter.grad = self.entry.wrap(self.local)
 
 
@@ -275,8 +298,28 @@ def _sum(summands: Sequence[_Summand], registry: Registry) -> None:
     _sum_together([part for each in reduced for part in (each.local, each.present)], registry.mesh.group(*DATA_AXES))
     for each in reduced:
         each.local.div_(registry.divide_factor)
+    tied: dict[tuple[int, ...], list[_Summand]] = {}
+    for each in sorted(summands, key=lambda each: each.entry.fqn):  # stages meet them in different orders
+        if len(each.entry.stage_coords) > 1:
+            tied.setdefault(each.entry.stage_coords, []).append(each)
+    for stages, same in sorted(tied.items()):
+        _sum_over_stages(stages, same, registry)
     for each in summands:
         each.keep()
+
+
+def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], registry: Registry) -> None:
+    """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
+    group = registry.mesh.subgroup("pp", (stages,))
+    trained = [each.local.new_full((1,), float(each.parameter.requires_grad)) for each in summands]
+    _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
+    for each, count in zip(summands, trained, strict=True):
+        if float(count) not in (0.0, float(len(stages))):
+            raise GradientError(
+                f"{each.entry.fqn} is trained by {int(count)} of the {len(stages)} stages that hold it",
+                why="their copies would become different",
+                fix="freeze it, or do not, on every rank: shardwise.parallelize a model whose parameters are frozen",
+            )
 
 
 def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
@@ -301,6 +344,8 @@ def _scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
     registry, gradient = entry.registry, local_part(parameter.grad)
     if entry.gradient == "partial":
         gradient /= registry.context.size
+    if len(entry.stage_coords) > 1:
+        gradient /= len(entry.stage_coords)
     for holders, part in entry.shared_parts(gradient):
         part.div_(len(holders))
     if entry.data == "reduced":

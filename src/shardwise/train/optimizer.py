@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -15,12 +16,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
 from shardwise.plan.match import match
-from shardwise.runtime.registry import copy_out_of_mmap, entry_of, local_part
+from shardwise.runtime.registry import canonical_entries, copy_out_of_mmap, entry_of, local_part
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.elementwise import check_optimizer
 from shardwise.train.gradients import Gradients, gradients_of
 
 __all__ = ["build_optimizer", "watch_optimizers"]
+
+_MODEL = "_shardwise_model"
 
 Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -59,7 +62,9 @@ def build_optimizer(
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     copy_out_of_mmap(model)
     trained = {name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad}
-    optimizer = optimizer_class(_grouped(trained, groups), **options)
+    others = {name: entry.layout.shape for name, entry in canonical_entries(model).items() if not entry.is_held}
+    optimizer = optimizer_class(_grouped(trained, groups, others), **options)
+    optimizer.__dict__[_MODEL] = weakref.ref(model)
     check_optimizer(optimizer, options)
     return optimizer
 
@@ -76,12 +81,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     """What comes before a step: after its closure has made the gradients, if there is one."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
-    if not entries:
+    # A stage of a pipeline may have nothing to train, and takes part in what all ranks decide.
+    idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
+    if not entries and idle is None:
         return None
     check_optimizer(optimizer)
     if any(entry.split is not None for entry in map(entry_of, parameters) if entry is not None):
         _guard_state(optimizer)
     models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
+    models += [idle] if idle is not None else []
     _check_known(parameters, models)
     step = inspect.signature(type(optimizer).step)
     given = step.bind(*args, **kwargs)
@@ -130,33 +138,39 @@ def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> N
         )
 
 
-def _grouped(trained: Mapping[str, Tensor], groups: Groups) -> list[dict[str, Any]]:
+def _grouped(
+    trained: Mapping[str, Tensor], groups: Groups, others: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, Any]]:
     """Parameter groups: by options, and apart what FSDP2 holds from what it does not, since foreach optimizers cannot
     update both in one sweep.
     """
-    choose = groups if callable(groups) else _Rules(groups, trained)
+    choose = groups if callable(groups) else _Rules(groups, trained, others)
     found: dict[Any, dict[str, Any]] = {}
     for name, parameter in trained.items():
         chosen = dict(choose(name, parameter))
         key = (isinstance(parameter, DTensor), *sorted((option, repr(value)) for option, value in chosen.items()))
         found.setdefault(key, {"params": [], **chosen})["params"].append(parameter)
-    return list(found.values())
+    return list(found.values()) or [{"params": []}]
 
 
 class _Rules:
     """The options of the first rule that fits a parameter."""
 
-    def __init__(self, rules: Sequence[Mapping[str, Any]], trained: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, rules: Sequence[Mapping[str, Any]], trained: Mapping[str, Tensor], others: Mapping[str, tuple[int, ...]]
+    ) -> None:
         self._rules = [_read_rule(rule) for rule in rules]
+        known = {name: len(shape) for name, shape in others.items()}
+        known |= {name: parameter.ndim for name, parameter in trained.items()}
         for rule, (fits, _) in zip(rules, self._rules, strict=True):
-            if not any(fits(name, parameter) for name, parameter in trained.items()):
+            if not any(fits(name, num_dims) for name, num_dims in known.items()):
                 raise ConfigError(f"the parameter group {dict(rule)} fits no parameter that is trained")
 
     def __call__(self, name: str, parameter: Tensor) -> Mapping[str, Any]:
-        return next((options for fits, options in self._rules if fits(name, parameter)), {})
+        return next((options for fits, options in self._rules if fits(name, parameter.ndim)), {})
 
 
-def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, Tensor], bool], dict[str, Any]]:
+def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, int], bool], dict[str, Any]]:
     options = dict(rule)
     patterns, most = options.pop("params", None), options.pop("max_dims", None)
     if patterns is None and most is None:
@@ -166,10 +180,8 @@ def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, Tensor], bool], 
         )
     named = [patterns] if isinstance(patterns, str) else patterns
 
-    def fits(name: str, parameter: Tensor) -> bool:
-        return (named is None or any(match(pattern, name) for pattern in named)) and (
-            most is None or parameter.ndim <= most
-        )
+    def fits(name: str, num_dims: int) -> bool:
+        return (named is None or any(match(pattern, name) for pattern in named)) and (most is None or num_dims <= most)
 
     return fits, options
 
