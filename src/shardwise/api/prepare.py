@@ -35,6 +35,7 @@ from shardwise.tiny.label_use import probe_label_use
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import track_gradients
 from shardwise.train.optimizer import watch_optimizers
+from shardwise.train.pipeline_forward import apply_pipeline
 
 __all__ = ["decide", "observe_labels", "open_subgroups", "prepare"]
 
@@ -57,6 +58,7 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
     open_subgroups(registry)
     track_gradients(model, registry)
+    apply_pipeline(model, registry)
     watch_optimizers()
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)

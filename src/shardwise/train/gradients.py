@@ -152,6 +152,10 @@ class Gradients:
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
 
+    def note_change(self) -> None:
+        """Gradients have been added to without a backward: what is known of their values holds no longer."""
+        self.norm, self.are_finite = None, None
+
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             for tensor in _tensors(output):

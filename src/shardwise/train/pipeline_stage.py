@@ -27,6 +27,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stages import Stages, Travelling
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.timeline import Span
+from shardwise.train.pipeline_caches import StageCaches
 from shardwise.train.split_backward import backward_inputs, check_complete, detached_alias, tie
 
 __all__ = ["Microbatch", "PipelineStage", "Round"]
@@ -40,10 +41,12 @@ class Microbatch:
         arguments: of the model's forward.
         loss_of: gives, for the model's output on the last stage, the scalar that backward starts from; None where
             there is no backward.
+        caches: of keys and values, which each stage is given in its own way.
     """
 
     arguments: Mapping[str, Any]
     loss_of: Callable[[Any], Tensor] | None = None
+    caches: StageCaches | None = None
 
 
 @dataclass
@@ -205,7 +208,7 @@ class PipelineStage(Base):
             x.requires_grad_(back and like.needs_gradient)
         given = [detached_alias(x) if x.requires_grad else x for x in inputs]
         with self._context.stage_stream(self.round.seed, self.stage_index, number):
-            output = self._run(part.arguments, given)
+            output = self._run_with_caches(part, given)
         outputs = self._last_output(number, output) if self.is_last else self._checked_output(output, outgoing)
         if back and self._splits:
             outputs = tie(outputs, inputs)
@@ -213,6 +216,14 @@ class PipelineStage(Base):
             self.fwd_cache[number] = outputs, inputs
         self._note(Kind.FORWARD, number, start)
         return outputs if not self.is_last else outputs[0] if outputs else None
+
+    def _run_with_caches(self, part: Microbatch, received: Sequence[Tensor]) -> Any:
+        if part.caches is None:
+            return self._run(part.arguments, received)
+        caches = part.caches.arguments()
+        output = self._run({**part.arguments, **caches}, received)
+        part.caches.keep(caches)
+        return output
 
     def _run(self, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> Any:
         if self._enters_root:
