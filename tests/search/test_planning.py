@@ -18,13 +18,11 @@ from shardwise.parallel.declared_plans import declared_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.fit import govern, idle_rules
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
 from shardwise.search import planning
 from shardwise.search.planning import plan_for
-from shardwise.sharding.placement import Replicate
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from tests.families import tiny_model
 
@@ -211,18 +209,10 @@ def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
 
 
 @pytest.mark.single
-def test_a_proved_family_with_other_modules_inside_is_examined(caplog, monkeypatch):
+def test_a_proved_family_with_adapters_inside_has_the_plan_of_its_base(caplog):
     model = peft.inject_adapter_in_model(adapted(), tiny_model("llama"))
-    plan = plan_for(model, ParallelSpec(), tp_size=2)
-    assert "2 of the 9 rules declared for LlamaForCausalLM split nothing" in caplog.text
-    facts = read_facts(model)
-    resolved = resolve(plan, facts, tp_size=2).parameters
-    assert resolved["model.layers.0.self_attn.q_proj.base_layer.weight"].placement != Replicate()
-    assert resolved["model.layers.0.self_attn.q_proj.lora_B.default.weight"].placement != Replicate()
-    plain = plan_for(tiny_model("llama"), ParallelSpec(), tp_size=2)
-    with pytest.raises(PlanError, match="q_proj has no parameter of its own that could be split") as error:
-        resolve(plain, facts, tp_size=2)
-    assert "q_proj.base_layer" in str(error.value)
+    assert plan_for(model, ParallelSpec(), tp_size=2) == plan_for(tiny_model("llama"), ParallelSpec(), tp_size=2)
+    assert not caplog.text
 
 
 @pytest.mark.single

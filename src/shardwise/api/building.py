@@ -22,6 +22,7 @@ from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import initialize_missing, record_missing
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
+from shardwise.runtime.adapters import find_model
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 
@@ -135,7 +136,8 @@ def parallelize(  # noqa: PLR0913 - as above
     """Splits an existing transformers model over `mesh`, in place; parameter names stay.
 
     Args:
-        model: a real model, the same on every rank, or one on the meta device (whose weights are loaded afterwards).
+        model: a real model, the same on every rank, or one on the meta device (whose weights are loaded afterwards); of
+            a model with adapters of PEFT's (LoRA) in it or around it these are split as what they adapt.
         plan: "auto" (family corrections on the model's own plan), or rules to put on top of those: a dictionary of
             pattern to style, or a `Plan`.
         sequence_parallel: split hidden states between blocks along the sequence too; same bytes on the wire, less
@@ -160,5 +162,5 @@ def parallelize(  # noqa: PLR0913 - as above
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = as_dtype(precision.params)
-    prepare(model, mesh, spec, dtype=dtype)
+    prepare(find_model(model), mesh, spec, dtype=dtype)
     return model

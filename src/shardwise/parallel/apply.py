@@ -7,6 +7,7 @@ from torch import nn
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.caches import train_without_cache
 from shardwise.parallel.compiled import apply_compilation
 from shardwise.parallel.fsdp import apply_data_parallelism
@@ -64,6 +65,7 @@ def apply_plan(
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
+    apply_adapters(model, registry)
     attach_registry(model, registry)
     guard_state_dict(model, registry)
     model.register_forward_pre_hook(lambda module, _: context.begin_forward(module), prepend=True)

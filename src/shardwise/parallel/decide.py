@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.estimate.cuts import cut
 from shardwise.parallel.sequence_parallel import is_direct
+from shardwise.plan.adapters import with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import Pipeline
@@ -51,7 +52,7 @@ def decide_split(
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
         stages = cut(order, facts, pipeline, pp_size=shape.pp_size)
-    plan = with_data_axes(resolved, facts, shape, stages, units=units)
+    plan = with_data_axes(with_adapters(resolved, facts), facts, shape, stages, units=units)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }

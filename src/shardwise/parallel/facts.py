@@ -12,7 +12,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from shardwise.parallel.adapter_facts import places_in, read_adapters
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, upwards
+from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
 
 __all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "counts_of", "names_read", "read_facts"]
@@ -24,12 +26,17 @@ _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim"
 
 
 def read_facts(model: nn.Module) -> ModelFacts:
-    """The facts of `model`; reads shapes and attributes only, so meta models suffice."""
+    """The facts of `model`, with adapters by the names of its base (see [Note: the base's plan]); reads shapes and
+    attributes only, so meta models suffice.
+    """
     canonical: dict[int, str] = {}
     tied: dict[str, str] = {}
     modules: dict[str, ModuleFacts] = {}
     config_counts: dict[tuple[type, int], dict[str, int]] = {}
-    for name, module in model.named_modules():
+    for place in places_in(model):
+        if place.is_wrapper or place.is_copy:
+            continue
+        name, module = place.base, place.module
         parameters = {own: tuple(value.shape) for own, value in module._parameters.items() if value is not None}
         modules[name] = ModuleFacts(
             kind=_kind(module),
@@ -50,6 +57,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
         tied=tied,
         head=_name_of(model, "get_output_embeddings"),
         embedding=_name_of(model, "get_input_embeddings"),
+        adapters=read_adapters(model),
     )
 
 
@@ -74,10 +82,11 @@ def _stacks(model: nn.Module) -> tuple[LayerStack, ...]:
 
 def _is_operation(module: nn.Module) -> bool:
     """Whether a module is no layer: a single product or look-up, or without a forward of its own."""
-    return _kind(module) != "other" or isinstance(module, nn.modules.conv._ConvNd)
+    return _kind(module) != "other" or isinstance(unwrapped(module), nn.modules.conv._ConvNd)
 
 
 def _kind(module: nn.Module) -> str:
+    module = unwrapped(module)
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Embedding):

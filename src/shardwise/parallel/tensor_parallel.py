@@ -12,11 +12,12 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes, apply_local_heads
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of, upwards
+from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.head import install_head, install_loss, install_side_outputs
-from shardwise.runtime.linear import RowSplit, apply_mixin
+from shardwise.runtime.linear import AdaptedRowSplit, RowSplit, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
 from shardwise.runtime.outputs import install_outputs
@@ -155,7 +156,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
         apply_mixin(
             module,
-            RowSplit,
+            AdaptedRowSplit if name in plan.weights else RowSplit,
             _split=context,
             _stack=plan.stack_of(name),
             _reduces=leave is not None,
@@ -166,7 +167,8 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
 
 
 def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) -> None:
-    if getattr(module, "max_norm", None) is not None:
+    embedding = unwrapped(module)
+    if getattr(embedding, "max_norm", None) is not None:
         raise UnsupportedError(
             "an embedding with max_norm cannot be split over its vocabulary",
             why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
@@ -174,9 +176,9 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
         )
     start = sum(_sizes(split)[: context.coord])
     rows = split.local_size_of(context.coord)
-    padding = getattr(module, "padding_idx", None)
+    padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
-        setattr(module, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
+        setattr(embedding, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
     apply_mixin(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
 
 
@@ -201,7 +203,8 @@ def _split_of(registry: Registry, module: str) -> Split | None:
 
 
 def _weight_of(registry: Registry, module: str) -> str:
-    return registry.tied.get(f"{module}.weight", f"{module}.weight")
+    weight = registry.plan.weights.get(module, f"{module}.weight")
+    return registry.tied.get(weight, weight)
 
 
 def _sizes(split: Split) -> tuple[int, ...]:

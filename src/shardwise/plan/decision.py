@@ -92,6 +92,8 @@ class SplitPlan:
         direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum
             over ranks can wait for its entry.
         pipeline: how the model is cut into stages; None without pp.
+        weights: FQN of every module that computes with a weight of another module's, to the weight's: what adapters are
+            around.
     """
 
     shape: MeshShape
@@ -115,6 +117,7 @@ class SplitPlan:
     norms: Mapping[str, NormFormula] = field(default_factory=dict)
     direct: bool = False
     pipeline: PipelinePlan | None = None
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     def names_held(self, coord: int) -> frozenset[str]:
         """The names, tied aliases by their own, under which the ranks at `coord` of pp hold parameters."""

@@ -9,7 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-__all__ = ["Heads", "LayerStack", "ModelFacts", "ModuleFacts", "outermost_layers", "parent_of", "upwards"]
+__all__ = [
+    "Adapted",
+    "AdapterFacts",
+    "AdapterParameter",
+    "Heads",
+    "LayerStack",
+    "ModelFacts",
+    "ModuleFacts",
+    "outermost_layers",
+    "parent_of",
+    "upwards",
+]
 
 Shape = tuple[int, ...]
 
@@ -70,8 +81,61 @@ class LayerStack:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterParameter:
+    """One parameter of an adapter.
+
+    Attributes:
+        in_dim, out_dim: which of its dims runs along the input or the output features of the weight that it adapts;
+            None where none does.
+    """
+
+    fqn: str
+    shape: Shape
+    in_dim: int | None = None
+    out_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """A weight of the base with the adapters around it.
+
+    Attributes:
+        module: FQN of the module that computes with both; the base's module has this name where there are no adapters.
+        weight: FQN of the weight.
+        in_dim, out_dim: its dims of input and of output features.
+        own: the adapters' parameters.
+        whole: what kind of adapter it is, where that reads the full weight; empty otherwise.
+    """
+
+    module: str
+    weight: str
+    in_dim: int
+    out_dim: int
+    own: tuple[AdapterParameter, ...]
+    whole: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFacts:
+    """What adapters put around and into a model.
+
+    Attributes:
+        adapted: every weight that has adapters.
+        instances: FQN of every module of the base that has another name in the model, to that name; to several names
+            where copies of it are trained.
+        bases: FQN of every parameter that is no adapter's, to its name in the base.
+        tied: as in `ModelFacts`, by the model's own names.
+    """
+
+    adapted: tuple[Adapted, ...]
+    instances: Mapping[str, tuple[str, ...]]
+    bases: Mapping[str, str]
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """An unsplit model.
+    """An unsplit model; one with adapters by the names that it would have without.
 
     Attributes:
         model_type: transformers' `config.model_type`.
@@ -80,6 +144,7 @@ class ModelFacts:
         tied: alias parameter FQN to the FQN under which the parameter comes first.
         head: FQN of the output embedding (`lm_head`), None where the model has none.
         embedding: FQN of the input embedding, None where the model has none.
+        adapters: what adapters change; None where there are none.
     """
 
     model_type: str
@@ -88,6 +153,7 @@ class ModelFacts:
     tied: Mapping[str, str] = field(default_factory=dict)
     head: str | None = None
     embedding: str | None = None
+    adapters: AdapterFacts | None = None
 
     @cached_property
     def layers(self) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import SplitPlan
@@ -16,12 +18,17 @@ from shardwise.topology.axes import DATA_AXES
 __all__ = ["adopt_parameters", "note_inputs"]
 
 _GIVEN = "_shardwise_given"
+_WRAPPED = ("base_layer", "original_module")
+"""What PEFT calls a module that it puts something around."""
 
 
 def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
     """Lets every module of a split model know whether it computes with "split" features or heads, a "part" of the
-    sequence, or with "full" tensors: what is put into it later computes with the same.
+    sequence, or with "full" tensors: what is put into it later computes with the same. From here on PEFT is refused to
+    put adapters around what is split.
     """
+    if plan.tp_size > 1:
+        _watch_registrations()
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
     for name, module in model.named_modules() if plan.tp_size > 1 else ():
@@ -76,4 +83,23 @@ def adopt_parameters(model: nn.Module) -> None:
             why="its module computes with this rank's own heads or features, and nothing says which part of the\n"
             "parameter a rank is to hold",
             fix="add it before shardwise.parallelize splits the model, or freeze it",
+        )
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features."""
+    register_module_module_registration_hook(_check_wrapped)
+
+
+def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if name not in _WRAPPED or module is None or not hasattr(type(parent), "adapter_layer_names"):
+        return
+    if module.__dict__.get(_GIVEN) == "split":
+        known = next((entry_of(value) for value in module.parameters() if entry_of(value) is not None), None)
+        what = known.fqn.rpartition(".")[0] if known is not None else type(module).__name__
+        raise UnsupportedError(
+            f"an adapter around {what}, which is split already",
+            why="it would be made for this rank's own heads or features, and nothing would sum what it computes",
+            fix="pass shardwise.load(..., adapter=config), or give shardwise.parallelize a model that has its adapters",
         )

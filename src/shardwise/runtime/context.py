@@ -19,7 +19,7 @@ from shardwise.errors import LayoutError
 
 __all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing"]
 
-LEVELS = ("layer", "full_sequence", "region")
+LEVELS = ("layer", "full_sequence", "region", "adapter")
 """Of random streams, from the outside in."""
 
 _REPLICATED = 0x9E3779B97F4A7C15  # separates streams whose seeds come from the same number
@@ -101,6 +101,7 @@ class ForwardState:
         pending_sum: the partial sum of a region that is left to a later one of the same layer.
         loss_mode: the mode that a head has entered.
         random: generators whose stream was changed, by level, with their state before.
+        replicated_seed: what the seeds of the ranks' streams in the region under way have in common.
     """
 
     sequence_parallel: bool = False
@@ -118,6 +119,7 @@ class ForwardState:
     pending_sum: torch.Tensor | None = None
     loss_mode: TorchFunctionMode | None = None
     random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
+    replicated_seed: int | None = None
 
     def enter_stack(self, stack: str | None) -> None:
         """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
@@ -261,11 +263,25 @@ class SplitContext:
             return  # several modules may enter one region, one after another
         generator = _generator(self.device)
         if replicated:
+            self.state.replicated_seed = None
             seed = generator.initial_seed() - self.coord + _REPLICATED + zlib.crc32(replicated.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
+            around = generator.initial_seed() if self.state.sequence_parallel and level == "region" else seed
+            self.state.replicated_seed = around - self.coord
         self.state.random[level] = generator, generator.get_state()
         generator.manual_seed(seed % 2**63)
+
+    def fork_replicated_rng(self, module: nn.Module, name: str) -> None:
+        """From here to `restore_rng("adapter")` what `module`, of that name, draws is the same on all ranks, also in a
+        region whose stream is rank-local: for what is computed there with the full input.
+        """
+        seed, own = self.state.replicated_seed, self.state.random
+        if not (self.has_dropout and module.training) or seed is None or "region" not in own or "adapter" in own:
+            return
+        generator = _generator(self.device)
+        own["adapter"] = generator, generator.get_state()
+        generator.manual_seed((seed + _REPLICATED + zlib.crc32(name.encode())) % 2**63)
 
     def restore_rng(self, level: str) -> None:
         """Back to the stream before `fork_rng(level)`, if that has not happened yet."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from shardwise.comm.collectives import gather_full, reduce_from_region
@@ -12,7 +14,8 @@ __all__ = ["FeatureEmbedding", "VocabularyEmbedding"]
 
 
 class VocabularyEmbedding:
-    """Mixin of an embedding that holds rows `[start, start + rows)` of a vocabulary of any size.
+    """Mixin of an embedding, or of the adapters around one, that holds rows `[start, start + rows)` of a vocabulary of
+    any size.
 
     Communicates: over tp, one all-reduce of the looked-up rows forward, nothing backward. Nothing at all where the
     entry of the layer stack sums them (`SplitContext.defer_embedding`).
@@ -23,7 +26,7 @@ class VocabularyEmbedding:
     _vocabulary_size: int
     _may_defer = False
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`.
 
         Raises:
@@ -36,7 +39,7 @@ class VocabularyEmbedding:
         if rows == 0:
             found = self.weight.new_zeros(*ids.shape, self.weight.shape[1]) + self.weight.sum()  # type: ignore[attr-defined]
         else:
-            found = super().forward(local.masked_fill(outside, 0))  # type: ignore[misc]
+            found = super().forward(local.masked_fill(outside, 0), **options)  # type: ignore[misc]
             found = found.masked_fill(outside.unsqueeze(-1), 0)
         if self._split.state.defer_embedding and self._may_defer:
             self._split.state.holds_partial_rows = True
@@ -63,7 +66,7 @@ class FeatureEmbedding:
     _split: SplitContext
     _sizes: tuple[int, ...]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[...]`, the same on every tp rank. Returns `[..., hidden]`."""
-        found = super().forward(ids)  # type: ignore[misc]
+        found = super().forward(ids, **options)  # type: ignore[misc]
         return gather_full(found, self._split.group, dim=found.ndim - 1, sizes=self._sizes)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import UnsupportedError
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 
 __all__ = ["LabelUse", "check_label_use", "claims_to_shift", "label_use_of", "note_label_use", "shifts_labels"]
@@ -68,4 +69,4 @@ def claims_to_shift(model: nn.Module) -> bool:
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss does, as far as is known."""
     use = label_use_of(model)
-    return claims_to_shift(model) if use is None else use.shifts
+    return claims_to_shift(find_model(model)) if use is None else use.shifts

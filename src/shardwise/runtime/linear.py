@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import copy_to_region, reduce_from_region, split_full
+from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, note_sum
 
-__all__ = ["RowSplit", "apply_mixin"]
+__all__ = ["AdaptedRowSplit", "FirstRankBias", "RowSplit", "apply_mixin"]
 
 
 class RowSplit:
@@ -35,36 +36,71 @@ class RowSplit:
 
     def forward(self, x: Tensor) -> Tensor:
         """Args: x `[..., in]`, per rank `[..., in / tp]`. Returns `[..., out]`."""
+        return self._reduced(x)
+
+    def _reduced(self, x: Tensor, **options: Any) -> Tensor:
         context = self._split
         if self._input_sizes is not None:
             x = split_full(x, context.group, dim=x.ndim - 1, sizes=self._input_sizes)
-        parameters = self._parameters  # type: ignore[attr-defined]
-        bias = parameters.get("bias")
+        bias: Tensor | None = self._linear()._parameters.get("bias")
         if not self._reduces:
             if bias is not None and context.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
-            return self._product(x, bias)
+            return self._product(x, bias, **options)
         if self._reenters:
-            out = copy_to_region(reduce_from_region(self._product(x, None), context.group), context.group)
+            out = copy_to_region(reduce_from_region(self._product(x, None, **options), context.group), context.group)
             return out if bias is None else out + bias
         context.state.enter_stack(self._stack)
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
-        out = self._leave(self._product(x, None), context, drops=drops)
+        out = self._leave(self._product(x, None, **options), context, drops=drops)
         context.restore_rng("region")  # what the module drops after this is full again
         return note_sum(out if bias is None else out + bias, context)
 
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _linear(self) -> nn.Module:
+        """The module whose bias it is."""
+        assert isinstance(self, nn.Module)
+        return self
+
+    def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
         if isinstance(self, nn.Linear) and type(self).__mro__[2] is nn.Linear:
             return F.linear(x, self.weight, bias)
-        parameters = self._parameters  # type: ignore[attr-defined]
+        parameters = self._linear()._parameters
         kept = parameters.get("bias")
         if bias is None and kept is not None:
             bias = torch.zeros_like(kept)  # transformers' Conv1D cannot do without
-        parameters["bias"] = bias
+        parameters["bias"] = cast(Any, bias)
         try:
-            return super().forward(x)  # type: ignore[misc]
+            return super().forward(x, **options)  # type: ignore[misc]
         finally:
             parameters["bias"] = kept
+
+
+class AdaptedRowSplit(RowSplit):
+    """Mixin of the adapters around a linear whose input features are split: their products with it are partial sums
+    like its own, and are summed with these (see [Note: the base's plan] in `shardwise.plan.adapters`).
+
+    Communicates: what the linear alone does.
+    """
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """As that of `RowSplit`; `options` are those of PEFT's forward."""
+        if self._input_sizes is not None:
+            self._split.fork_rng("region", cast(nn.Module, self))  # what is dropped is this rank's own input
+        return self._reduced(x, **options)
+
+    def _linear(self) -> nn.Module:
+        return unwrapped(cast(nn.Module, self))
+
+
+class FirstRankBias:
+    """Mixin of a linear that computes a partial sum, of which only the first rank adds the bias."""
+
+    _split: SplitContext
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x `[..., in]`. Returns a partial sum `[..., out]`."""
+        bias = self.bias if not self._split.coord else self.bias * 0  # type: ignore[attr-defined]
+        return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
 
 
 def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
@@ -78,7 +114,7 @@ def apply_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
 @functools.cache
 def _combined(mixin: Any, base: Any) -> type:
     names: dict[str, Any] = {"__module__": base.__module__, "__doc__": mixin.__doc__}
-    if "forward" in vars(mixin):
+    if hasattr(mixin, "forward"):
 
         @functools.wraps(base.forward)  # whoever asks sees the arguments of the module's own forward
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

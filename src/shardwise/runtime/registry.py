@@ -326,13 +326,15 @@ def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 
 def copy_out_of_mmap(model: nn.Module) -> None:
-    """Copies parameters that are stored in mapped files into own memory, before something writes to all of them."""
+    """Copies parameters that are trained and stored in mapped files into own memory, before something writes to all of
+    them. Frozen ones stay where they are.
+    """
     registry = registry_of(model)
     reshard(model)
     for _, parameter, entry in find_parameters(model):
-        if entry is not None and entry.fqn in registry.mapped:
+        if entry is not None and entry.fqn in registry.mapped and parameter.requires_grad:
             parameter.data = parameter.data.clone()
-    registry.mapped.clear()
+            registry.mapped.discard(entry.fqn)
 
 
 def reshard(model: nn.Module) -> None:

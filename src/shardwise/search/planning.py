@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.parallel.adapter_facts import without_adapters
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.families import PROVED
@@ -76,7 +77,11 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: Model
     automatic = vocabulary | declared
     try:
         derived = _examined(
-            model, automatic, tp_size=tp_size, sequence_parallel=spec.sequence_parallel, use_cache=kind != "derived"
+            without_adapters(model),
+            automatic,
+            tp_size=tp_size,
+            sequence_parallel=spec.sequence_parallel,
+            use_cache=kind != "derived",
         )
         automatic = derived.plan
         if derived.problem is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.label_use import shifts_labels
 
 __all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
@@ -61,7 +62,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: in
 
 def target_names(model: nn.Module) -> tuple[str, ...]:
     """The arguments of the model's forward from which it computes a loss; `labels` first."""
-    names = inspect.signature(model.forward).parameters
+    names = inspect.signature(find_model(model).forward).parameters
     found = [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
     return ("labels", *(name for name in found if name != "labels"))
 

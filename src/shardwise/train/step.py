@@ -14,6 +14,7 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.label_use import check_label_use
 from shardwise.runtime.registry import local_part, registry_of
 from shardwise.runtime.same_batch import check_same_batch, compared_already
@@ -75,7 +76,9 @@ class TrainStep:
         self.mesh = mesh
         self.num_microbatches = num_microbatches
         # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
-        self._defaults = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        self._defaults = (
+            {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
+        )
         # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
         self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
 

@@ -1,0 +1,180 @@
+"""Reads off a model with adapters what its base is called, and what the adapters add to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter
+from shardwise.runtime.adapters import base_of, has_adapters, is_adapter, is_saved_copy, unwrapped
+
+__all__ = ["Place", "describe_adapter", "places_in", "read_adapters", "without_adapters"]
+
+# Which dim of PEFT's own weights runs along the input and the output features of what they adapt.
+_DIMS = {"lora_A": (1, None), "lora_B": (None, 0), "lora_embedding_A": (1, None), "lora_embedding_B": (None, 0)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module of a model with adapters.
+
+    Attributes:
+        fqn: its name.
+        base: its name, or that of what it wraps, in the base.
+        is_wrapper: whether it is around a module of the base and no such module itself.
+        is_copy: whether it is a trained copy of one.
+    """
+
+    fqn: str
+    module: nn.Module
+    base: str
+    is_wrapper: bool = False
+    is_copy: bool = False
+
+
+def places_in(model: nn.Module) -> Iterator[Place]:
+    """Every module of the base, with the wrappers around it and copies of it, in the model's own order; not what is an
+    adapter's own. Modules with several names come once.
+    """
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, fqn: str, base: str, *, is_copy: bool) -> Iterator[Place]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        is_wrapper = is_adapter(module) or is_saved_copy(module)
+        yield Place(fqn, module, base, is_wrapper, is_copy)
+        inner = base_of(module) if is_wrapper else None
+        for own, child in module._modules.items():
+            if child is None:
+                continue
+            if not is_wrapper:
+                yield from walk(child, _joined(fqn, own), _joined(base, own), is_copy=is_copy)
+            elif child is inner:
+                yield from walk(child, _joined(fqn, own), base, is_copy=is_copy)
+            elif own == "modules_to_save":
+                for name, copied in child._modules.items():
+                    assert copied is not None
+                    yield from walk(copied, f"{_joined(fqn, own)}.{name}", base, is_copy=True)
+
+    yield from walk(model, "", "", is_copy=False)
+
+
+def read_adapters(model: nn.Module) -> AdapterFacts | None:
+    """What adapters change in the model; None where it has none."""
+    places = list(places_in(model))
+    if not any(place.is_wrapper for place in places):
+        return None
+    instances: dict[str, tuple[str, ...]] = {}
+    bases: dict[str, str] = {}
+    for place in places:
+        if place.is_wrapper:
+            continue
+        if place.fqn != place.base:
+            instances[place.base] = (*instances.get(place.base, ()), place.fqn)
+        for own, value in place.module._parameters.items():
+            if value is not None:
+                bases[_joined(place.fqn, own)] = _joined(place.base, own)
+    within = {id(place.module): place.fqn for place in places}
+    adapted = tuple(_adapted(place, within) for place in places if place.is_wrapper and not is_saved_copy(place.module))
+    return AdapterFacts(adapted=adapted, instances=instances, bases=bases, tied=_tied(model))
+
+
+def without_adapters(model: nn.Module) -> nn.Module:
+    """A copy of the base of a model with adapters, on the meta device; `model` itself where it has none."""
+    if not has_adapters(model):
+        return model
+    memo: dict[int, Any] = {
+        id(value): nn.Parameter(value.detach().to("meta"), requires_grad=value.is_floating_point())
+        for value in model.parameters()
+    }
+    base = copy.deepcopy(model, memo)
+    for module in list(base.modules()):
+        for own, child in module._modules.items():
+            if child is not None and unwrapped(child) is not child:
+                module._modules[own] = unwrapped(child)
+    return base
+
+
+def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
+    wrapper: Any = place.module
+    base = unwrapped(wrapper)
+    weight = getattr(wrapper, "parameter_name", None) or "weight"
+    if weight not in base._parameters:
+        weight = next(iter(base._parameters), weight)
+    in_dim, out_dim = _feature_dims(base, weight)
+    own = tuple(_own_parameters(place.fqn, wrapper))
+    return Adapted(
+        module=place.base,
+        weight=_joined(within[id(base)], weight),
+        in_dim=in_dim,
+        out_dim=out_dim,
+        own=own,
+        whole=_reads_all(wrapper, base),
+    )
+
+
+def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
+    """What one adapter in `wrapper`, of that name, adds, as `read_adapters` says it of all."""
+    within = {id(module): _joined(fqn, name) for name, module in wrapper.named_modules()}
+    adapted = _adapted(Place(fqn, wrapper, fqn, is_wrapper=True), within)
+    depth = fqn.count(".") + 2
+    return replace(adapted, own=tuple(each for each in adapted.own if each.fqn.split(".")[depth] == adapter))
+
+
+def _feature_dims(base: nn.Module, name: str) -> tuple[int, int]:
+    """The dims of input and of output features of a parameter of the base's."""
+    weight = base._parameters.get(name)
+    if isinstance(base, nn.Embedding):
+        return 0, 1
+    if weight is not None and weight.ndim == 3 and not isinstance(base, nn.modules.conv._ConvNd):  # stacked experts
+        return (1, 2) if getattr(base, "is_transposed", False) else (2, 1)
+    is_transposed = weight is not None and weight.ndim == 2 and getattr(base, "nf", None) == weight.shape[1]
+    return (0, 1) if is_transposed else (1, 0)
+
+
+def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
+    """What the wrapper holds besides what it wraps."""
+    for container in type(wrapper).adapter_layer_names:
+        try:
+            held = attrgetter(container)(wrapper)
+        except AttributeError:
+            continue
+        named = held.named_parameters() if isinstance(held, nn.Module) else ()
+        for name, value in named:
+            in_dim, out_dim = _DIMS.get(container, (None, None))
+            yield AdapterParameter(
+                fqn=f"{_joined(fqn, container)}.{name}", shape=tuple(value.shape), in_dim=in_dim, out_dim=out_dim
+            )
+
+
+def _reads_all(wrapper: Any, base: nn.Module) -> str:
+    """What kind of adapter it is, where it is not the sum of what A and B multiply: one of those reads more."""
+    variants = getattr(wrapper, "lora_variant", None)
+    if variants is None or not hasattr(wrapper, "lora_A"):
+        return f"an adapter of {type(wrapper).__module__.rpartition('.')[0]}"
+    if variants:
+        return f"{type(next(iter(variants.values()))).__name__} of adapter {next(iter(variants))!r}"
+    if getattr(base, "groups", 1) > 1 or isinstance(base, nn.MultiheadAttention):
+        return f"an adapter around {type(base).__name__}"
+    return ""
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Alias FQN of every parameter with several names, to the first one."""
+    first: dict[int, str] = {}
+    tied = {}
+    for fqn, module in model.named_modules():
+        for own, value in module._parameters.items():
+            if value is not None and first.setdefault(id(value), _joined(fqn, own)) != _joined(fqn, own):
+                tied[_joined(fqn, own)] = first[id(value)]
+    return tied
+
+
+def _joined(fqn: str, own: str) -> str:
+    return f"{fqn}.{own}" if fqn else own

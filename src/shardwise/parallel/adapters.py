@@ -1,0 +1,138 @@
+"""Makes adapters of a split model compute with parts, as their base does; those that come in later, too.
+
+# [Note: merged and back]
+Where adapters are merged into weights and taken out again, PEFT adds and subtracts, and what is rounded stays. Here the
+weight that was is kept, and put back. It costs no memory of its own while it is still mapped from its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shardwise.errors import UnsupportedError
+from shardwise.parallel.adapter_facts import describe_adapter
+from shardwise.plan.adapters import plan_adapter
+from shardwise.plan.decision import ParameterPlan
+from shardwise.runtime.adapters import is_adapter, unwrapped
+from shardwise.runtime.canonical import local_tensor
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import FirstRankBias, apply_mixin
+from shardwise.runtime.modes import has_dropout
+from shardwise.runtime.registry import ParameterEntry, Registry, attach_entry
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Replicate, Split
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = ["apply_adapters"]
+
+
+def apply_adapters(model: nn.Module, registry: Registry) -> None:
+    """Changes the adapters in a model whose parameters are split already. Communicates nothing."""
+    for fqn, module in list(model.named_modules()):
+        if not is_adapter(module) or not hasattr(module, "lora_A"):
+            continue
+        wrapper: Any = module
+        for adapter in dict.fromkeys((*wrapper.lora_A, *wrapper.lora_embedding_A)):
+            _apply_adapter(wrapper, fqn, adapter, registry.plan.parameters, registry.context)
+        apply_mixin(wrapper, SplitAdapter, _fqn=fqn, _registry=registry, _unmerged={})
+
+
+class SplitAdapter:
+    """Mixin of adapters around a module of a split model: ones that come in later are split at once.
+
+    Communicates: nothing.
+    """
+
+    _fqn: str
+    _registry: Registry
+    _unmerged: dict[str, torch.Tensor]
+
+    def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
+        """Adds an adapter, which PEFT makes in full, after the same numbers on every rank, and keeps this rank's part.
+
+        Raises:
+            PlanError: the adapter reads more than a rank's part of the weight.
+        """
+        super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
+        _split_later(self, self._fqn, adapter_name, self._registry)
+
+    def merge(self, *args: Any, **options: Any) -> None:
+        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back."""
+        base = unwrapped(self)  # type: ignore[arg-type]
+        if not self._unmerged:
+            for name, value in base._parameters.items():
+                if value is not None:
+                    self._unmerged[name] = value.data
+                    value.data = value.data.clone()
+        super().merge(*args, **options)  # type: ignore[misc]
+
+    def unmerge(self) -> None:
+        """Puts back the weight that was."""
+        super().unmerge()  # type: ignore[misc]
+        base = unwrapped(self)  # type: ignore[arg-type]
+        for name, value in self._unmerged.items():
+            base._parameters[name].data = value  # type: ignore[union-attr]
+        self._unmerged.clear()
+
+    def unload_and_optionally_merge_module(self, *args: Any, **options: Any) -> NoReturn:
+        """Refuses: what PEFT would leave computes with a part, and nothing would sum it."""
+        raise UnsupportedError(
+            f"taking the adapters away from {self._fqn} of a split model",
+            why="the module around both is the one that is split",
+            fix="call merge_adapter() and unmerge_adapter(), or write the merged model with\n"
+            'shardwise.export_pretrained(model, directory, adapter="merged")',
+        )
+
+
+def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> None:
+    adapted, mesh = describe_adapter(fqn, wrapper, adapter), registry.mesh
+    planned = plan_adapter(adapted, registry.plan.parameters[adapted.weight], tp_size=mesh.size("tp"))
+    over_data = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in DATA_AXES[::-1] if mesh.size(axis) > 1)
+    for name, each in planned.items():
+        inner, _, own = name.removeprefix(f"{fqn}.").rpartition(".")
+        owner = wrapper.get_submodule(inner)
+        value = owner._parameters[own]
+        if value.is_meta:
+            value.data = value.data.new_empty(each.layout.local_shape(mesh.coords))
+        else:
+            value.data = local_tensor(value.data, each.layout, mesh.coords)
+        if isinstance(owner, nn.Linear):
+            owner.out_features, owner.in_features = owner.weight.shape
+        entry = ParameterEntry(
+            fqn=name,
+            layout=Layout(each.layout.shape, (*each.layout.steps, *over_data)),
+            gradient=each.gradient,
+            data="reduced" if mesh.data_size > 1 else "",
+            registry=registry,
+        )
+        registry.entries[name] = entry
+        attach_entry(owner, own, entry)
+    registry.__dict__.pop("needs_sums", None)
+    registry.context.has_dropout |= has_dropout(wrapper)
+    _apply_adapter(wrapper, fqn, adapter, planned, registry.context)
+
+
+def _apply_adapter(
+    wrapper: Any, fqn: str, adapter: str, parameters: Mapping[str, ParameterPlan], context: SplitContext
+) -> None:
+    planned = parameters.get(f"{fqn}.lora_A.{adapter}.weight")
+    if context.size == 1 or planned is None:
+        return
+    if not isinstance(planned.placement, Split):
+        _drop_alike(wrapper.lora_dropout[adapter], f"{fqn}.lora_dropout.{adapter}", context)
+    elif f"{fqn}.lora_B.{adapter}.bias" in parameters:
+        apply_mixin(wrapper.lora_B[adapter], FirstRankBias, _split=context)
+
+
+def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:
+    """Has all ranks drop the same of an input that they are all given in full."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        context.restore_rng("adapter")
+
+    dropout.register_forward_pre_hook(lambda module, args: context.fork_replicated_rng(module, name))
+    dropout.register_forward_hook(leave, always_call=True)

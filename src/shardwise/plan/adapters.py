@@ -1,0 +1,168 @@
+"""Adapters (LoRA): what they put around and into a model, as values, and how their parameters divide.
+
+# [Note: the base's plan]
+A model with adapters is planned by the names of its base, as if that stood alone: wrapped modules go by the name of
+what they wrap. What is decided is then said by the names that the model has, and each adapter divides as its base does.
+Let the base be split over its output features (a column): A reads the same input and stays in full, B has the base's
+rows. Every rank's B sees other features, so the gradient of A is partial. Let it be split over its input features (a
+row): A has the base's columns, and B, in full, multiplies partial sums. What it makes of them is added to the base's
+own before these are summed, so adapters cost no collective of their own, and the gradient of B is partial too.
+Embeddings over rows of the vocabulary are rows in that sense. Adapters of a base in full stay in full, with gradients
+like its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from shardwise.errors import PlanError
+from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.rule import ParameterRule
+from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, parent_of, upwards
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Placement, Replicate, Split
+
+__all__ = ["plan_adapter", "with_adapters"]
+
+_WHOLE = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
+
+
+def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
+    """`plan`, which was resolved for the base, by the names of the model, with its adapters' parameters.
+
+    Raises:
+        PlanError: an adapter cannot be split as its base is; lists all.
+    """
+    adapters = facts.adapters
+    if adapters is None:
+        return plan
+    planned = {
+        fqn: replace(plan.parameters[plan.tied.get(base, base)], fqn=fqn)
+        for fqn, base in adapters.bases.items()
+        if fqn not in adapters.tied
+    }
+    problems: list[PlanError] = []
+    for adapted in adapters.adapted:
+        base = planned[adapters.tied.get(adapted.weight, adapted.weight)]
+        try:
+            found = plan_adapter(adapted, base, tp_size=plan.tp_size)
+        except PlanError as problem:
+            problems.append(problem)
+        else:
+            planned |= {fqn: each for fqn, each in found.items() if fqn not in adapters.tied}
+    if problems:
+        raise _together(problems)
+    return _renamed(replace(plan, parameters=planned, tied=adapters.tied), adapters)
+
+
+def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict[str, ParameterPlan]:
+    """How the parameters of the adapters around one weight are stored over tp, by FQN.
+
+    Args:
+        base: how that weight is.
+
+    Raises:
+        PlanError: they read the full weight, or it is split along neither of its features.
+    """
+    split = base.placement
+    if not isinstance(split, Split):
+        return {each.fqn: _planned(each, Replicate(), base.gradient, tp_size, "its base is") for each in adapted.own}
+    if adapted.whole:
+        raise PlanError(
+            f"{adapted.whole} on {adapted.module} cannot be split over tp={tp_size}",
+            why=f"it computes with the full weight, of which a rank holds a part ({split})",
+            fix=_WHOLE,
+        )
+    if split.dim not in (adapted.in_dim, adapted.out_dim):
+        raise PlanError(
+            f"the adapters on {adapted.module} cannot be split over tp={tp_size}",
+            why=f"their base is split along neither its input nor its output features ({split})",
+            fix=_WHOLE,
+        )
+    is_row = split.dim == adapted.in_dim
+    reason = "adds to its base's partial sums" if is_row else "its base is split by output features"
+    found = {}
+    for each in adapted.own:
+        dim = each.in_dim if is_row else each.out_dim
+        placement = Replicate() if dim is None else replace(split, dim=dim)
+        found[each.fqn] = _planned(each, placement, "partial" if dim is None else "full", tp_size, reason)
+    return found
+
+
+def _planned(parameter: AdapterParameter, placement: Placement, gradient: str, tp_size: int, why: str) -> ParameterPlan:
+    style = "replicate" if gradient == "full" else "replicated_with_grad_allreduce"
+    if isinstance(placement, Split):
+        style, why = f"split({placement.dim})", "as its base"
+    rule = ParameterRule(parameter.fqn, style, source="adapter", reason=why)
+    steps = (Step("tp", tp_size, placement),) if tp_size > 1 else ()
+    return ParameterPlan(fqn=parameter.fqn, layout=Layout(parameter.shape, steps), rule=rule, gradient=gradient)
+
+
+def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
+    """Everything that the plan says of modules, by the names that these have in the model."""
+    names = _Names(adapters)
+    weights = {each.module: each.weight for each in adapters.adapted if each.weight.endswith(".weight")}
+    head = plan.head
+    if head is not None and head in adapters.instances and head not in weights:
+        weights[head] = f"{adapters.instances[head][0]}.weight"
+    sequence = plan.sequence and replace(
+        plan.sequence,
+        full_sequence=tuple(names.of(plan.sequence.full_sequence)),
+        inputs=tuple(names.inside(plan.sequence.inputs)),
+        after=frozenset((*plan.sequence.after, *names.of(plan.sequence.after), *names.inside(plan.sequence.after))),
+    )
+    return replace(
+        plan,
+        regions=tuple(replace(each, fqn=name) for each in plan.regions for name in names.of((each.fqn,))),
+        modules={name: style for fqn, style in plan.modules.items() for name in names.of((fqn,))},
+        heads={name: heads for fqn, heads in plan.heads.items() for name in names.of((fqn,))},
+        sequence=sequence,
+        attributes={name: value for fqn, value in plan.attributes.items() for name in names.inside((fqn,))},
+        inputs={name: value for fqn, value in plan.inputs.items() for name in names.inside((fqn,))},
+        residual_inputs=frozenset(names.inside(plan.residual_inputs)),
+        local_sizes=frozenset(names.inside(plan.local_sizes)),
+        fused_reductions={
+            name: into
+            for fqn, target in plan.fused_reductions.items()
+            for name in names.of((fqn,))
+            for into in names.of((target,))
+        },
+        added=tuple(fqn for fqn, each in plan.parameters.items() if each.rule.style == "added_once"),
+        weights=weights,
+    )
+
+
+@dataclass(frozen=True)
+class _Names:
+    """Where modules of the base are in the model.
+
+    What computes with an adapted weight is the module around both, which has the base's name. Of a module that is saved
+    as a whole there are several, which compute by themselves.
+    """
+
+    adapters: AdapterFacts
+    _adapted: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_adapted", frozenset(each.module for each in self.adapters.adapted))
+
+    def of(self, modules: Iterable[str]) -> Iterable[str]:
+        for module in modules:
+            yield from (module,) if module in self._adapted else self.adapters.instances.get(module, (module,))
+
+    def inside(self, names: Iterable[str]) -> Iterable[str]:
+        """The same of what is a module's own: its attributes, inputs and parameters."""
+        for name in names:
+            owner = next((each for each in upwards(parent_of(name)) if each in self.adapters.instances), None)
+            if owner is None:
+                yield name
+            else:
+                yield from (f"{instance}{name[len(owner) :]}" for instance in self.adapters.instances[owner])
+
+
+def _together(problems: list[PlanError]) -> PlanError:
+    first, *others = problems
+    if others:
+        first.summary += f", nor {len(others)} more alike"
+    return first

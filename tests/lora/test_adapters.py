@@ -1,0 +1,168 @@
+"""Adapters divide as what they adapt, and compute what they compute unsplit: on simulated ranks, one step."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+import transformers
+
+from shardwise.errors import PlanError
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.options import ParallelSpec
+from shardwise.search.planning import plan_for
+from shardwise.search.trial import Trial
+from shardwise.sharding.placement import Replicate, Split
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from shardwise.topology.shape import MeshShape
+from tests.families import tiny_model
+
+# peft warns of attributes that transformers has renamed, of tied layers, and of patterns of its own for experts.
+pytestmark = [
+    pytest.mark.single,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*_pattern keys:RuntimeWarning"),
+]
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def t5():
+    config = shrink_config(transformers.T5Config(), without_dropout=True)
+    return build_tiny_model(config, transformers.AutoModelForSeq2SeqLM, seed=0).eval()
+
+
+def with_lora(family, *, tied=False, name="default", model=None, **options):
+    """A tiny model with adapters that are no zeros."""
+    base = model or (t5() if family == "t5" else tiny_model(family, tied=tied))
+    torch.manual_seed(5)
+    given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
+    return peft.inject_adapter_in_model(peft.LoraConfig(**given), base, adapter_name=name).eval()
+
+
+def verdict(model, *, tp_size=2, sequence_parallel=False, in_training=False):
+    spec = ParallelSpec(sequence_parallel=sequence_parallel)
+    plan = plan_for(model, spec, tp_size=tp_size)
+    padded = make_batch(model, seed=0, padding="right") if in_training else None
+    trial = Trial(model, make_batch(model, seed=0), tp_size=tp_size, padded=padded)
+    return trial.run(plan, sequence_parallel=sequence_parallel, in_training=in_training)
+
+
+def decided(model, *, tp_size=2):
+    facts = read_facts(model)
+    plan = plan_for(model, ParallelSpec(), tp_size=tp_size, facts=facts)
+    return decide_split(plan, model, facts, MeshShape(tp_size=tp_size))
+
+
+MODES = {
+    "llama": ["tp2", "tp4", "tp2+sp"],
+    "gpt2": ["tp2", "tp4", "tp2+sp"],
+    "phi3": ["tp2", "tp4", "tp2+sp"],
+    "qwen3": ["tp4", "tp2+sp"],
+    "mixtral": ["tp2", "tp4"],
+    "deepseek_v3": ["tp2"],
+    "bert": ["tp2+sp"],
+    "t5": ["tp2"],
+}
+
+
+@pytest.mark.parametrize(("family", "mode"), [(family, mode) for family, modes in MODES.items() for mode in modes])
+def test_every_gradient_is_that_of_the_unsplit_model(family, mode):
+    found = verdict(with_lora(family), tp_size=int(mode[2]), sequence_parallel=mode.endswith("sp"))
+    assert found.passed, found.reason
+
+
+TARGETS = [
+    ("llama", {"target_modules": ["q_proj", "v_proj"]}),
+    ("llama", {"tied": True, "target_modules": ["q_proj", "embed_tokens"]}),
+    ("llama", {"tied": True, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("llama", {"target_modules": r".*\.(o_proj|embed_tokens|lm_head)"}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["mlp", "norm"]}),
+    ("llama", {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"q_proj": 2}, "layers_to_transform": [1]}),
+    ("llama", {"use_rslora": True, "lora_alpha": 3, "alpha_pattern": {"k_proj": 5}}),
+    ("llama", {"init_lora_weights": "pissa"}),
+    ("gpt2", {"bias": "all"}),
+    ("gpt2", {"bias": "lora_only"}),
+    ("gpt2", {"lora_bias": True}),
+    ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("family", "options"), TARGETS, ids=lambda value: "-".join(value) if value else "")
+def test_all_kinds_of_targets_are_split(family, options, sequence_parallel):
+    found = verdict(with_lora(family, **options), sequence_parallel=sequence_parallel)
+    assert found.passed, found.reason
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_ranks_drop_the_same_of_what_they_are_given_alike(family, sequence_parallel):
+    model = with_lora(family, lora_dropout=0.3)
+    found = verdict(model, sequence_parallel=sequence_parallel, in_training=True)
+    assert found.passed, found.reason
+
+
+def test_two_adapters_compute_together():
+    model = with_lora("llama")
+    model = with_lora("llama", model=model, name="two", r=2, target_modules=["q_proj", "o_proj"])
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.set_adapter(["default", "two"])
+    found = verdict(model)
+    assert found.passed, found.reason
+
+
+def test_adapters_cost_no_collective_of_their_own():
+    assert verdict(with_lora("llama")).num_collectives == verdict(frozen(tiny_model("llama"))).num_collectives
+
+
+def frozen(model):
+    """Without anything to train before the first region, like the base of adapters."""
+    for module in (model.model.embed_tokens, model.model.layers[0].input_layernorm):
+        module.requires_grad_(requires_grad=False)
+    return model
+
+
+def test_a_column_and_a_row_have_the_placements_of_their_base():
+    parameters = decided(with_lora("llama", tied=True, target_modules=["k_proj", "o_proj", "embed_tokens"])).parameters
+    layer, base = "model.layers.0.self_attn", "base_layer.weight"
+
+    def placement(name):
+        return parameters[name].placement
+
+    assert placement(f"{layer}.k_proj.lora_A.default.weight") == Replicate()
+    assert parameters[f"{layer}.k_proj.lora_A.default.weight"].gradient == "partial"
+    assert placement(f"{layer}.k_proj.lora_B.default.weight") == placement(f"{layer}.k_proj.{base}")
+    columns = placement(f"{layer}.o_proj.{base}")
+    assert isinstance(columns, Split) and columns.dim == 1
+    assert placement(f"{layer}.o_proj.lora_A.default.weight") == columns
+    assert placement(f"{layer}.o_proj.lora_B.default.weight") == Replicate()
+    rows = placement("model.embed_tokens.base_layer.weight")
+    assert placement("model.embed_tokens.lora_embedding_A.default") == Split(1, rows.pieces)
+
+
+def test_the_base_is_planned_as_if_it_stood_alone():
+    plain = decided(tiny_model("gpt2")).parameters
+    parameters = decided(with_lora("gpt2")).parameters
+    renamed = {fqn.replace(".base_layer.", "."): each for fqn, each in parameters.items() if ".lora_" not in fqn}
+    assert {fqn: each.placement for fqn, each in renamed.items()} == {
+        fqn: each.placement for fqn, each in plain.items()
+    }
+    assert {fqn: each.gradient for fqn, each in renamed.items()} == {fqn: each.gradient for fqn, each in plain.items()}
+
+
+REFUSED = [
+    (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "DoraLinearVariant of adapter 'default'"),
+    (peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "an adapter of peft.utils"),
+    (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "an adapter of peft.tuners.ia3"),
+]
+
+
+@pytest.mark.parametrize(("config", "what"), REFUSED, ids=lambda value: type(value).__name__)
+def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
+    model = peft.inject_adapter_in_model(config, tiny_model("llama"))
+    with pytest.raises(PlanError, match=f"{what}.* cannot be split over tp=2") as raised:
+        decided(model)
+    assert "the full weight, of which a rank holds a part" in str(raised.value) and "use fsdp" in str(raised.value)
