@@ -18,7 +18,7 @@ model:
   config: {model_type: llama, hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4}
 layout: tp2
 data: {path: corpus.jsonl, seq_length: 64}
-steps: 60
+steps: 40
 batch_size: 8
 optimizer: {lr: 1.0e-2, schedule: {name: linear, warmup_steps: 5}}
 log: {dir: logs, every: 20}

@@ -22,7 +22,12 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from shardwise.ranks import spawn as ranks
+
 sys.dont_write_bytecode = False
+
+# Ranks that compile would each take a second to import this.
+ranks.PRELOADED = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx", *ranks.PRELOADED)
 
 TIERS = ("pure", "single", "spawn", "device")
 
@@ -42,6 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{len(forgotten)} test(s) say in no way what they need; mark the module with one of {', '.join(TIERS)}, "
             f"for example `pytestmark = pytest.mark.pure`:\n  {shown}"
         )
+    for item in items:
+        if group := _group_of(item):
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _group_of(item: pytest.Item) -> str | None:
+    """What keeps tests in one process of a parallel run: they share ranks, or a fixture of their module."""
+    if not isinstance(item, pytest.Function):
+        return None
+    module, name = item.nodeid.split("[")[0].split("::")
+    if "on_ranks" in item.fixturenames:
+        return f"{name}-{item.callspec.params.get('layout', '')}" if hasattr(item, "callspec") else None
+    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+    is_shared = any(each.scope == "module" and each.baseid.endswith(module) for each in fixtures)
+    return module if is_shared else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

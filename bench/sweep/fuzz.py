@@ -23,7 +23,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
-from shardwise.search import deriving
+from shardwise.search import deriving, planning
 from shardwise.tiny.models import build_tiny_model
 from shardwise.topology.shape import MeshShape
 from sweep.cases import GROUPS, one_line
@@ -110,9 +110,21 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
     )
     if case.way != "auto":
         deriving._SMALL_ENOUGH = 0
+        _derive_once()
     if case.way == "loaded":
         verifying._splitter = lambda spec, dtype=None: functools.partial(_saved_and_loaded, spec=spec)
     return verifying._prove_on_this_rank(proof)
+
+
+def _derive_once() -> None:
+    """Has the models with and without dropout split alike, by the plan that the one with dropout gets."""
+    derive, found = planning.derive_plan, list[deriving.Derivation]()
+
+    def derive_first(*arguments: Any, **options: Any) -> deriving.Derivation:
+        return found[0] if found else found.append(derive(*arguments, **options)) or found[0]
+
+    deriving.has_dropout = lambda model: True
+    planning.derive_plan = derive_first
 
 
 def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn.Module:

@@ -76,6 +76,22 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         assert part in message, f"{part!r} is not in\n{message}"
 
 
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("model.name", "path"),
+        ("optimizer.learning_rate", "lr"),
+        ("optimizer.warmup_steps", "optimizer.schedule.warmup_steps"),
+        ("model.seq_length", "data.seq_length"),
+        ("data.batch_size", "batch_size"),
+        ("model.every", None),
+    ],
+)
+def test_a_key_that_stands_elsewhere_or_has_another_name_here_is_pointed_to(tmp_path, key, meant):
+    found = problems_of(tmp_path, GOOD, f"{key}=1")
+    assert found == {key: f"{key}: unknown key" + (f" (did you mean {meant!r}?)" if meant else "")}
+
+
 def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
     assert problems_of(tmp_path, "model: {pth: x}\ndata: {path: a}").keys() == {"model.pth"}
 

@@ -58,11 +58,11 @@ def test_ranks_end_with_a_launcher_that_was_killed(path, begin):
 
 
 def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed(path, tree):  # noqa: F811
-    run = start_under_torchrun(path, "steps=200")
+    run = start_under_torchrun(path, "steps=40")
     await_step(run)[1].kill()
     _, err = run.communicate(timeout=100)
     assert run.returncode == 0, err
-    assert len(losses_of(tree)) == 200
+    assert len(losses_of(tree)) == 40
 
 
 def test_the_rank_that_was_told_to_end_is_named(path):

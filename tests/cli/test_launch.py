@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +51,23 @@ def test_a_rank_that_could_not_report_comes_before_those_that_did(tmp_path, monk
     assert text == "error: rank 1 was ended by SIGSEGV"
     text = launch._describe({0: 128 + signal.SIGTERM, 1: -signal.SIGKILL}, {}, show_traceback=False)
     assert text.startswith("error: rank 1 was ended by SIGKILL")
+
+
+def test_a_failure_is_recorded_whole_or_not_at_all_and_stays(tmp_path, monkeypatch, left):
+    path = tmp_path / "0"
+    write = Path.write_text
+
+    def fail_half_way(self, text, **options):
+        write(self, text[: len(text) // 2], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv(launch.ERROR_FILE, str(path))
+    with monkeypatch.context() as full, launch.record_failures():
+        full.setattr(Path, "write_text", fail_half_way)
+        raise BatchError("no rows")
+    assert launch._read_failures(tmp_path) == {}, "and nothing that cannot be read"
+    first = record(path, BatchError("no rows"), monkeypatch)
+    assert record(path, launch.TerminatedError("rank 0 was ended"), monkeypatch) == first
 
 
 def test_ranks_leave_with_the_code_of_what_ended_them(monkeypatch, left):

@@ -216,12 +216,9 @@ def test_what_does_not_fit_is_an_error_before_the_first_step(tree, changes, mess
 def test_the_command_starts_its_ranks_and_shows_the_first_failure_once(tree, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    out, err = start(path, "steps=3").communicate(timeout=100)
-    assert "step 3/3" in out, err
-    assert out.count("step 1/3") == 1, "one rank speaks for all"
-
     run = start(path, "optimizer.lr=1e30", "optimizer.schedule.warmup_steps=0")
-    err = run.communicate(timeout=100)[1]
+    out, err = run.communicate(timeout=100)
+    assert out.count("step 1/6") == 1, "one rank speaks for all"
     assert run.returncode == 1
     assert err.count("training diverged") == 1 and err.startswith("error: ") and "Traceback" not in err
 
@@ -229,7 +226,7 @@ def test_the_command_starts_its_ranks_and_shows_the_first_failure_once(tree, tmp
 SHARDED = ["layout=fsdp2", "sequence_parallel=false"]
 
 
-@pytest.mark.parametrize("layout", [[], SHARDED, ["layout=tp1", "sequence_parallel=false"]])
+@pytest.mark.parametrize("layout", [SHARDED, ["layout=tp1", "sequence_parallel=false"]], ids=["fsdp2", "tp1"])
 def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, layout):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -244,11 +241,10 @@ def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, 
     assert losses_of(tree), "every line so far is whole JSON"
 
 
-@pytest.mark.parametrize("layout", [[], SHARDED])
-def test_a_rank_that_is_killed_is_named(tree, tmp_path, layout):
+def test_a_rank_that_is_killed_is_named(tree, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    run = start(path, "steps=100000", *layout)
+    run = start(path, "steps=100000")
     while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
         assert run.poll() is None, run.stderr.read()
     psutil.Process(run.pid).children()[-1].kill()

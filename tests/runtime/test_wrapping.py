@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 
 import accelerate
@@ -93,6 +94,28 @@ def test_wrappers_are_refused_before_they_change_anything(on_ranks, layout, wrap
     for text, is_kept in on_ranks(wrap):
         assert "over a model that Shardwise has split" in text and "ddp2.tp2" in text
         assert is_kept
+
+
+def split_under_wrapper(mesh, wrapped):
+    """What is said, and the loss once the wrapper has gone."""
+    model = tiny_model("llama")
+    wrapper = DistributedDataParallel({"all": model, "a part": model.model, "around": Holder(model)}[wrapped])
+    with pytest.raises(UnsupportedError) as raised:
+        shardwise.parallelize(model, mesh)
+    del wrapper
+    gc.collect()
+    kept = model(**tiny_batch(model)).loss  # a graph alone is no wrapper
+    shardwise.parallelize(model, mesh)
+    del kept
+    return str(raised.value), shardwise.TrainStep(model, mesh)(tiny_batch(model)).loss.item()
+
+
+@pytest.mark.parametrize("wrapped", ["all", "a part", "around"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_a_model_that_is_in_a_wrapper_made_before_is_not_split(on_ranks, layout, wrapped):
+    (first, loss), (second, other) = on_ranks(split_under_wrapper)
+    assert first == second and "a model that a DistributedDataParallel was made of cannot be split" in first
+    assert loss == other > 0
 
 
 def shard_around(mesh):

@@ -28,6 +28,8 @@ STAGES = (3, 1, 2)
 ACCUMULATION = (1, 3)
 RECOMPUTED = ("none", "full", "selective")
 ROWS = 12
+LONG = ("llama", "qwen3", "gpt2", "mixtral")
+"""Families that train long in turn, one under each layout."""
 
 
 def cases():
@@ -69,7 +71,7 @@ def train(mesh, family, layout, stage, accumulation, recomputed):
             shardwise.TrainStep(model, mesh, num_microbatches=accumulation)(rows_of(batch, mesh)).loss
         ),
         reference_loss=parts if family == "mixtral" else None,
-        num_steps=num_steps(family),
+        num_steps=num_steps(family, is_long=family == LONG[LAYOUTS.index(layout) % len(LONG)]),
     )
 
 

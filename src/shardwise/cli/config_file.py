@@ -36,6 +36,14 @@ _WORDS = {
     "a valid integer": "an integer",
     "a valid": "a",
 }  # JSON's -> YAML's
+_OTHER_NAMES = {
+    **dict.fromkeys(("name", "id", "name_or_path", "repo_id", "checkpoint"), "path"),
+    **dict.fromkeys(("max_length", "max_seq_length", "block_size"), "seq_length"),
+    **dict.fromkeys(("directory", "output_dir", "logging_dir"), "dir"),
+    **dict.fromkeys(("max_steps", "num_steps"), "steps"),
+    "learning_rate": "lr",
+}
+"""What other programs call a key, and its name here."""
 
 
 class Problems(list[Problem]):
@@ -167,11 +175,16 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
 
 
 def _similar(key: str, known: Iterable[str]) -> str:
-    """Points to a key of the same group, or else to one of this very name in another."""
+    """Points to a key of the same group, or else to the one of this very name below it or anywhere."""
     group, _, last = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == group]
-    elsewhere = [name for name in known if name.endswith(f".{last}")]
-    return did_you_mean(last, siblings) or (f" (did you mean {elsewhere[0]!r}?)" if elsewhere else "")
+    if (other := _OTHER_NAMES.get(last)) in siblings:
+        return f" (did you mean {other!r}?)"
+    if meant := did_you_mean(last, siblings):
+        return meant
+    alike = [name for name in known if f".{name}".endswith(f".{last}")]
+    found = [name for name in alike if name.startswith(group)] or (alike if len(alike) == 1 else [])
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 class _Loader(yaml.SafeLoader):

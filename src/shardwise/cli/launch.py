@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import Failure
+from shardwise.train.atomic_file import atomic_file
 
 __all__ = [
     "INTERRUPTED",
@@ -79,6 +80,7 @@ def _run_ranks(arguments: Sequence[str], num_ranks: int, directory: Path) -> tup
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: a collective that hangs is ended
     # Kept here, so that ranks can still read what one of them wrote before it ended.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -205,15 +207,18 @@ def leave(code: int) -> NoReturn:
 
 
 def _record(error: BaseException) -> None:
-    """Notes an error where the launcher looks for it; without one, or when it has gone, nowhere."""
-    if (path := os.environ.get(ERROR_FILE)) is None:
+    """Notes an error where the launcher looks for it; without one, or when it has gone, nowhere.
+
+    The first one stays: being ended because of it is no news. It is there whole or not at all, whatever ends this rank.
+    """
+    if (path := os.environ.get(ERROR_FILE)) is None or Path(path).exists():
         return
     failure = Failure.of(error)
     # The part that torchrun itself reads and shows.
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.at_seconds))}
     theirs = {"message": f"{failure.name}: {failure.message}", "extraInfo": extra}
-    with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
+    with suppress(OSError), atomic_file(Path(path)) as partial:
+        partial.write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
 
 
 def _read_failures(directory: Path) -> dict[int, Failure]:
@@ -221,6 +226,7 @@ def _read_failures(directory: Path) -> dict[int, Failure]:
     return {
         int(path.name): Failure.from_json(json.loads(path.read_text(encoding="utf-8"))["failure"])
         for path in directory.iterdir()
+        if path.name.isdigit()
     }
 
 

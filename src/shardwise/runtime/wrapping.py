@@ -6,13 +6,18 @@ the same. Neither asks a model whether it may. But each does something of its ow
 puts the module, which may hold the split model, into itself, `fully_shard` reads the list of what has been applied to
 the module, FSDP1 a mark on every parameter. Inside a wrapper's module, `fully_shard` leaves a model alone that
 "replicate" has been applied to, and so ours. accelerate's `prepare` and transformers' `Trainer` end in one of these.
+
+A DDP of the model itself, made before the split, leaves no mark on it but that the nodes which accumulate its gradients
+live on, with the shapes of full parameters: every later backward would end in torch's error about them.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import gc
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -41,6 +46,34 @@ def check_unwrapped(model: nn.Module) -> None:
                 why="its parameters are the wrapper's already",
                 fix=f"split the model itself, and take {kind} away: {_REMEDY}",
             )
+    if any(_accumulates(parameter) for parameter in model.parameters()) and _is_in_ddp(model):
+        raise UnsupportedError(
+            "a model that a DistributedDataParallel was made of cannot be split",
+            why="it is still there, and expects gradients of full parameters",
+            fix=f"do not make it, or delete it before the split: {_REMEDY}",
+        )
+
+
+def _accumulates(parameter: nn.Parameter) -> bool:
+    """Whether something keeps the node that accumulates a parameter's gradient: a graph, or DDP."""
+    if not parameter.requires_grad or not parameter.is_leaf:
+        return False
+    with torch.enable_grad():
+        _accumulator(parameter)["shardwise"] = True  # kept with the node
+        return bool(_accumulator(parameter).pop("shardwise", False))
+
+
+def _accumulator(parameter: nn.Parameter) -> dict[str, Any]:
+    grad_fn = parameter.view_as(parameter).grad_fn
+    assert grad_fn is not None, "it requires a gradient"
+    return cast(dict[str, Any], grad_fn.next_functions[0][0].metadata)  # type: ignore[union-attr]  # it has one
+
+
+def _is_in_ddp(model: nn.Module) -> bool:
+    """Whether a DDP that is alive holds parameters of the model."""
+    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    mine = set(map(id, model.parameters()))
+    return any(not mine.isdisjoint(map(id, wrapper.parameters())) for wrapper in wrappers)
 
 
 def refuse_wrapping(model: nn.Module) -> None:

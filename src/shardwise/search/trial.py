@@ -84,6 +84,7 @@ class Trial:
         self.batch, self.tp_size = batch, tp_size
         self.confirm: Callable[..., Verdict] | None = None
         self._tiny, self._padded, self._drops = tiny, padded, drops
+        self._found: dict[tuple[Plan, bool, bool], Verdict] = {}
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
         self._truth, again = _train(copy.deepcopy(tiny), batch), _train(copy.deepcopy(tiny), batch)
         if abs(again.loss - self._truth.loss) > _LOSS:
@@ -106,6 +107,16 @@ class Trial:
             in_training: then also on the padded row with dropout, if there is one: what ranks drop must be what the
                 full tiny model could drop.
         """
+        asked = plan, sequence_parallel, in_training
+        if asked not in self._found:
+            self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel, in_training=in_training)
+        verdict = self._found[asked]
+        if verdict.passed and self.confirm is not None:
+            confirmed = self.confirm(plan, sequence_parallel=sequence_parallel)
+            return verdict if confirmed.passed else confirmed
+        return verdict
+
+    def _run(self, plan: Plan, *, sequence_parallel: bool, in_training: bool) -> Verdict:
         results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)
         if isinstance(results, Verdict):
             return results
@@ -116,10 +127,6 @@ class Trial:
             wrong = self._run_in_training(plan, self._tiny_training, self._padded, sequence_parallel=sequence_parallel)
             if wrong is not None:
                 return replace(wrong, reason=f"with padding and dropout: {wrong.reason}", in_training=True)
-        if self.confirm is not None:
-            confirmed = self.confirm(plan, sequence_parallel=sequence_parallel)
-            if not confirmed.passed:
-                return confirmed
         return Verdict(passed=True, num_collectives=results[0].num_collectives)
 
     def _run_in_training(
