@@ -8,9 +8,10 @@ are counted by calls, not by layers: a model that runs one layer again and again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Crossing", "LayerOrder", "PipelinePlan"]
+__all__ = ["Crossing", "LayerOrder", "PipelinePlan", "Returned"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +19,28 @@ class Crossing:
     """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
 
     Attributes:
-        anchor: where it is found when the segment behind the cut begins: `input:PATH` in the arguments of that layer's
-            call, `output:FQN:NUMBER:PATH` in what call number NUMBER of the module FQN returned.
+        anchor: where it is found when the segment behind the cut begins (see `shardwise.runtime.anchors`):
+            `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in what call number NUMBER of
+            the module FQN returned, `glue:CALLS:NUMBER:PATH` in what an operation around the layers returned.
         needs_gradient: whether a gradient comes back for it.
     """
 
     anchor: str
     needs_gradient: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Returned:
+    """What a module returns, told by the arguments that look the same.
+
+    Attributes:
+        like: for every value that it returns, the name of an argument of the same shape and dtype, with `=` in front
+            where it is that argument itself; empty for None.
+        is_tuple: whether it returns a tuple, not a tensor.
+    """
+
+    like: tuple[str, ...]
+    is_tuple: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +52,46 @@ class LayerOrder:
         uses: FQN of every parameter, tied aliases by their own names, to the segments that compute with it under this
             name; parameters that nothing computes with are in none.
         crossings: for every cut, in front of segment 1, 2, …, what crosses it.
+        returns: FQN of a module to what it returns. Who passes it through need not run it: every layer that returns
+            what looks like its arguments is here, and of the other modules those whose code asks for values.
     """
 
     calls: tuple[str, ...]
     uses: Mapping[str, tuple[int, ...]]
     crossings: tuple[tuple[Crossing, ...], ...]
+    returns: Mapping[str, Returned] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, see `from_json`."""
+        return {
+            "calls": list(self.calls),
+            "uses": {name: list(segments) for name, segments in self.uses.items()},
+            "crossings": [[[each.anchor, each.needs_gradient] for each in cut] for cut in self.crossings],
+            "returns": {name: [list(each.like), each.is_tuple] for name, each in self.returns.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> LayerOrder:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: it did not.
+        """
+        try:
+            return cls(
+                calls=tuple(value["calls"]),
+                uses={name: tuple(segments) for name, segments in value["uses"].items()},
+                crossings=tuple(
+                    tuple(Crossing(anchor=anchor, needs_gradient=needs) for anchor, needs in cut)
+                    for cut in value["crossings"]
+                ),
+                returns={
+                    name: Returned(like=tuple(like), is_tuple=is_tuple)
+                    for name, (like, is_tuple) in value["returns"].items()
+                },
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no layer order: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

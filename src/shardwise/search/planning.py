@@ -8,20 +8,10 @@ disk too, for this version of transformers.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import uuid
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
-import torch
-import transformers
-from huggingface_hub import constants
 from torch import nn
-from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.parallel.adapter_facts import without_adapters
@@ -34,8 +24,8 @@ from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import seeded
-from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import Derivation, derive_plan
+from shardwise.search.kept import keep, path_of, read_kept
 
 __all__ = ["plan_for"]
 
@@ -45,8 +35,6 @@ _SEARCH = 4
 """Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
 
 _MAX_SHOWN = 4
-
-_VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
 def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: ModelFacts | None = None) -> Plan:
@@ -117,46 +105,16 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
 def _examined(
     model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, use_cache: bool
 ) -> Derivation:
-    path = _cache_path(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    if path is not None and use_cache and path.is_file():
+    described = {"declared": str(declared), "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+    path = path_of(model, "plan", {"search": _SEARCH, **described})
+    kept = read_kept(path) if use_cache else None
+    if kept is not None:
         try:
-            return Derivation(plan=Plan.from_json(json.loads(path.read_text())))
-        except (ValueError, OSError):
+            return Derivation(plan=Plan.from_json(kept))
+        except ValueError:
             logger.warning("ignoring the damaged plan at %s", path)
     with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
         derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    if path is not None and derived.problem is None:
-        _keep(path, derived.plan)
+    if derived.problem is None:
+        keep(path, derived.plan.to_json())
     return derived
-
-
-def _cache_path(model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Path | None:
-    """Where the plan of this architecture at this size is kept; None for classes that have no lasting name."""
-    if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
-        return None
-    config: dict[str, Any] = model.config.to_dict()
-    described = {
-        "search": _SEARCH,
-        "class": type(model).__qualname__,
-        "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
-        "drops": has_dropout(model),
-        "attention": getattr(model.config, "_attn_implementation", None),
-        "config": {name: value for name, value in config.items() if name not in _VOLATILE},
-        "declared": str(declared),
-        "tp_size": tp_size,
-        "sequence_parallel": sequence_parallel,
-        "versions": [version("shardwise"), transformers.__version__, torch.__version__],
-    }
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()
-    return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}.json"
-
-
-def _keep(path: Path, plan: Plan) -> None:
-    """Writes the plan to a directory next to the hub's cache; if that fails, it is derived again next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        partial.write_text(json.dumps(plan.to_json(), indent=1))
-        partial.replace(path)
-    except OSError as error:
-        logger.info("cannot keep the derived plan: %s", error)

@@ -26,6 +26,7 @@ __all__ = [
     "LAYER_SUFFIXES",
     "QUERY_HEADS",
     "RANKED_WIDTHS",
+    "STAGE_DEPTHS",
     "VOCABULARIES",
     "Family",
 ]
@@ -123,6 +124,8 @@ LAYER_COUNTS = _names(
     num_encoder_layers depth num_blocks num_self_attends_per_block conf_num_hidden_layers num_layers_per_stack
     speech_encoder_layers t2u_encoder_layers t2u_decoder_layers"""
 )
+# Lists of such counts; a tiny model has at most two layers of each.
+STAGE_DEPTHS = _names("block_sizes depths")
 # The first n layers are of another kind; so are the last n; every n-th is (name -> the attribute with its offset).
 LAYER_PREFIXES = _names("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index")
 LAYER_SUFFIXES = frozenset(("num_kv_shared_layers",))

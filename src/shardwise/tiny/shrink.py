@@ -29,7 +29,7 @@ _TOKENS = ("token_id", "token_index", "token_ids")
 def shrink_config(
     config: PreTrainedConfig,
     *,
-    num_layers: int = 2,
+    num_layers: int | None = 2,
     vocab_size: int = 131,
     without_dropout: bool = False,
     tp_size: int = 1,
@@ -42,7 +42,8 @@ def shrink_config(
 
     Args:
         config: of any transformers model; sub-configurations are shrunk too.
-        num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers.
+        num_layers: of a stack whose layers are all alike; other stacks get as many as they have kinds of layers. None
+            for all layers of all stacks.
         vocab_size: rows of the embedding.
         without_dropout: sets every dropout, and whatever else makes training random, to 0.
         tp_size: what heads divide by in the tiny model if they do in the original.
@@ -111,7 +112,7 @@ class _Shrink:
     """Computes the new values of one configuration, without its sub-configurations."""
 
     def __init__(
-        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int, vocab_size: int, tp_size: int
+        self, config: PreTrainedConfig, hidden_sizes: set[int], *, num_layers: int | None, vocab_size: int, tp_size: int
     ) -> None:
         self._config = config
         self._old = fields_of(config)
@@ -141,7 +142,11 @@ class _Shrink:
             elif _is_size(value):
                 new[name] = self._size(name, value)
         new.update(self._tokens({**self._old, **new}))
-        return new | dict(self._family.set if self._family else {})
+        return new | {
+            name: value
+            for name, value in (self._family.set.items() if self._family else ())
+            if self._num_layers is not None or name not in rules.LAYER_COUNTS
+        }
 
     def new_overrides(self, new: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Layer -> fields in which it differs, in the original's proportion to the rest."""
@@ -171,10 +176,13 @@ class _Shrink:
         total = read_field(self._config, "num_hidden_layers")
         new: dict[str, Any] = {}
         count = self._num_layers
+        if count is None:
+            self._chosen = list(range(total)) if isinstance(total, int) else []
+            return new
         if isinstance(total, int) and total > 0:
             differing = {"overrides": [self.overrides.get(index) for index in range(total)]} if self.overrides else {}
             repeats = self._family.repeats if self._family else 1
-            self._chosen = choose_layers(self._old | differing, total, self._num_layers, repeats=repeats)
+            self._chosen = choose_layers(self._old | differing, total, count, repeats=repeats)
             new = shrink_layer_lists(self._old, total, self._chosen)
             count = len(self._chosen)
         for name, value in self._old.items():
@@ -196,6 +204,8 @@ class _Shrink:
             return self._scaled(value, multiple=16, distinct=True)
         if name in rules.VOCABULARIES:
             return min(value, self._vocab_size)
+        if self._num_layers is None and name in rules.STAGE_DEPTHS:
+            return value
         return min(value, rules.CAPS.get(name, value))
 
     def _key_value_heads(self, name: str, value: int) -> int:

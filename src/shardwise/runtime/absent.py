@@ -1,0 +1,146 @@
+"""Tensors that are not here: another stage of the pipeline computes them, and this rank knows what they look like.
+
+# [Note: absent tensors]
+On every stage the whole forward of the model runs, but what other stages compute is absent: the parameters that only
+they hold, and whatever is computed from those. An absent tensor has a shape, a dtype and the device that the present
+one would have; it has no storage, and what is computed with it, on torch's meta device, is absent, too. So masks,
+positions and rotary tables, which depend on shapes and on the batch alone, are computed as ever, and what depends on
+parameters costs neither memory nor a product. Once the value has been received it is bound to the absent tensor, which
+from then on stands for it wherever the model has kept it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.errors import UnsupportedError
+
+__all__ = ["Absent", "present"]
+
+_aten = torch.ops.aten
+# What they make depends on the shape of what they are given, not on its values: it is present.
+_FACTORIES = frozenset(
+    getattr(_aten, name)
+    for name in (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+    )
+)
+
+
+class Absent(Tensor):
+    """A tensor without values, until one is bound to it (see [Note: absent tensors]).
+
+    Args:
+        meta: a tensor on the meta device with its shape, strides and dtype.
+        device: that of the present tensor.
+    """
+
+    meta: Tensor
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(cls, meta: Tensor, device: torch.device) -> Absent:
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
+        self.meta, self.value = meta, None
+        return self
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Absent:
+        """A contiguous one."""
+        return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
+
+    def bind(self, value: Tensor) -> None:
+        """From here on it stands for `value`."""
+        self.value = value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        args, kwargs = tree_map_only(Absent, _bound, (args, dict(kwargs or {})))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Absent))
+        makes = func.overloadpacket in _FACTORIES
+        if makes:
+            kwargs["device"] = kwargs.get("device") or device
+        elif kwargs.get("device") is not None:
+            device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
+        changed = _written(func, args)
+        if changed is not None and not isinstance(changed, Absent):
+            raise UnsupportedError(
+                f"{func} writes what another stage computes into a tensor that this stage computes",
+                why="only one of them would have the result",
+            )
+        try:
+            out = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, kwargs))
+        except (RuntimeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"{func} asks for the values of what another stage computes", why=str(error)
+            ) from error
+        if changed is not None:
+            return changed
+        return out if makes else tree_map_only(Tensor, lambda each: Absent(each, device), out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        copied = memo[id(self)] = Absent(self.meta, self.device)
+        copied.value = self.value
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Absent({tuple(self.shape)}, {self.dtype}{', bound' if self.value is not None else ''})"
+
+
+def present(value: Any) -> Any:
+    """`value` with what is bound in place of the absent tensors inside; lists and dicts are changed themselves."""
+    if isinstance(value, Absent):
+        return _bound(value)
+    if isinstance(value, dict):
+        for key, each in value.items():
+            changed = present(each)
+            if changed is not each:
+                value[key] = changed
+    elif isinstance(value, list):
+        value[:] = map(present, value)
+    elif isinstance(value, tuple):
+        changed = tuple(map(present, value))
+        if any(new is not old for new, old in zip(changed, value, strict=True)):
+            return type(value)(*changed) if hasattr(value, "_fields") else changed
+    return value
+
+
+def _bound(value: Absent) -> Tensor:
+    return value if value.value is None else value.value
+
+
+def _meta(value: Tensor) -> Tensor:
+    if isinstance(value, Absent):
+        return value.meta
+    if value.is_meta:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _written(func: Any, args: Sequence[Any]) -> Any:
+    """What an operation that works in place writes into; None for others."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return value
+    return None

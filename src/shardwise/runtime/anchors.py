@@ -1,0 +1,69 @@
+"""Where a tensor is found while a model's forward runs: by the names and places that it has in every stage's run.
+
+An anchor is a string. `input:PATH` is in the arguments of the layer call at which a stage begins;
+`output:FQN:NUMBER:PATH` in what call NUMBER of the module FQN returned; `glue:CALLS:NUMBER:PATH` in what operation
+NUMBER returned of those on values that depend on parameters, outside of all modules that are watched, after CALLS calls
+of layers.
+A path is the keys and positions that lead to a tensor, joined by dots; that of a tensor alone is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.runtime.arguments import argument_names
+
+__all__ = ["find_tensor", "made_by", "named_arguments", "named_tensors"]
+
+_WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
+_BY_SHAPE = frozenset(
+    (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "new_tensor"),
+    )
+)
+
+
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names that the module's forward gives them; those of `*args` by their numbers."""
+    names = argument_names(module)
+    return {
+        **{str(at): value for at, value in enumerate(args[len(names) :])},
+        **dict(zip(names, args, strict=False)),
+        **kwargs,
+    }
+
+
+def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
+    """What an operation makes of the values that it is given: nothing where it looks at their shapes only."""
+    name = getattr(func, "__name__", "")
+    if name in _BY_SHAPE:
+        return []
+    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    return [("", args[0])] if writes else list(named_tensors(out))
+
+
+def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in tuples, lists and dicts, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    else:
+        for key, each in _items(value):
+            yield from named_tensors(each, f"{path}.{key}" if path else str(key))
+
+
+def find_tensor(value: Any, path: str) -> Tensor | None:
+    """The tensor at a path, None where there is none."""
+    for key in path.split(".") if path else ():
+        value = next((each for name, each in _items(value) if str(name) == key), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)

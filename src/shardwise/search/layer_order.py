@@ -1,0 +1,171 @@
+"""Finds out how a model can be cut into stages, and tries it.
+
+A tiny model with as many layers as the model, of the same kinds, runs once and is watched. Then it runs again stage by
+stage, cut in front of every layer, and must compute the same loss and gradients. What was found is kept on disk.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.parallel.stages import keep_stages
+from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
+from shardwise.plan.structure import upwards
+from shardwise.proof.draws import seeded, set_dropout
+from shardwise.search.kept import keep, path_of, read_kept
+from shardwise.search.trial import failed
+from shardwise.search.watch_order import watch_order
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
+from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.shrink import apply_repeatable
+
+__all__ = ["find_layer_order"]
+
+logger = logging.getLogger("shardwise.plan")
+
+_SEARCH = 1
+"""Raised with every change of what is found."""
+
+_SMALL_ENOUGH = 8_000_000
+_ALLOWED = 1e-3  # of the largest entry of a gradient
+
+
+def find_layer_order(model: nn.Module) -> LayerOrder:
+    """The layers of `model` as they run, what passes between them, and who uses which parameter.
+
+    Args:
+        model: a transformers model, real or meta, unsplit.
+
+    Raises:
+        PlanError: it cannot be cut into stages; names the module and the reason.
+        UnsupportedError: no tiny model of it can be built.
+
+    Communicates: nothing.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
+    path = path_of(model, "layers", {"search": _SEARCH})
+    kept = read_kept(path)
+    if kept is not None:
+        try:
+            return LayerOrder.from_json(kept)
+        except ValueError:
+            logger.warning("ignoring the damaged file at %s", path)
+    try:
+        with seeded(), torch.enable_grad():
+            order = _find(model)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the model's own code fails in any way where it is watched and tried
+        verdict = failed(error)
+        raise _no_stages(name, verdict.reason, at=verdict.module) from error
+    keep(path, order.to_json())
+    return order
+
+
+def _find(model: PreTrainedModel) -> LayerOrder:
+    tiny = _tiny_model(model)
+    batch = make_batch(tiny, seed=0)
+    choose_mode(tiny, batch)
+    order, told = watch_order(tiny, batch)
+    order = replace(order, returns={**order.returns, **_of_many(tiny, order, told)})
+    while True:
+        try:
+            reason, at = _difference(tiny, batch, order), ""
+        except Exception as error:  # noqa: BLE001 - as above
+            verdict = failed(error)
+            reason, at = verdict.reason, verdict.module
+        more = _passed_through(tiny, at, order, told)
+        if not more:
+            break
+        order = replace(order, returns={**order.returns, **more})
+    if reason:
+        raise _no_stages(type(model).__name__, reason, at=at)
+    return order
+
+
+def _of_many(tiny: nn.Module, order: LayerOrder, told: Mapping[str, Returned]) -> dict[str, Returned]:
+    """What is told of modules that consist of others, attention for instance, inside of layers whose code must run."""
+    return {
+        name: each
+        for name, each in told.items()
+        if not any(layer in order.returns for layer in upwards(name))
+        and any(layer in order.calls for layer in upwards(name))
+        and sum(bool(child._parameters) for child in tiny.get_submodule(name).modules()) > 1
+    }
+
+
+def _passed_through(tiny: nn.Module, at: str, order: LayerOrder, told: Mapping[str, Returned]) -> dict[str, Returned]:
+    """What is returned by the module whose code failed, or by one around it, and by all modules of that class."""
+    for name in upwards(at):
+        if name in order.returns:
+            break
+        if name in told:
+            same = type(tiny.get_submodule(name))
+            return {other: each for other, each in told.items() if type(tiny.get_submodule(other)) is same}
+    return {}
+
+
+def _no_stages(name: str, why: str, *, at: str) -> PlanError:
+    return PlanError(f"{name} cannot be cut into stages", at=at or None, why=why, fix="use pp1")
+
+
+def _tiny_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with other weights, or a narrow one with all of its layers where the model is large."""
+    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
+    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        tiny = copy.deepcopy(model).float().eval()
+        set_dropout(tiny, 0.0)
+        apply_repeatable(tiny.config)
+        perturb_parameters(tiny, torch.Generator().manual_seed(0))
+        return tiny
+    if own_size:
+        config = apply_repeatable(copy.deepcopy(model.config))
+    else:
+        config = shrink_config(model.config, num_layers=None, without_dropout=True)
+    return build_tiny_model(config, type(model), seed=0).eval()
+
+
+def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
+    """What a tiny model computes otherwise when it is cut in front of every layer, in words."""
+    whole, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
+    own = list(cut.parameters())  # before they go
+    loss = objective_of(whole(**copied(batch)))
+    loss.backward()
+    starts = tuple(range(len(order.calls)))
+    plan = PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts)
+    stages = keep_stages(cut, plan, own=starts)
+    passed: Any = ()
+    for stage in starts:
+        expected, _ = stages.shapes(stage, copied(batch))
+        if [tuple(each.shape) for each in passed] != [each.shape for each in expected]:
+            return f"what crosses the cut in front of {order.calls[stage]} has other shapes than were foreseen"
+        passed = stages.run(stage, copied(batch), passed)
+    found = objective_of(passed)
+    found.backward()
+    if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
+        return f"cut in front of every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
+    used = {id(each) for name, each in whole.named_parameters(remove_duplicate=False) if order.uses[name]}
+    for (name, parameter), same in zip(whole.named_parameters(), own, strict=True):
+        if not _equal(same.grad, parameter.grad):
+            return f"cut in front of every layer, it computes another gradient of {name}"
+        if id(parameter) not in used and parameter.grad is not None and bool(parameter.grad.any()):
+            return f"nothing was seen to compute with {name}, but it has a gradient"
+    return ""
+
+
+def _equal(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        other = expected if found is None else found
+        return other is None or not bool(other.any())
+    return not found.numel() or bool((found - expected).abs().max() <= _ALLOWED * expected.abs().max() + 1e-6)

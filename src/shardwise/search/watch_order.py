@@ -1,0 +1,261 @@
+"""Watches a tiny model run: its layers in the order in which they run, what crosses every cut, who uses what.
+
+A tensor depends on parameters if something was computed from one on the way to it; made in one segment and used in a
+later one, it crosses every cut between the two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardwise.errors import PlanError
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
+from shardwise.plan.structure import outermost_layers, upwards
+from shardwise.runtime.anchors import made_by, named_arguments, named_tensors
+
+__all__ = ["watch_order"]
+
+
+def watch_order(tiny: nn.Module, batch: Mapping[str, Any]) -> tuple[LayerOrder, dict[str, Returned]]:
+    """Runs a tiny model once and returns what its layers did, and what all of its modules return that can be told.
+
+    Raises:
+        PlanError: no layer runs, or what a layer computes inside is used after it.
+    """
+    model = _untied(tiny)
+    watcher = _Watcher(model)
+    with watcher.hooked(), watcher:
+        output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+        watcher.use(value for _, value in named_tensors(output))
+    return watcher.order(tiny), watcher.told
+
+
+@dataclass(eq=False)
+class _Value:
+    """A tensor that depends on parameters.
+
+    Attributes:
+        tensor: kept, so that nothing else gets its id.
+        number: how many such tensors there were before it.
+        born: the segment that made it.
+        used: the last segment that used it.
+        anchor: where it is found; empty while that is not known.
+        place: what made it, for who reads an error.
+    """
+
+    tensor: Tensor
+    number: int
+    born: int
+    used: int
+    anchor: str = ""
+    place: str = ""
+
+
+@dataclass(eq=False)
+class _Call:
+    fqn: str
+    number: int
+    arguments: dict[str, Any]
+    before: int  # values that were known when it began
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = set(outermost_layers(read_facts(model).stacks))
+        self.around = {""} | {name.rpartition(".")[0] for layer in self.layers for name in upwards(layer)}
+        self.parameters = {id(value): name for name, value in model.named_parameters(remove_duplicate=False)}
+        self.names: dict[str, str] = {}
+        self.calls: list[str] = []
+        self.uses: dict[str, set[int]] = {}
+        self.values: dict[int, _Value] = {}
+        self.entries: list[dict[int, str]] = []  # for every segment, the tensors in its layer's arguments
+        self.stack: list[_Call] = []
+        self.numbers: dict[str, int] = {}
+        self.returns: dict[str, Returned | None] = {}
+        self.told: dict[str, Returned] = {}
+        self.num_glue = 0
+
+    @property
+    def segment(self) -> int:
+        return max(0, len(self.calls) - 1)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        given = [value for _, value in named_tensors([args, kwargs]) if self._depends(value)]
+        if not given:
+            return out
+        made = made_by(func, args, out)
+        if made or name in _READING:
+            self.use(given)
+        in_glue = not self.stack
+        anchor = f"glue:{len(self.calls)}:{self.num_glue}:" if in_glue else ""
+        place = f"{name} in {self.stack[-1].fqn if self.stack else 'the model'}"
+        for path, value in made:
+            if not self._depends(value) or (value.requires_grad and id(value) not in self.values):
+                self._add(value, f"{anchor}{path}" if in_glue else "", place)
+        self.num_glue += in_glue and bool(made)
+        return out
+
+    def _depends(self, value: Tensor) -> bool:
+        return id(value) in self.values or self._is_parameter(value) or value.requires_grad
+
+    def _add(self, value: Tensor, anchor: str, place: str) -> _Value:
+        known = _Value(value, len(self.values), self.segment, self.segment, anchor, place)
+        return self.values.setdefault(id(value), known)
+
+    def _is_parameter(self, value: Tensor) -> bool:
+        return id(value) in self.parameters
+
+    def use(self, values: Any) -> None:
+        """Something computes with these tensors in the current segment."""
+        for value in values:
+            if self._is_parameter(value):
+                self.uses.setdefault(self.parameters[id(value)], set()).add(self.segment)
+            elif id(value) in self.values:
+                known = self.values[id(value)]
+                known.used = max(known.used, self.segment)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Inside, calls of modules are seen."""
+        with ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                if name in self.around:
+                    continue
+                stack.callback(
+                    module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True).remove
+                )
+                stack.callback(module.register_forward_hook(self._leaving(name), with_kwargs=True).remove)
+            yield
+
+    def _entering(self, fqn: str) -> Any:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            number = self.numbers[fqn] = self.numbers.get(fqn, -1) + 1
+            arguments = named_arguments(module, args, kwargs)
+            if fqn in self.layers:
+                if any(call.fqn in self.layers for call in self.stack):
+                    raise PlanError(f"{type(self.model).__name__} runs {fqn} inside of {self.stack[-1].fqn}")
+                self.calls.append(fqn)
+                self.num_glue = 0
+                self.entries.append({id(value): path for path, value in reversed(list(named_tensors(arguments)))})
+                self.use(value for _, value in named_tensors(arguments))
+            self.stack.append(_Call(fqn, number, arguments, len(self.values)))
+
+        return enter
+
+    def _leaving(self, fqn: str) -> Any:
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = self.stack.pop()
+            assert call.fqn == fqn
+            for path, value in named_tensors(output):
+                if not self._depends(value) or self._is_parameter(value):
+                    continue
+                known = self.values.get(id(value)) or self._add(value, "", fqn)
+                if not known.anchor or (not self.stack and known.number >= call.before):
+                    known.anchor = f"output:{fqn}:{call.number}:{path}"
+            self._note_returned(call, output)
+
+        return leave
+
+    def _note_returned(self, call: _Call, output: Any) -> None:
+        returned = self._returned(call.arguments, output)
+        if self.returns.setdefault(call.fqn, returned) != returned:
+            self.returns[call.fqn] = None
+
+    def _returned(self, arguments: Mapping[str, Any], output: Any) -> Returned | None:
+        """What a module returned, in terms of its arguments; None where that cannot be said."""
+        is_tuple = type(output) is tuple
+        like = [self._like(arguments, value) for value in (output if is_tuple else (output,))]
+        return None if None in like else Returned(like=tuple(map(str, like)), is_tuple=is_tuple)
+
+    def _like(self, arguments: Mapping[str, Any], value: Any) -> str | None:
+        if value is None:
+            return ""
+        if not isinstance(value, Tensor):
+            return None
+        same = next((f"={name}" for name, given in arguments.items() if given is value), None)
+        if same is not None or not self._depends(value):
+            return same
+        given = ((name, each) for name, each in arguments.items() if isinstance(each, Tensor))
+        return next((name for name, each in given if (each.shape, each.dtype) == (value.shape, value.dtype)), None)
+
+    def order(self, tiny: nn.Module) -> LayerOrder:
+        """What was seen.
+
+        Raises:
+            PlanError: no layer ran, or there is something that is found at no anchor.
+        """
+        if not self.calls:
+            raise PlanError(
+                f"{type(self.model).__name__} cannot be cut into stages",
+                why="no module ran of those that look like its layers",
+                fix="use pp1",
+            )
+        crossings = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
+        uses = {name: tuple(sorted(self.uses.get(name, ()))) for name in self._all_names(tiny)}
+        return LayerOrder(
+            calls=tuple(self.calls), uses=uses, crossings=crossings, returns=self._kept_returns(crossings)
+        )
+
+    def _all_names(self, tiny: nn.Module) -> Iterator[str]:
+        names = {}
+        for name, value in self.model.named_parameters(remove_duplicate=False):
+            names[name] = self.parameters[id(value)]
+        for name, own in names.items():
+            self.uses.setdefault(name, set()).update(self.uses.get(own, ()))
+            yield name
+
+    def _crossings(self, segment: int) -> tuple[Crossing, ...]:
+        found: dict[str, Crossing] = {}
+        entry = self.entries[segment]
+        for key, value in self.values.items():
+            if not value.born < segment <= value.used:
+                continue
+            anchor = f"input:{entry[key]}" if key in entry else value.anchor
+            if not anchor:
+                raise PlanError(
+                    f"{type(self.model).__name__} cannot be cut in front of {self.calls[segment]}",
+                    at=value.place,
+                    why="what is computed there, inside of a layer, is used after it without having been returned",
+                    fix="use pp1",
+                )
+            found[anchor] = Crossing(anchor=anchor, needs_gradient=value.tensor.requires_grad)
+        return tuple(found.values())
+
+    def _kept_returns(self, crossings: tuple[tuple[Crossing, ...], ...]) -> dict[str, Returned]:
+        crossing = [each.anchor.split(":")[1] for cut in crossings for each in cut if each.anchor.startswith("output:")]
+        holding = {name for inner in crossing if inner not in self.layers for name in upwards(inner)}
+        self.told = {name: each for name, each in self.returns.items() if each is not None and name not in holding}
+        return {name: each for name, each in self.told.items() if name in self.layers}
+
+
+_READING = frozenset(
+    ("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "equal")
+)
+
+
+def _untied(model: nn.Module) -> nn.Module:
+    """A copy in which every module has parameters of its own, so that each use has one name."""
+    copied = copy.deepcopy(model)
+    seen: set[int] = set()
+    for module in copied.modules():
+        for name, value in module._parameters.items():
+            if value is None:
+                continue
+            own = nn.Parameter(value.detach().clone()) if id(value) in seen else value
+            own.requires_grad_(own.is_floating_point())
+            module._parameters[name] = own
+            seen.add(id(own))
+    return copied

@@ -1,0 +1,158 @@
+"""A model cut into stages computes what the whole one does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.errors import LayoutError, PlanError, UnsupportedError
+from shardwise.plan.pipeline_plan import LayerOrder
+from shardwise.runtime.absent import Absent
+from shardwise.search.layer_order import find_layer_order
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from tests.families import tiny_batch, tiny_model
+from tests.staged import gradients_of, stages_of, train
+
+pytestmark = pytest.mark.single
+
+SHRUNK = {
+    "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration),
+    "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
+    "albert": (transformers.AlbertConfig, transformers.AlbertForMaskedLM),
+    "zamba2": (transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
+    "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+}
+FROM_FAMILIES = ("llama", "gpt2", "mixtral", "bert")
+
+
+def model_of(name: str) -> nn.Module:
+    if name in FROM_FAMILIES:
+        return tiny_model(name, tied=name != "bert")
+    config, own_class = SHRUNK[name]
+    return build_tiny_model(shrink_config(config(), without_dropout=True), own_class, seed=0).eval()
+
+
+def batch_of(name: str, model: nn.Module) -> dict[str, Any]:
+    return tiny_batch(model) if name in FROM_FAMILIES else make_batch(model, seed=0)
+
+
+@pytest.mark.parametrize("name", [*FROM_FAMILIES, *SHRUNK])
+def test_cut_in_front_of_every_layer(name):
+    model = model_of(name)
+    batch = batch_of(name, model)
+    order = find_layer_order(model)
+    stages = stages_of(model, order)
+    output, outgoing = train(stages, batch)
+
+    whole = copy.deepcopy(model)
+    expected = whole(**batch)
+    expected.loss.backward()
+    assert abs(float(output.loss.detach() - expected.loss.detach())) < 1e-5
+    assert float((output.logits - expected.logits).detach().abs().max()) < 1e-4
+    found = gradients_of(stages, whole)
+    for parameter_name, parameter in whole.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or not gradient.any():
+            assert parameter_name not in found or not found[parameter_name].any()
+            continue
+        allowed = 1e-4 * float(gradient.abs().max()) + 1e-6
+        assert float((found[parameter_name] - gradient).abs().max()) < allowed, parameter_name
+    assert [len(each) for each in outgoing] == [len(each) for each in order.crossings]
+
+
+def test_what_crosses_is_what_is_needed():
+    def crossing(name: str) -> list[list[str]]:
+        return [[each.anchor for each in cut] for cut in find_layer_order(model_of(name)).crossings]
+
+    assert crossing("llama") == [["input:hidden_states"]]
+    assert crossing("gpt2") == [["input:hidden_states"]]
+    bias, encoded, hidden = "input:position_bias", "input:encoder_hidden_states", "input:hidden_states"
+    assert crossing("t5") == [[bias, hidden], [encoded, hidden], [encoded, bias, hidden]]
+    assert crossing("mixtral") == [["output:model.layers.0.mlp.gate:0:0", hidden]]
+
+
+def test_one_layer_that_runs_again_and_again_has_as_many_segments():
+    order = find_layer_order(model_of("albert"))
+    assert len(order.calls) > len(set(order.calls)) == 1
+
+
+def test_foreign_parameters_are_gone():
+    model = tiny_model("llama", tied=True)
+    first, last = stages_of(model, find_layer_order(model))
+    assert not any(name.startswith("model.layers.1") for name, _ in first.model.named_parameters())
+    assert {name for name, _ in first.model.named_parameters() if "layers" not in name} == {"model.embed_tokens.weight"}
+    assert {name for name, _ in last.model.named_parameters() if "layers" not in name} == {
+        "model.norm.weight",
+        "lm_head.weight",
+    }
+    assert last.model.model.embed_tokens.weight.shape == model.model.embed_tokens.weight.shape
+
+
+class Products(TorchDispatchMode):
+    """Counts products and look-ups of tensors with values."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.count += (
+            name in ("mm", "addmm", "bmm", "embedding")
+            and all(type(x) is not Absent for x in args)
+            and (not any(x.is_meta for x in args if isinstance(x, torch.Tensor)))
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_comes_before_a_stage_multiplies_nothing():
+    model = tiny_model("llama")
+    _, last = stages_of(model, find_layer_order(model))
+    batch = tiny_batch(model)
+    with torch.no_grad(), Products() as products:
+        last.run(1, batch, [model.model.embed_tokens(batch["input_ids"])])
+    whole = copy.deepcopy(model)
+    with torch.no_grad(), Products() as of_layer:
+        whole.model.layers = whole.model.layers[1:]
+        whole(**batch)
+    assert products.count == of_layer.count
+
+
+def test_shapes_follow_the_batch():
+    model = tiny_model("llama")
+    first, last = stages_of(model, find_layer_order(model))
+    for length in (5, 9):
+        (incoming,), outgoing = last.shapes(1, tiny_batch(model, length=length))
+        assert (incoming.shape, outgoing) == ((2, length, model.config.hidden_size), ())
+    assert first.shapes(0, tiny_batch(model, length=9))[1] == (incoming,)
+
+
+def test_forward_alone_and_other_layers_are_errors():
+    model = tiny_model("llama")
+    first, last = stages_of(model, find_layer_order(model))
+    with pytest.raises(UnsupportedError, match="in stages"):
+        first.model(**tiny_batch(model))
+    last.model.model.layers = last.model.model.layers[1:]
+    with pytest.raises(LayoutError, match=r"model.layers.1 runs where model.layers.0 did"):
+        last.run(1, tiny_batch(model), [torch.zeros(2, 13, 64)])
+
+
+def test_no_layer_runs():
+    class Model(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels=None):
+            return super().forward(input_ids, labels=labels) if self.training else {"loss": self.lm_head.weight.sum()}
+
+    model = Model(tiny_model("llama").config).eval()
+    with pytest.raises(PlanError, match="cannot be cut into stages"):
+        find_layer_order(model)
+
+
+def test_order_goes_through_json():
+    order = find_layer_order(model_of("t5"))
+    assert LayerOrder.from_json(order.to_json()) == order
+    with pytest.raises(ValueError, match="no layer order"):
+        LayerOrder.from_json({"calls": []})
