@@ -12,7 +12,7 @@ from shardwise.errors import BatchError
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.label_use import shifts_labels
 
-__all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names"]
+__all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names", "targets_of"]
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -91,9 +91,17 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """What the model's loss is a mean over: labels that are not ignored, without the first of each row where it shifts
     them; rows, where there are no labels to count.
     """
+    count = targets_of(model, batch)
+    assert count is not None, "check_batch has passed"
+    return int(count)
+
+
+def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
+    """As `count_targets`, on the labels' device; None where the batch has no targets."""
     labels = batch.get("labels")
-    if labels is None or labels.is_floating_point():
-        return next(batch[name].shape[0] for name in target_names(model) if batch.get(name) is not None)
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        targets = (batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor))
+        return next((target.shape[0] for target in targets if target.ndim), None)
     if labels.ndim > 1 and shifts_labels(model):
         labels = labels[..., 1:]
-    return int((labels != IGNORED).sum())
+    return (labels != IGNORED).sum()

@@ -79,6 +79,8 @@ class Gradients:
         norm: of the gradients as they are now, where it has been computed.
         are_finite: whether all of them are, on all ranks, where that has been looked at.
         loss_scale: of float16; None otherwise.
+        is_put_off: whether sums wait for a later backward.
+        is_in_step: whether a `TrainStep` is under way.
     """
 
     def __init__(self, model: nn.Module, registry: Registry) -> None:
@@ -91,7 +93,8 @@ class Gradients:
         self._at_rest: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, ParameterEntry] = {}
         self._is_partial = False
-        self._is_put_off = False
+        self.is_put_off = False
+        self.is_in_step = False
         self._task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
@@ -121,13 +124,13 @@ class Gradients:
 
         Communicates: what `complete` does.
         """
-        self._is_put_off = True
+        self.is_put_off = self.is_in_step = True
         if self._is_pipeline and not self._is_partial:
             self._begin_partial()
         try:
             yield
         finally:
-            self._is_put_off = False
+            self.is_put_off = self.is_in_step = False
         self.complete()
 
     def complete(self) -> None:
@@ -165,11 +168,11 @@ class Gradients:
     def _begin(self, gradient: Tensor) -> None:
         """Runs when a backward reaches the model, as often as it likes."""
         task = torch._C._current_graph_task_id()
-        if task == self._task or (self._is_put_off and self._is_partial):
+        if task == self._task or (self.is_put_off and self._is_partial):
             return
         self._task = task
         self._begin_partial()
-        if not self._is_put_off:
+        if not self.is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.
             Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
 

@@ -23,6 +23,7 @@ from shardwise.train.batch import check_batch, count_targets, split_rows
 from shardwise.train.gradients import gradients_of
 from shardwise.train.pipeline import runner_of
 from shardwise.train.pipeline_stage import Microbatch
+from shardwise.train.reduction import time_reduction
 
 __all__ = ["StepResult", "TrainStep"]
 
@@ -120,7 +121,8 @@ class TrainStep:
             else:
                 with self._gradients.together(), compared_already(self._registry.context):
                     for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                        self._time_reduction(is_last=number == len(parts) - 1)
+                        if len(parts) > 1:
+                            time_reduction(self._registry, is_last=number == len(parts) - 1)
                         total += self._microbatch(part, weight, scale)
         finally:
             self._scale_gradients(1 / scale)
@@ -158,20 +160,6 @@ class TrainStep:
                 if fault is not None:
                     raise fault
         return int(num_tokens) * self.mesh.data_size // self.mesh.shape.world_size
-
-    def _time_reduction(self, *, is_last: bool) -> None:
-        """Tells FSDP2 what this microbatch's backward reduces and frees; see `FsdpPolicy`."""
-        root: Any = self._registry.data_root
-        if root is None or self.num_microbatches == 1:
-            return
-        stage, shards = self._registry.policy.zero_stage, self.mesh.size("fsdp") > 1
-        root.set_is_last_backward(is_last)
-        if stage == 1 or not shards:
-            root.set_requires_gradient_sync(is_last)
-        elif self.mesh.size("ddp") > 1:
-            root.set_requires_all_reduce(is_last)
-        if stage < 3:
-            root.set_reshard_after_backward(is_last)
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None] if factor != 1.0 else []

@@ -1,0 +1,20 @@
+"""Lightning: `ShardwiseStrategy` trains a LightningModule that holds a transformers model under any layout.
+
+Needs the extra `lightning` (`pip install 'shardwise[lightning]'`). See docs/lightning.md.
+"""
+
+from shardwise.lightning.precision import ShardwisePrecision
+from shardwise.lightning.reporting import (
+    ShardwiseRichProgressBar,
+    ShardwiseTensorBoardLogger,
+    ShardwiseTQDMProgressBar,
+)
+from shardwise.lightning.strategy import ShardwiseStrategy
+
+__all__ = [
+    "ShardwisePrecision",
+    "ShardwiseRichProgressBar",
+    "ShardwiseStrategy",
+    "ShardwiseTQDMProgressBar",
+    "ShardwiseTensorBoardLogger",
+]

@@ -1,0 +1,118 @@
+"""One loss for all: what a model's forward returns as its loss is the mean over the targets of all data ranks.
+
+# [Note: one loss for all]
+A rank's own loss is the mean over its own rows. Averaged over ranks with unequal numbers of targets it is another
+number than the unsplit model's, and a rank that logs, monitors or stops by its own is at odds with the others. So hooks
+on the split model replace the loss in its output: its value is the mean over all targets of all data ranks' rows, the
+same on every rank, and its gradient is this rank's share of that mean. Whatever a LightningModule does with it, log it,
+return it, add a term to it, is then right without knowing of ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.operations import Group, all_reduce_
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.registry import Registry
+from shardwise.topology.axes import DATA_AXES
+from shardwise.train.batch import targets_of
+from shardwise.train.gradients import Gradients
+
+__all__ = ["LossHooks"]
+
+
+class LossHooks:
+    """The hooks on one split model.
+
+    Args:
+        model: the root of a split model.
+        registry: what its parameters are.
+        gradients: their state; while a `TrainStep` runs, which weights its microbatches itself, the hooks do nothing.
+
+    Attributes:
+        num_targets: over all data ranks, of the forwards with a loss and a graph since `take` was called; None where
+            there was none.
+    """
+
+    def __init__(self, model: nn.Module, registry: Registry, gradients: Gradients) -> None:
+        self._gradients = gradients
+        self._group = registry.mesh.group(*DATA_AXES)
+        self._factor = registry.divide_factor if registry.mesh.data_size > 1 else 1.0
+        self._names = tuple(inspect.signature(find_model(model).forward).parameters)
+        self._count: Tensor | None = None
+        self.num_targets: Tensor | None = None
+        self._handles = [
+            model.register_forward_pre_hook(self._count_targets, with_kwargs=True),
+            model.register_forward_hook(self._replace_loss, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def take(self) -> Tensor | None:
+        """The targets counted since the last call."""
+        counted, self.num_targets = self.num_targets, None
+        return counted
+
+    def _count_targets(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        self._count = None
+        if self._gradients.is_in_step:
+            return None
+        batch = dict(zip(self._names, args, strict=False)) | kwargs
+        count = targets_of(model, batch)
+        if count is None:
+            return None
+        self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
+        labels = kwargs.get("labels")
+        if not isinstance(labels, Tensor) or labels.is_floating_point() or not isinstance(count, Tensor):
+            return None
+        # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they count
+        # nothing.
+        return args, kwargs | {"labels": torch.where(count > 0, labels, labels.clamp(min=0))}
+
+    def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        count, self._count = self._count, None
+        if count is None:
+            return None
+        is_tuple = isinstance(output, tuple)
+        loss = output[0] if is_tuple else output.get("loss") if isinstance(output, Mapping) else None
+        if not isinstance(loss, Tensor) or loss.ndim:
+            return None
+        mean, total = _MeanOverRanks.apply(loss, count.to(loss.device), self._group, self._factor)
+        if torch.is_grad_enabled():
+            self.num_targets = total if self.num_targets is None else self.num_targets + total
+        if is_tuple:
+            return (mean, *output[1:])
+        output["loss"] = mean
+        return output
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """The mean over all ranks' targets of a loss that is a mean over each rank's own, and the number of all targets.
+
+    Forward all-reduces two numbers over the data ranks; backward communicates nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: Tensor, group: Group | None, factor: float) -> tuple[Tensor, Tensor]:
+        share = torch.where(count > 0, loss.detach().float() * count, 0.0)
+        sums = torch.stack([share, count])
+        if group is not None:
+            all_reduce_(sums, group)
+        total = sums[1].clone()
+        ctx.weight = count / total.clamp(min=1.0) * factor
+        ctx.mark_non_differentiable(total)
+        return (sums[0] / total.clamp(min=1.0)).to(loss.dtype), total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        return gradient * ctx.weight.to(gradient.dtype), None, None, None

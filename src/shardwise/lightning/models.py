@@ -1,0 +1,129 @@
+"""The models that a LightningModule holds: found, split where they are not, and given one loss for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shardwise.api.building import parallelize
+from shardwise.errors import ConfigError, LayoutError
+from shardwise.lightning.exchange import broadcast_tensors
+from shardwise.lightning.loss import LossHooks
+from shardwise.mesh import Mesh
+from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.registry import is_split, registry_of
+from shardwise.train.gradients import Gradients, gradients_of
+
+__all__ = ["SplitModels", "note_spec"]
+
+_SPEC = "_shardwise_lightning_spec"
+
+
+def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
+    """Notes with which of a strategy's options a model was split."""
+    model.__dict__[_SPEC] = spec
+
+
+class SplitModels:
+    """The split models in a LightningModule while a Trainer runs it.
+
+    Transformers models that nobody has split are split here. Everything else in the module, such as a value head, is
+    moved to the device and made that of rank 0, as under Lightning's own strategies.
+
+    Args:
+        module: the LightningModule.
+        mesh: of the strategy.
+        spec: its options.
+        trains: whether models with trained parameters are to be in training mode, in which other modules are made:
+            `from_pretrained` and `load` leave them in eval mode.
+
+    Attributes:
+        gradients: of the first model, and of all parameters that are in none.
+
+    Raises:
+        ConfigError: the module holds no transformers model, or one that was split without the strategy's options.
+        LayoutError: it holds one that is split over another layout.
+
+    Communicates: as `parallelize` for models that are not split; a broadcast of every parameter and buffer outside.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Mesh, spec: ParallelSpec, *, trains: bool) -> None:
+        for model in list(_outermost(module)):
+            if not is_split(model):
+                parallelize(model, mesh, **{name: getattr(spec, name) for name in spec.__dataclass_fields__})
+                note_spec(model, spec)
+        self._roots = [root for model in _outermost(module) if (root := registry_of(model).model()) is not None]
+        if not self._roots:
+            raise ConfigError(
+                f"{type(module).__name__} holds no transformers model",
+                why="ShardwiseStrategy trains models that Shardwise splits",
+                fix="in configure_model: self.model = shardwise.load(..., self.trainer.strategy.mesh)",
+            )
+        for root in self._roots:
+            _check_root(root, mesh, spec)
+            is_trained = trains and any(value.requires_grad for value in root.parameters())
+            if is_trained and not any(each.training for each in root.modules()):
+                root.train()
+        self._move_others(module, mesh)
+        self.gradients: Gradients = gradients_of(module)
+        self.gradients.parameters()  # says now which of them cannot be trained
+        self._hooks = [LossHooks(root, registry_of(root), gradients_of(root)) for root in self._roots]
+
+    def _move_others(self, module: nn.Module, mesh: Mesh) -> None:
+        inside = {id(each) for root in self._roots for each in root.modules()}
+        others: list[Tensor] = []
+        for each in module.modules():
+            if id(each) not in inside:
+                for value in (*each._parameters.values(), *each._buffers.values()):
+                    if value is not None:
+                        value.data = value.data.to(mesh.device)
+                        others.append(value.data)
+        broadcast_tensors(others, mesh.group())
+
+    def take_targets(self) -> Tensor | None:
+        """The targets, over all data ranks, of the forwards with a loss since the last call; None without any."""
+        counts = [count for hooks in self._hooks if (count := hooks.take()) is not None]
+        return torch.stack(counts).sum() if counts else None
+
+    def release(self) -> None:
+        """Takes the hooks away."""
+        for hooks in self._hooks:
+            hooks.remove()
+
+
+def _outermost(module: nn.Module) -> Iterator[nn.Module]:
+    """Transformers models that are in no other one, PEFT's wrappers included."""
+    for child in module.children():
+        if isinstance(child, PreTrainedModel) or hasattr(child, "peft_config"):
+            yield child
+        else:
+            yield from _outermost(child)
+
+
+def _check_root(root: nn.Module, mesh: Mesh, spec: ParallelSpec) -> None:
+    shape, known = registry_of(root).mesh.shape, root.__dict__.get(_SPEC)
+    if shape != mesh.shape:
+        raise LayoutError(
+            f"{type(root).__name__} is split over {shape}, and the strategy's layout is {mesh.shape}",
+            fix="split it over self.trainer.strategy.mesh, or export it and load it again",
+        )
+    if any(value.is_meta for value in root.parameters()):
+        raise ConfigError(
+            f"{type(root).__name__} has no values: it was built on the meta device",
+            fix="load it with self.trainer.strategy.load(...)",
+        )
+    if spec != (known or ParallelSpec()):
+        raise ConfigError(
+            f"{type(root).__name__} was split with other options than the strategy's",
+            why=f"the strategy's are {_shown(spec)}\nthe model's are {_shown(known) if known else 'not those'}",
+            fix="load it with self.trainer.strategy.load(...), which uses them, or give them to shardwise.load alone",
+        )
+
+
+def _shown(spec: ParallelSpec) -> str:
+    plain = ParallelSpec()
+    chosen = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(plain, name)]
+    return ", ".join(f"{name}={getattr(spec, name)!r}" for name in chosen) or "the default ones"

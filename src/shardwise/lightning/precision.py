@@ -1,0 +1,97 @@
+"""The precision plugin: clipping by the norm over all ranks, and Lightning's precision flags as a `Precision`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.plan.options import Precision
+from shardwise.runtime.registry import local_part
+from shardwise.train.clip import clip_grad_norm_
+
+__all__ = ["ShardwisePrecision", "read_precision"]
+
+_MEANING = {
+    "bf16-mixed": Precision(),
+    "16-mixed": Precision(compute="float16"),
+    "bf16-true": Precision(params="bfloat16"),
+    "64-true": Precision(params="float64", compute="float64", reduce="float64"),
+}
+"""Lightning's flags in our words."""
+
+
+class ShardwisePrecision(LightningPrecision):
+    """Computes in the dtypes of a `Precision`, and clips as on the unsplit model.
+
+    `ShardwiseStrategy` makes one by itself, from its option `precision` or from `Trainer(precision=...)`; as a plugin,
+    `Trainer(plugins=[ShardwisePrecision(Precision(...))])` says the same as the option.
+
+    Args:
+        dtypes: of parameters, computation and reduction; None keeps every tensor's own.
+    """
+
+    def __init__(self, dtypes: Precision | None = None) -> None:
+        super().__init__()
+        self.dtypes = dtypes
+        self.precision = _flag_of(dtypes)
+
+    def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clips the gradients of the optimizer's parameters to a norm, which is that over all ranks.
+
+        Communicates: over all ranks, one all-reduce of one value.
+        """
+        clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], clip_val)
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Clips every entry of the gradients of the optimizer's parameters."""
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        for gradient in [local_part(each.grad) for each in parameters if each.grad is not None]:
+            gradient.clamp_(-clip_val, clip_val)
+
+
+def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
+    """The plugin for what `Trainer(precision=..., plugins=...)` has made of its arguments.
+
+    Args:
+        plugin: Lightning's.
+        own: the strategy's option.
+
+    Raises:
+        UnsupportedError: the plugin is none that Shardwise knows.
+        ConfigError: it says something else than the strategy's option.
+    """
+    if isinstance(plugin, ShardwisePrecision):
+        theirs = plugin.dtypes
+    elif type(plugin) is LightningPrecision:
+        theirs = None
+    else:
+        flag = str(getattr(plugin, "precision", "")) if _is_a_flag(plugin) else ""
+        if flag not in _MEANING:
+            raise UnsupportedError(
+                f"the precision plugin {type(plugin).__name__}{f' ({flag})' * bool(flag)} with ShardwiseStrategy",
+                why="it converts modules or scales losses by itself, and knows nothing of ranks",
+                fix=f"use Trainer(precision=...) with one of {', '.join(('32-true', *_MEANING))}, or\n"
+                "ShardwiseStrategy(..., precision=shardwise.Precision(...))",
+            )
+        theirs = _MEANING[flag]
+    if theirs is not None and own is not None and theirs != own:
+        raise ConfigError(
+            "two precisions: the Trainer's and the strategy's",
+            why=f"the Trainer says {theirs}\nthe strategy says {own}",
+            fix="say it in one place",
+        )
+    return ShardwisePrecision(own if theirs is None else theirs)
+
+
+def _is_a_flag(plugin: Any) -> bool:
+    return type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+def _flag_of(dtypes: Precision | None) -> Any:
+    """Lightning's flag that comes closest, which loggers and messages show."""
+    known = {(each.params, each.compute): flag for flag, each in _MEANING.items()}
+    return known.get((dtypes.params, dtypes.compute), "32-true") if dtypes is not None else "32-true"

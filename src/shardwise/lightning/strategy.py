@@ -1,0 +1,374 @@
+"""`ShardwiseStrategy`: what a Lightning Trainer asks of the ranks of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from shardwise.api.building import load
+from shardwise.errors import MeshError
+from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions, multiply_gradients
+from shardwise.lightning.data import check_predictions, seed_workers
+from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
+from shardwise.lightning.models import SplitModels, note_spec
+from shardwise.lightning.precision import ShardwisePrecision, read_precision
+from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
+from shardwise.mesh import Mesh
+from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
+from shardwise.plan.spec import Plan
+from shardwise.topology.axes import DATA_AXES
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["ShardwiseStrategy"]
+
+
+class ShardwiseStrategy(ParallelStrategy):
+    """Trains, validates, tests and predicts a LightningModule over the ranks of a layout.
+
+        class Model(LightningModule):
+            def configure_model(self):
+                if self.model is None:
+                    self.model = self.trainer.strategy.load("Qwen/Qwen3-0.6B")
+
+            def training_step(self, batch, batch_idx):
+                return self.model(**batch).loss
+
+        Trainer(accelerator="cpu", devices=4, strategy=ShardwiseStrategy("fsdp2.tp2")).fit(Model(), loader)
+
+    A transformers model that the module holds and nobody has split is split with these options before the run. See
+    docs/lightning.md for what is Lightning's and what is ours.
+
+    Args:
+        layout: `"fsdp2.tp2"` or a `MeshShape`, of as many ranks as the Trainer has devices.
+        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: as in `shardwise.parallelize`, for
+            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead.
+        timeout_seconds: after how long a collective that some rank never joins fails.
+        process_group_backend: as `backend` of `Mesh.open`.
+        options: of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
+
+    Attributes:
+        spec: what was asked for besides the layout.
+        last_loss: of the last training step, over all data ranks; None before.
+
+    Raises:
+        MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
+    """
+
+    def __init__(  # noqa: PLR0913 - as `load`
+        self,
+        layout: str | MeshShape,
+        *,
+        plan: str | Plan | Mapping[str, str] = "auto",
+        sequence_parallel: bool = False,
+        fsdp: FsdpPolicy | None = None,
+        precision: Precision | None = None,
+        recompute: Recompute | None = None,
+        compilation: Compile | None = None,
+        pipeline: Pipeline | None = None,
+        timeout_seconds: float = 600.0,
+        process_group_backend: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.spec, _ = ParallelSpec.take(locals())
+        self.shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+        super().__init__(**options)
+        self.num_nodes = 1
+        self.last_loss: Tensor | None = None
+        self._open = {"timeout_seconds": timeout_seconds, "backend": process_group_backend}
+        self._mesh: Mesh | None = None
+        self._models: SplitModels | None = None
+        self._window: Window | None = None
+        self._num_targets: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"ShardwiseStrategy({str(self.shape)!r})"
+
+    # Models
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout, from the module's `setup` and `configure_model` on.
+
+        Raises:
+            MeshError: the ranks have not met yet.
+        """
+        if self._mesh is None:
+            raise MeshError(
+                "there is no mesh yet",
+                why="ranks meet when the Trainer begins to fit, validate, test or predict",
+                fix="use it in configure_model, setup or later",
+            )
+        return self._mesh
+
+    def load(self, source: Any, **options: Any) -> nn.Module:
+        """`shardwise.load` over this mesh with this strategy's options; for `configure_model`.
+
+        Args:
+            source: a directory, a hub id or a config.
+            options: of `shardwise.load` besides those of the strategy: `auto_class`, `dtype`, `seed`, …
+        """
+        asked, others = ParallelSpec.take(options)
+        chosen = {
+            name: getattr(asked if name in options else self.spec, name) for name in self.spec.__dataclass_fields__
+        }
+        model = load(source, self.mesh, **chosen, **others)
+        note_spec(model, self.spec)
+        return model
+
+    # Processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def is_distributed(self) -> bool:
+        """True: rows are chosen by data rank, in every layout alike."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that differ in tp or pp alone read the same rows."""
+        return {"num_replicas": self.mesh.data_size, "rank": self.mesh.data_rank}
+
+    def set_world_ranks(self) -> None:
+        """Lets Lightning know which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        is_started = self.cluster_environment.creates_processes_externally
+        check_devices(
+            self.shape,
+            num_devices=self.num_processes,
+            num_nodes=self.num_nodes,
+            world_size=self.cluster_environment.world_size() if is_started else None,
+        )
+        if not is_started and self.shape.world_size > 1:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Has the ranks meet, the first time, and says that this strategy is at work.
+
+        Communicates: as `Mesh.open`.
+        """
+        begin_work(self)
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self._mesh is None:
+            self._mesh = open_mesh(self.shape, self.cluster_environment, self.root_device, **self._open)
+
+    # A run
+
+    @property
+    def precision_plugin(self) -> ShardwisePrecision:
+        """Ours, whatever `Trainer(precision=...)` made Lightning choose."""
+        return self._precision_plugin or ShardwisePrecision(self.spec.precision)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else read_precision(plugin, self.spec.precision)
+        if self._precision_plugin is not None:
+            self.spec = replace(self.spec, precision=self._precision_plugin.dtypes)
+
+    def setup(self, trainer: Any) -> None:
+        """Makes the module ready: its models split, their losses those of all ranks, optimizers over their parts.
+
+        Communicates: as `SplitModels`.
+        """
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        trains = trainer.state.fn == TrainerFn.FITTING
+        self._models = SplitModels(self.lightning_module, self.mesh, self.spec, trains=trains)
+        self._window = Window(self._models.gradients)
+        self.last_loss = None
+        if trains:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """Nothing: split models are on their device, and `setup` moves the rest of the module."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lets loaders draw and end alike where ranks must be alike.
+
+        Raises:
+            BatchError: data ranks would predict different numbers of batches.
+        """
+        if isinstance(dataloader, DataLoader):
+            seed_workers(dataloader, self.mesh)
+            check_predictions(dataloader)
+        return dataloader
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's step. Under automatic optimization it must leave the gradients alone: they are made afterwards.
+
+        Raises:
+            UnsupportedError: it made some.
+        """
+        assert self._models is not None and self.lightning_module is not None
+        self.mesh.note_step()
+        self._models.take_targets()
+        stepped = [
+            each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]
+        ]
+        before = gradient_versions(stepped if self.lightning_module.automatic_optimization else ())
+        output = super().training_step(*args, **kwargs)
+        check_untouched(before)
+        self._num_targets = self._models.take_targets()
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor):
+            self.last_loss = loss.detach()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's step; see `_without_graph`."""
+        with _without_graph():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's step; see `_without_graph`."""
+        with _without_graph():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's step; see `_without_graph`."""
+        with _without_graph():
+            return super().predict_step(*args, **kwargs)
+
+    # Gradients
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside, sums of gradients over ranks wait for the last batch that is accumulated."""
+        assert self._window is not None
+        self._window.put_off(is_last=False)
+        try:
+            yield
+        finally:
+            self._window.put_off(is_last=True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Makes gradients: complete when it returns, but for those that `block_backward_sync` puts off.
+
+        Communicates: what the model's backward does, and the gradient phase.
+        """
+        assert self._models is not None and self._window is not None and self.lightning_module is not None
+        if optimizer is not None and self.lightning_module.trainer.accumulate_grad_batches > 1:
+            closure_loss = self._window.weigh(closure_loss, self._num_targets)
+        loss_scale = self._models.gradients.loss_scale
+        if loss_scale is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        scale = loss_scale.value
+        multiply_gradients(self.lightning_module, scale)  # those of earlier batches, which this one's are added to
+        try:
+            return super().backward(closure_loss * scale, optimizer, *args, **kwargs) / scale
+        finally:
+            multiply_gradients(self.lightning_module, 1 / scale)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Steps, with gradients that are the mean over all targets of the batches accumulated."""
+
+        def closed() -> Any:
+            result = closure()
+            if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+                self._close_window()
+            return result
+
+        return super().optimizer_step(optimizer, closed, model, **kwargs)
+
+    def _close_window(self) -> None:
+        assert self._window is not None and self.lightning_module is not None
+        self._window.close(self.lightning_module, self.lightning_module.trainer.accumulate_grad_batches)
+
+    # Communication
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A value reduced over the data ranks, or `group`: ranks that differ in tp or pp alone have the same one.
+
+        Communicates: one all-reduce.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_value(tensor, reduce_op, self._group(group))
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+        """The tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself where there is one.
+
+        Communicates: one all-gather.
+        """
+        return all_gather(tensor, self._group(group), sync_grads=sync_grads)
+
+    def _group(self, group: Any) -> Any:
+        is_all = group is None or group is torch.distributed.GroupMember.WORLD
+        return self.mesh.group(*DATA_AXES) if is_all else group
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable object."""
+        return broadcast_object(obj, src, self._mesh.group() if self._mesh is not None else None)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if self._mesh is not None:
+            count_true(True, self._mesh.group(), self._mesh.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
+        """Whether it is true on all ranks, or on any."""
+        if self._mesh is None:
+            return bool(decision)
+        count = count_true(bool(decision), self._mesh.group(), self._mesh.device)
+        return count == self.shape.world_size if all else count > 0
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lets the other ranks know, so that nobody waits for this one.
+
+        Raises:
+            RankError: the exception is a collective's, and another rank is why it failed.
+        """
+        end_work(self)
+        if self._mesh is not None:
+            mesh, self._mesh = self._mesh, None
+            mesh.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self) -> None:
+        """Ends the run. Models stay where they are, split; the mesh stays for the next run."""
+        if self._models is not None:
+            self._models.release()
+        end_work(self)
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+@contextmanager
+def _without_graph() -> Iterator[None]:
+    """No gradients, and none of the tensors of inference mode, which FSDP2 could not train with later."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

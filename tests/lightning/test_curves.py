@@ -1,0 +1,56 @@
+"""A LightningModule trains under every layout as the unsplit model does in a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardwise
+from shardwise.comm.operations import all_gather_objects
+from shardwise.runtime.replicas import find_unequal_replicas
+from shardwise.topology.axes import DATA_AXES
+from tests.lightning.modules import CLIP, NUM_ROWS, Automatic, Manual, loader, trainer, unsplit_curve
+from tests.oracle import differing
+
+pytestmark = pytest.mark.spawn
+
+NUM_STEPS = 20
+LOSS = 1e-4
+A, B, C, D, E = (
+    ("automatic", 1, "norm"),
+    ("automatic", 3, "value"),
+    ("automatic", 3, None),
+    ("manual", 3, "norm"),
+    ("manual", 1, "value"),
+)
+CASES = {
+    "tp1": (A, B, C, D, E),
+    "tp2": (A, B, D),
+    "tp2+sp": (C, E),
+    "fsdp2": (A, B, E),
+    "ddp2": (C, D),
+    "fsdp2.tp2": (B, D),
+}
+
+
+def curve(mesh, layout, mode, accumulate, clip):
+    """Losses, full parameters, replicas that differ, and the rows of the first epoch by data rank."""
+    if mode == "manual":
+        module, options = Manual(accumulate, clip), {}
+    else:
+        module, options = Automatic(), {"accumulate_grad_batches": accumulate}
+        if clip:
+            options |= {"gradient_clip_val": CLIP[clip], "gradient_clip_algorithm": clip}
+    trainer(layout, max_steps=NUM_STEPS, **options).fit(module, loader(mesh.data_size))
+    read = all_gather_objects(module.rows[: NUM_ROWS // mesh.data_size], mesh.group(*DATA_AXES))
+    state = shardwise.full_state_dict(module.model, rank0_only=True)
+    return module.losses, state, find_unequal_replicas(module.model), read
+
+
+@pytest.mark.parametrize(("layout", "mode", "accumulate", "clip"), [(at, *case) for at in CASES for case in CASES[at]])
+def test_curves_are_those_of_the_unsplit_model(on_ranks, layout, mode, accumulate, clip):
+    wanted, parameters = unsplit_curve(mode, accumulate, clip, NUM_STEPS)
+    for losses, state, unequal, read in on_ranks(curve, layout=layout.removesuffix("+sp")):
+        assert losses == pytest.approx(wanted, abs=LOSS)
+        assert not [problem for name in state for problem in differing(name, state[name], parameters[name], 2e-5)]
+        assert not unequal
+        assert sorted(row for rows in read for row in rows) == list(range(NUM_ROWS))
