@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.api.building import load as load
     from shardwise.api.building import parallelize as parallelize
+    from shardwise.api.checkpoints import load_checkpoint as load_checkpoint
+    from shardwise.api.checkpoints import save_checkpoint as save_checkpoint
     from shardwise.api.state import export_pretrained as export_pretrained
     from shardwise.api.state import full_gradients as full_gradients
     from shardwise.api.state import full_state_dict as full_state_dict
@@ -48,7 +50,9 @@ _HOMES = {
     "full_gradients": "api.state",
     "full_state_dict": "api.state",
     "load": "api.building",
+    "load_checkpoint": "api.checkpoints",
     "parallelize": "api.building",
+    "save_checkpoint": "api.checkpoints",
     "verify": "api.verifying",
 }
 
@@ -69,7 +73,9 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "load",
+    "load_checkpoint",
     "parallelize",
+    "save_checkpoint",
     "verify",
 ]
 

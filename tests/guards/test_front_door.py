@@ -26,7 +26,9 @@ PUBLIC = [
     "full_gradients",
     "full_state_dict",
     "load",
+    "load_checkpoint",
     "parallelize",
+    "save_checkpoint",
     "verify",
 ]
 

@@ -16,11 +16,11 @@ from shardwise.errors import BatchError, ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.ranks.spawn import spawn
 from shardwise.train import corpus
-from shardwise.train.atomic_file import atomic_file
 from shardwise.train.corpus import Encoder, cache_path, file_source, find_files, read_tokens, write_tokens
 from shardwise.train.once_per_machine import once_per_machine
 from shardwise.train.packing import PackedBatches
 from shardwise.train.run_config import DataConfig
+from shardwise.weights.staging import atomic_file
 
 pytestmark = pytest.mark.single
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import Failure
-from shardwise.train.atomic_file import atomic_file
+from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "INTERRUPTED",

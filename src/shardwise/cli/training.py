@@ -32,7 +32,6 @@ from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.parallel.compiled import count_compilation
 from shardwise.runtime.registry import local_part, registry_of
-from shardwise.train.atomic_file import atomic_file
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
@@ -41,6 +40,7 @@ from shardwise.train.once_per_machine import once_per_machine
 from shardwise.train.packing import PackedBatches
 from shardwise.train.run_config import DataConfig, TrainConfig
 from shardwise.train.step import TrainStep
+from shardwise.weights.staging import atomic_file
 
 __all__ = ["train"]
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.train.atomic_file import atomic_file
+from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "Encoder",

@@ -117,7 +117,7 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
     raise UnsupportedError(
         f"state_dict() of {type(optimizer).__name__} over parameters that are split over tp",
         why="this rank holds the state of parts of them, which would pass for that of full ones",
-        fix="read this rank's parts from optimizer.state; there are no checkpoints of optimizer state yet",
+        fix="use shardwise.save_checkpoint, or read this rank's parts from optimizer.state",
     )
 
 

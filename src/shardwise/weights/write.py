@@ -1,17 +1,13 @@
 """Plain Hugging Face safetensors, streamed: one file, or numbered shards with their index.
 
-# [Note: replacing a checkpoint]
-Everything is written to a hidden directory next to the target and flushed to disk. Only then does `finish` add to it
-the target's other files (as hard links), move the target out of the way and the new directory into its place. A failure
-before that leaves the target untouched; between the two moves the old directory is next to it, complete, and the next
-writer for the same target puts it back.
+Everything is written to a hidden directory next to the target. `finish` adds to it the target's other files (as hard
+links) and moves it into place, as [Note: replacing a directory] in `weights/staging.py` says.
 """
 
 import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.staging import StagedDirectory
 
 __all__ = ["PretrainedWriter"]
 
@@ -56,23 +53,14 @@ class PretrainedWriter:
         self._shards: list[list[str]] = []
         self._total_bytes = 0
         try:
-            self._target = Path(directory).resolve()  # so that a symbolic link stays one
-            if self._target.is_file():
-                raise NotADirectoryError(f"{self._target} is a file")
-            self._aside = self._target.with_name(f".{self._target.name}.replaced")
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            if self._aside.exists() and not self._target.exists():  # [Note: replacing a checkpoint]
-                self._aside.rename(self._target)
-            self.staging = self._target.with_name(f".{self._target.name}.{uuid.uuid4().hex}")
-            self.staging.mkdir()
-            if self._target.exists():
-                shutil.copymode(self._target, self.staging)
+            self._staged = StagedDirectory(directory)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
             raise LoadError(
                 f"cannot write next to {str(directory)[:100]!r}",
                 why=str(error)[:300],
                 fix="pass a directory that can be made",
             ) from error
+        self._target, self.staging = self._staged.target, self._staged.path
 
     def __enter__(self) -> "PretrainedWriter":
         return self
@@ -83,7 +71,7 @@ class PretrainedWriter:
     def abort(self) -> None:
         """Throw away what was written. Nothing happens after `finish`."""
         self._tensors.clear()
-        shutil.rmtree(self.staging, ignore_errors=True)
+        self._staged.abort()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a full tensor; held until its shard is full, then written.
@@ -115,9 +103,7 @@ class PretrainedWriter:
             self._write_shard()
             self._name_shards(metadata or {})
             self._take_other_files()
-            for path in (*self.staging.rglob("*"), self.staging):
-                _flush_path(path)
-            self._replace_target()
+            self._staged.commit()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -169,34 +155,9 @@ class PretrainedWriter:
             else:
                 _link(entry, ours)
 
-    def _replace_target(self) -> None:
-        if not self._target.exists():
-            self.staging.rename(self._target)
-        else:
-            if self._aside.exists():  # left by a crash after its replacement was in place
-                shutil.rmtree(self._aside)
-            self._target.rename(self._aside)
-            try:
-                self.staging.rename(self._target)
-            except OSError:
-                self._aside.rename(self._target)
-                raise
-        _flush_path(self._target.parent)
-        shutil.rmtree(self._aside, ignore_errors=True)
-
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _flush_path(path: Path) -> None:
-    if path.is_symlink():
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,237 @@
+"""Loading: everything is found and checked on all ranks before anything is changed on any of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.content import held_tensors, model_key
+from shardwise.checkpoint.directory import find_tag
+from shardwise.checkpoint.load_optimizer import OptimizerLoad
+from shardwise.checkpoint.manifest import Manifest, read_index, read_manifest
+from shardwise.checkpoint.random_states import restore_random
+from shardwise.checkpoint.stored_parts import StoredParts, check_files
+from shardwise.checkpoint.tree import decode_tree
+from shardwise.comm.agree import check_equal, raise_on_all_ranks
+from shardwise.comm.operations import Group, all_gather_objects
+from shardwise.errors import ConfigError, LoadError
+from shardwise.mesh import Mesh
+from shardwise.runtime.registry import Registry, local_part, registry_of, reshard
+from shardwise.sharding.reshard import Copy
+
+__all__ = ["Loaded", "load_into", "open_checkpoint"]
+
+logger = logging.getLogger("shardwise.checkpoint")
+
+Put = Callable[[str, Tensor], None]
+_MOST_NAMES = 10
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded besides tensors of the model and optimizer.
+
+    Attributes:
+        manifest: of the checkpoint.
+        extra: as it was saved.
+        loss_scale: as it was saved, None where there was none.
+    """
+
+    manifest: Manifest
+    extra: Any
+    loss_scale: Mapping[str, Any] | None
+
+
+def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
+    """Opens the checkpoint that stands in `directory`: reads and checks what it says of itself.
+
+    Raises:
+        LoadError: it is damaged or incomplete.
+    """
+    manifest = read_manifest(directory)
+    index = read_index(directory, manifest)
+    return StoredParts(directory, manifest, index, verifies)
+
+
+def load_into(
+    root: Path,
+    tag: str | None,
+    *,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    put: Put,
+    strict: bool,
+    verifies: bool,
+) -> Loaded:
+    """Loads the checkpoint `tag` of `root`; see `shardwise.load_checkpoint`.
+
+    Args:
+        put: makes a tensor the model's parameter or buffer of that name, where it is still on the meta device.
+    """
+    registry = registry_of(model) if model is not None else None
+    group = registry.mesh.group() if registry is not None else None
+    stored = _open_alike(root, tag, group, registry, verifies=verifies)
+    with stored:
+        faults = (
+            [] if model is None or registry is None else all_gather_objects(_compare(stored, model, registry), group)
+        )
+        with raise_on_all_ranks(group, "checking the checkpoint"):
+            if optimizer is not None and (model is None or registry is None):
+                raise ConfigError("an optimizer without its model", why="its state is stored by the model's names")
+            planned: dict[str, tuple[Copy, ...]] = {}
+            states = None
+            if model is not None and registry is not None:
+                _check_names(stored, faults, registry.mesh, strict=strict)
+                planned = _plan_model(stored, model, registry)
+                if optimizer is not None:
+                    states = OptimizerLoad(stored, optimizer, held_tensors(model, registry), registry, strict=strict)
+            extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))
+            schedule = _read_schedule(stored, scheduler) if scheduler is not None else None
+            random = _tensors_of(stored, "random/") if registry is not None else {}
+        with torch.no_grad():
+            if model is not None and registry is not None:
+                _fill_model(stored, model, registry, planned, put)
+            if states is not None:
+                states.apply()
+        if schedule is not None:
+            scheduler.load_state_dict(schedule)
+        if registry is not None:
+            restore_random(registry.mesh, stored.index.values.get("random", {}), random)
+        return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
+
+
+def _open_alike(
+    root: Path, tag: str | None, group: Group | None, registry: Registry | None, *, verifies: bool
+) -> StoredParts:
+    """The checkpoint that rank 0 finds, opened on every rank: the same one on all."""
+    with raise_on_all_ranks(group, "looking for the checkpoint"):
+        own = str(find_tag(root, tag).relative_to(root)) if group is None or group.rank() == 0 else None
+    name = next(each for each in all_gather_objects(own, group) if each is not None)
+    with raise_on_all_ranks(group, "opening the checkpoint"):
+        try:
+            stored = open_checkpoint(root / name, verifies=verifies)
+            if group is None or group.rank() == 0:
+                check_files(stored.directory, stored.manifest, list(stored.manifest.files))
+        except LoadError as error:
+            error.summary = f"{error.summary} (rank {group.rank()})" if group is not None else error.summary
+            raise
+    if registry is not None:
+        check_equal(
+            group,
+            {"the checkpoint": repr(stored.manifest)},
+            what="ranks see different checkpoints",
+            fix="load from a directory that all machines share",
+            device=registry.mesh.device,
+        )
+    return stored
+
+
+@dataclass(frozen=True)
+class _Faults:
+    """Names that do not fit, as one rank sees it."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    shapes: tuple[str, ...]
+
+
+def _compare(stored: StoredParts, model: nn.Module, registry: Registry) -> _Faults:
+    """What the model has on this rank beside what the checkpoint has."""
+    reshard(model)
+    held = held_tensors(model, registry)
+    tensors = stored.index.tensors
+    saved = _saved_names(stored)
+    is_partial = stored.manifest.content == "trained"
+    return _Faults(
+        missing=tuple(
+            name
+            for name, each in held.items()
+            if name not in saved and not (is_partial and not each.value.requires_grad)
+        ),
+        unexpected=tuple(sorted(saved - {*held, *registry.entries})),
+        shapes=tuple(
+            f"{name}: {list(tensors[model_key(name)].shape)} in the checkpoint, {list(each.layout.shape)} in the model"
+            for name, each in held.items()
+            if name in saved and tensors[model_key(name)].shape != each.layout.shape
+        ),
+    )
+
+
+def _saved_names(stored: StoredParts) -> set[str]:
+    return {key.removeprefix("model/") for key in stored.index.tensors if key.startswith("model/")}
+
+
+def _check_names(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, strict: bool) -> None:
+    """Lists missing and unexpected names, as transformers does; raises over them where that was asked for."""
+    missing = list(dict.fromkeys(name for each in faults for name in each.missing))
+    shapes = list(dict.fromkeys(text for each in faults for text in each.shapes))
+    # What one rank does not know may be another's: of another stage.
+    unexpected = [name for name in faults[0].unexpected if all(name in each.unexpected for each in faults)]
+    lines = [
+        *([f"missing: {_shown(missing)}"] if missing else []),
+        *([f"unexpected: {_shown(unexpected)}"] if unexpected else []),
+        *([f"of other shapes: {_shown(shapes)}"] if shapes else []),
+    ]
+    if shapes or (strict and lines):
+        raise LoadError(
+            f"the checkpoint {stored.manifest.tag} does not fit the model",
+            at=str(stored.directory),
+            why="\n".join(lines),
+            fix="build the model that was saved" + ("" if shapes else ", or pass strict=False to load what fits"),
+        )
+    if lines and mesh.rank == 0:
+        logger.warning("%s: %s", stored.directory, "; ".join(lines))
+
+
+def _plan_model(stored: StoredParts, model: nn.Module, registry: Registry) -> dict[str, tuple[Copy, ...]]:
+    """What goes where in the model, by canonical name."""
+    coords, saved = registry.mesh.coords, _saved_names(stored)
+    return {
+        name: stored.plan(model_key(name), each.layout.pieces(coords))
+        for name, each in held_tensors(model, registry).items()
+        if name in saved
+    }
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _fill_model(
+    stored: StoredParts, model: nn.Module, registry: Registry, planned: Mapping[str, tuple[Copy, ...]], put: Put
+) -> None:
+    held = held_tensors(model, registry)
+    for name, plan in planned.items():
+        value = held[name].value
+        if value.is_meta:
+            shape = held[name].layout.local_shape(registry.mesh.coords)
+            new = torch.empty(shape, dtype=value.dtype, device=registry.home(name))
+            stored.fill(new, model_key(name), plan)
+            put(name, new)
+        else:
+            stored.fill(local_part(value.detach()), model_key(name), plan)
+
+
+def _tensors_of(stored: StoredParts, prefix: str) -> dict[str, Tensor]:
+    return {key: stored.read(key) for key in stored.index.tensors if key.startswith(prefix)}
+
+
+def _read_schedule(stored: StoredParts, scheduler: Any) -> Any:
+    values = stored.index.values
+    name, saved = type(scheduler).__name__, values.get("scheduler_class")
+    if saved != name:
+        what = f"that of a {saved}" if saved else "none"
+        raise LoadError(f"the checkpoint has no state of a {name}: {what}", at=str(stored.directory))
+    state = decode_tree(values["scheduler"], _tensors_of(stored, "scheduler"))
+    if state.keys() != scheduler.state_dict().keys():
+        lost = ", ".join(sorted(state.keys() ^ scheduler.state_dict().keys()))
+        raise LoadError(f"the saved state of {name} has other entries: {lost}", at=str(stored.directory))
+    return state

@@ -1,0 +1,86 @@
+"""The random states of a job, and what they are on ranks arranged otherwise.
+
+Ranks that compute on the same rows start from equal states, whatever their place along tp (see [Note: random numbers],
+runtime/context.py). So states belong to a stage and a data rank. Where these are the same when a checkpoint is loaded,
+each continues where it was. Where they are not, every rank's stream begins anew, from the states that were saved and
+its data rank: the same on every such layout, and another on each data rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from shardwise.mesh import Mesh
+
+__all__ = ["random_axes", "read_random", "restore_random"]
+
+_PREFIX = "random"
+
+
+def random_axes(mesh: Mesh) -> dict[str, int]:
+    """What must be the same for states to be continued."""
+    return {"pp": mesh.size("pp"), "data": mesh.data_size, "cp": mesh.size("cp")}
+
+
+def read_random(mesh: Mesh) -> dict[str, Tensor]:
+    """The states of this rank's streams by their keys; none where another rank's are the same."""
+    if mesh.coord("tp"):
+        return {}
+    state: Any = numpy.random.get_state()
+    _, keys, *rest = state
+    version, numbers, gauss = random.getstate()
+    place = _place(mesh)
+    found = {
+        f"{place}/torch": torch.get_rng_state(),
+        f"{place}/numpy": torch.tensor([*keys.tolist(), int(rest[0]), int(rest[1])], dtype=torch.int64),
+        f"{place}/numpy_gauss": torch.tensor([float(rest[2])], dtype=torch.float64),
+        f"{place}/python": torch.tensor([version, *numbers], dtype=torch.int64),
+    }
+    if gauss is not None:
+        found[f"{place}/python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    if mesh.device.type == "cuda":
+        found[f"{place}/cuda"] = torch.cuda.get_rng_state(mesh.device)
+    return found
+
+
+def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
+    """Continues this rank's streams from the states `saved`, by their keys, or begins them anew where the ranks that
+    saved them were arranged otherwise; see the module.
+    """
+    place = _place(mesh)
+    own = {key.removeprefix(f"{place}/"): value for key, value in saved.items() if key.startswith(f"{place}/")}
+    if dict(saved_axes) != random_axes(mesh) or "torch" not in own:
+        _begin_anew(mesh, saved)
+        return
+    torch.set_rng_state(own["torch"].clone())
+    *keys, position, has_gauss = own["numpy"].tolist()
+    gauss = float(own["numpy_gauss"])
+    numpy.random.set_state(("MT19937", numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+    version, *numbers = own["python"].tolist()
+    python_gauss = float(own["python_gauss"]) if "python_gauss" in own else None
+    random.setstate((version, tuple(numbers), python_gauss))
+    if "cuda" in own and mesh.device.type == "cuda":
+        torch.cuda.set_rng_state(own["cuda"].clone(), mesh.device)
+
+
+def _begin_anew(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
+    digest = hashlib.sha256(f"{mesh.data_rank}".encode())
+    for key in sorted(saved):
+        if key.endswith("/torch"):
+            digest.update(saved[key].numpy().tobytes())
+            break
+    seed = int.from_bytes(digest.digest()[:8], "little") >> 1
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def _place(mesh: Mesh) -> str:
+    return f"{_PREFIX}/{mesh.coord('pp')}.{mesh.coord('cp')}.{mesh.data_rank}"

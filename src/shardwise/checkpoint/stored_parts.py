@@ -1,0 +1,178 @@
+"""The parts that a checkpoint's tensors are stored in, found, checked and copied from."""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.checkpoint.manifest import Index, Manifest, Part, StoredTensor, part_name
+from shardwise.errors import LayoutError, LoadError
+from shardwise.sharding.boxes import Box, full_box, shape_of
+from shardwise.sharding.layout import Piece
+from shardwise.sharding.reshard import Copy, Source, copies
+from shardwise.weights.tensor_file import crc_of
+
+__all__ = ["StoredParts", "check_files"]
+
+_PICKLES = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes"}
+
+
+def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Raises unless the files are there, files, and as large as the manifest says.
+
+    Raises:
+        LoadError: names the first that is not.
+    """
+    for name in names:
+        path, facts = directory / name, manifest.files[name]
+        try:
+            found = os.lstat(path)
+        except OSError as error:
+            raise LoadError(f"the checkpoint lacks {name}", at=str(path), why=str(error)) from error
+        if not stat.S_ISREG(found.st_mode):
+            what = f"a link to {path.readlink()}" if stat.S_ISLNK(found.st_mode) else "no file"
+            raise LoadError(f"{name} is {what}", at=str(path), why="a checkpoint holds its files itself")
+        if found.st_size != facts.num_bytes:
+            raise LoadError(
+                f"{name} has {found.st_size:,} bytes of {facts.num_bytes:,}",
+                at=str(path),
+                why="it was cut short, or is another file",
+                fix="load an older tag, or copy the file again",
+            )
+
+
+@dataclass
+class StoredParts:
+    """The tensor files of one checkpoint; a context manager that lets go of them.
+
+    Attributes:
+        directory: of the checkpoint.
+        manifest: what it says of its files.
+        index: what it holds.
+        verifies: whether parts are held against their checksums when they are first used.
+    """
+
+    directory: Path
+    manifest: Manifest
+    index: Index
+    verifies: bool = True
+    _files: dict[int, Any] = field(default_factory=dict)
+    _parts: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+
+    def plan(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
+        """Which elements of `key` go where, to fill `wanted`; the parts they are in are checked.
+
+        Raises:
+            LoadError: the checkpoint has no such tensor, or a part of it is damaged; names file and tensor.
+        """
+        stored = self.index.tensors.get(key)
+        if stored is None:
+            raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
+        sources = [Source(part, part.box, tuple((0, size) for size in shape_of(part.box))) for part in stored.parts]
+        try:
+            found = copies(sources, wanted)
+        except LayoutError as error:
+            raise LoadError(f"{key} is not complete", at=str(self.directory), why=str(error)) from error
+        for part in dict.fromkeys(each.source.key for each in found):
+            self._map(key, stored, part)  # type: ignore[arg-type]
+        return found
+
+    def fill(self, out: Tensor, key: str, planned: Sequence[Copy]) -> None:
+        """Copies what was planned into `out`, to its dtype and device."""
+        stored = self.index.tensors[key]
+        for each in planned:
+            part = self._map(key, stored, each.source.key)  # type: ignore[arg-type]
+            out[_slices(each.target_box)] = part[_slices(each.source_box)].to(out.device)
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor, in memory of its own."""
+        stored = self.index.tensors[key]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        whole = full_box(stored.shape)
+        self.fill(out, key, self.plan(key, [Piece(whole, whole)]))
+        return out
+
+    def drop(self) -> None:
+        """Lets go of what has been mapped so far."""
+        self._parts.clear()
+        self._files.clear()
+
+    def __enter__(self) -> StoredParts:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.drop()
+
+    def _map(self, key: str, stored: StoredTensor, part: Part) -> Tensor:
+        """A part as a tensor over the mapped file, checked when it is mapped."""
+        name = part_name(key, part.box)
+        if (part.file, name) in self._parts:
+            return self._parts[part.file, name]
+        path = self.directory / self.index.files[part.file]
+        try:
+            tensor: Tensor = self._open(part.file).get_tensor(name)
+        except SafetensorError as error:
+            raise LoadError(f"{path.name} does not hold {name}", at=str(path), why=str(error)) from error
+        if tensor.dtype != stored.dtype or tuple(tensor.shape) != shape_of(part.box):
+            raise LoadError(
+                f"{name} is {tensor.dtype} of shape {list(tensor.shape)}",
+                at=str(path),
+                why=f"the checkpoint says {stored.dtype} of shape {list(shape_of(part.box))}",
+            )
+        if self.verifies and crc_of(tensor) != part.crc:
+            raise LoadError(
+                f"{name} is damaged",
+                at=str(path),
+                why="its bytes have another checksum than those that were written",
+                fix="load an older tag, or copy the file again",
+            )
+        self._parts[part.file, name] = tensor
+        return tensor
+
+    def _open(self, number: int) -> Any:
+        if number not in self._files:
+            name = self.index.files[number]
+            check_files(self.directory, self.manifest, [name])
+            self._files[number] = _open_file(self.directory / name, self.manifest.files[name].crc)
+        return self._files[number]
+
+
+def _open_file(path: Path, header_crc: int) -> Any:
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            for magic, what in _PICKLES.items():
+                if start.startswith(magic) and len(start) == 8 and struct.unpack("<Q", start)[0] > path.stat().st_size:
+                    raise LoadError(
+                        f"{path.name} is {what}", at=str(path), why="which is never opened: it could run anything"
+                    )
+            length = int.from_bytes(start, "little")
+            header = start + file.read(length if length < path.stat().st_size else 0)
+        if zlib.crc32(header) != header_crc:
+            raise LoadError(
+                f"the header of {path.name} is damaged",
+                at=str(path),
+                why="it has another checksum than the one that was written",
+                fix="load an older tag, or copy the file again",
+            )
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise LoadError(f"{path.name} is not a usable safetensors file", at=str(path), why=str(error)) from error
+    except LoadError:
+        raise
+    except OSError as error:
+        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

@@ -1,0 +1,120 @@
+"""What appears on disk complete or not at all: a file, or a directory of files.
+
+# [Note: replacing a directory]
+Everything is written to a hidden directory next to the target and flushed to disk. Only then is the target moved out of
+the way and the new directory into its place. A failure before that leaves the target untouched; between the two moves
+the old directory is next to it, complete, under the name that `aside_of` gives: whoever looks for the target next puts
+it back, or reads it there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "leftovers"]
+
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
+_ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Gives a hidden name next to `path` to write to, flushes it and renames it to `path` when the block ends well.
+
+    What stood at `path` is replaced. An exception on the way, Ctrl-C included, removes what was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        yield partial
+        flush_path(partial)
+        partial.replace(path)
+        flush_path(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class StagedDirectory:
+    """A directory under way: files are written into `path`, and `commit` makes it the target.
+
+    Attributes:
+        target: where it is to stand; it may be there already.
+        path: where it is until then.
+
+    Raises:
+        OSError: the directory cannot be made.
+        ValueError: the name cannot be that of a file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.target = Path(directory).resolve()  # so that a symbolic link stays one
+        if self.target.is_file():
+            raise NotADirectoryError(f"{self.target} is a file")
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        aside = aside_of(self.target)
+        if aside.exists() and not self.target.exists():  # [Note: replacing a directory]
+            aside.rename(self.target)
+        self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.partial")
+        self.path.mkdir()
+        if self.target.exists():
+            shutil.copymode(self.target, self.path)
+
+    def abort(self) -> None:
+        """Throws away what was written. Nothing happens after `commit`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def commit(self) -> None:
+        """Flushes everything, and moves it into place of what is there.
+
+        Raises:
+            OSError: a file cannot be flushed or moved; the target is then as it was.
+        """
+        for each in (*self.path.rglob("*"), self.path):
+            flush_path(each)
+        aside = aside_of(self.target)
+        if not self.target.exists():
+            self.path.rename(self.target)
+        else:
+            if aside.exists():  # left by a crash after its replacement was in place
+                shutil.rmtree(aside)
+            self.target.rename(aside)
+            try:
+                self.path.rename(self.target)
+            except OSError:
+                aside.rename(self.target)
+                raise
+        flush_path(self.target.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def aside_of(target: Path) -> Path:
+    """Where what stood at `target` is while it is replaced."""
+    return target.with_name(f".{target.name}.replaced")
+
+
+def find_asides(parent: Path) -> dict[str, Path]:
+    """Directories in `parent` that a crash left out of their place, by the names they had there."""
+    found = ((_ASIDE.fullmatch(each.name), each) for each in parent.iterdir())
+    return {match["name"]: each for match, each in found if match}
+
+
+def leftovers(parent: Path) -> list[Path]:
+    """Directories in `parent` that a crash left unfinished. They are whoever's that writes there, now or before."""
+    return [each for each in parent.iterdir() if _LEFTOVER.fullmatch(each.name)]
+
+
+def flush_path(path: Path) -> None:
+    """Has the disk hold a file, or the names in a directory, before this returns."""
+    if path.is_symlink():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

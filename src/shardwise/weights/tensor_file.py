@@ -1,0 +1,111 @@
+"""A safetensors file that is written tensor by tensor, and checksummed on the way.
+
+The safetensors library writes files from tensors that are all in host memory at once; a rank that saves what it trains
+has them on a device, or as views. The format is a page (https://github.com/huggingface/safetensors#format): 8 bytes
+with the header's length, the header as JSON, the tensors' bytes. It is read by the library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DTYPES", "TensorFileWriter", "bytes_of", "crc_of"]
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls the dtypes it has."""
+
+_PIECE_BYTES = 2**22  # written and checksummed together, while it is in the processor's cache
+
+
+class TensorFileWriter:
+    """Writes one file; a context manager that flushes it when the block ends well.
+
+    Args:
+        path: of the file, which must not exist.
+        tensors: name, dtype and shape of each, in the order in which `write` gets them: wide elements first, so that
+            each starts at a multiple of its element size.
+
+    Attributes:
+        header_crc: CRC-32 of what stands before the tensors' bytes.
+        num_bytes: written so far.
+
+    Raises:
+        OSError: the file cannot be made or written.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, dtype, shape in tensors:
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        text = len(text).to_bytes(8, "little") + text
+        self.header_crc, self.num_bytes = zlib.crc32(text), 0
+        self._file = path.open("xb", buffering=0)
+        self._write(memoryview(text))
+
+    def write(self, tensor: Tensor) -> int:
+        """Appends the elements of the next tensor; returns the CRC-32 of its bytes. It must lie in host memory."""
+        whole = bytes_of(tensor)
+        crc = 0
+        for at in range(0, len(whole), _PIECE_BYTES):
+            piece = whole[at : at + _PIECE_BYTES]
+            crc = zlib.crc32(piece, crc)
+            self._write(piece)
+        return crc
+
+    def _write(self, data: memoryview) -> None:
+        self.num_bytes += len(data)
+        while data:
+            data = data[self._file.write(data) or 0 :]
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a tensor in host memory, in row-major order; a copy only where they do not lie so."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+
+
+def crc_of(tensor: Tensor) -> int:
+    """The CRC-32 of a tensor's bytes, as `TensorFileWriter.write` returns it."""
+    return zlib.crc32(bytes_of(tensor))

@@ -1,0 +1,111 @@
+"""A checkpoint of any layout is, bit for bit, what any other layout loads, and training goes on as if nothing was."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.plan.options import FsdpPolicy, Precision
+from shardwise.ranks.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.checkpoint.training import FAMILIES, Training, differing
+
+pytestmark = pytest.mark.spawn
+
+LAYOUTS = ("tp2", "tp2+sp", "fsdp2", "ddp2", "tp4", "fsdp4", "fsdp2.tp2", "ddp2.fsdp2")
+OPTIMIZERS = ("adamw", "sgd", "adagrad", "amsgrad")
+STAGES = (3, 1, 2)
+DRILL = "SHARDWISE_DRILL" in os.environ
+
+
+def cases():
+    """Every layout with some families, optimizers and ZeRO stages; with every family in `make drill`."""
+    for (i, layout), (j, family) in itertools.product(enumerate(LAYOUTS), enumerate(FAMILIES)):
+        if DRILL or (i + 3 * j) % len(LAYOUTS) in (0, 3):
+            yield layout, family, OPTIMIZERS[(i + j) % len(OPTIMIZERS)], STAGES[(i + j) % 3]
+
+
+def in_one_process(family, optimizer, *, lost=False):
+    return Training(shardwise.Mesh.open("tp1"), family, optimizer, lost=lost)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Trained in one process and saved: what was saved, and the losses of the next steps."""
+    found = {}
+
+    def get(family, optimizer):
+        key = f"{family}-{optimizer}"
+        if key not in found:
+            directory = tmp_path_factory.getbasetemp() / "reference" / key
+            training = in_one_process(family, optimizer)
+            training.steps(3)
+            training.save(directory, extra={"step": 3, "note": (1, "two")})
+            found[key] = training.whole(), training.steps(5)
+        return found[key]
+
+    return get
+
+
+def go_on(mesh, layout, family, optimizer, stage, base):
+    """Loads what one process saved, trains, and saves again: everything that was seen."""
+    fsdp = FsdpPolicy(zero_stage=stage) if mesh.data_size > 1 else None
+    options = {"sequence_parallel": layout.endswith("+sp"), "fsdp": fsdp}
+    training = Training(mesh, family, optimizer, lost=True, **options)
+    extra = training.load(f"{base}/reference/{family}-{optimizer}")
+    loaded = training.whole()
+    losses = training.steps(5)
+    training.save(f"{base}/{layout}/{family}", extra={"step": 8}, num_writers=2)
+    return extra, loaded, losses, training.whole(), training.steps(2)
+
+
+@pytest.mark.parametrize(("layout", "family", "optimizer", "stage"), sorted(cases(), key=lambda each: each[0]))
+def test_every_layout_loads_and_saves(on_ranks, reference, tmp_path_factory, layout, family, optimizer, stage):
+    base = tmp_path_factory.getbasetemp()
+    for each in cases():
+        if each[0] == layout:
+            reference(each[1], each[2])  # before the ranks that all of them share
+    saved, next_losses = reference(family, optimizer)
+    ranks = on_ranks(go_on, layout=layout.removesuffix("+sp"), base=str(base))
+    for extra, loaded, losses, _, _ in ranks:
+        assert extra == {"step": 3, "note": (1, "two")}
+        assert not differing(loaded, saved)
+        assert losses == pytest.approx(next_losses, abs=1e-5)
+    _, _, _, later, last_losses = ranks[0]
+    back = in_one_process(family, optimizer, lost=True)
+    back.load(base / layout / family)
+    assert not differing(back.whole(), later)
+    assert back.steps(2) == pytest.approx(last_losses, abs=1e-5)
+
+
+def resume(layout, directory):
+    """Losses of two steps after a save, and of the same steps after loading it, with dropout and float16."""
+    with shardwise.Mesh.open(layout) as mesh:
+        precision = Precision(compute="float16", params="float32", nonfinite="skip")
+        options = {"precision": precision, "model": {"attention_dropout": 0.3}}
+        torch.manual_seed(mesh.data_rank)
+        training = Training(mesh, "llama", **options)
+        training.model.train()
+        training.steps(2)
+        training.save(directory)
+        saved, losses = training.whole(), training.steps(3)
+        training.steps(1)
+        training.load(directory)
+        same = not differing(training.whole(), saved)
+        again = training.steps(3)
+        fresh = Training(mesh, "llama", lost=True, **options)
+        fresh.model.train()
+        fresh.load(directory, verify=False)
+        return same, losses, again, fresh.steps(3)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout):
+    for same, losses, again, fresh in spawn(resume, MeshShape.parse(layout).world_size, layout, tmp_path):
+        assert same
+        assert len(set(losses)) == 3
+        assert losses == again == fresh

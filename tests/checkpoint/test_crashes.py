@@ -1,0 +1,165 @@
+"""Killed at any moment, a save leaves the last good checkpoint, or the new one, and nothing that stays."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.errors import LoadError, RankError
+from shardwise.ranks.spawn import spawn
+from tests.checkpoint.training import Training, differing
+
+NUM_KILLS = 200 if "SHARDWISE_DRILL" in os.environ else 4
+WRITING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.link"}
+ALLOWED = {".lock", "latest"}
+
+
+class KilledError(BaseException):
+    """What stands for SIGKILL: nothing more reaches the disk after it."""
+
+
+class Reaper:
+    """Ends a save at the disk operation of that number; those that come after it fail, too."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple) -> None:
+        if self.left is None:
+            return
+        is_writing = event in WRITING or (event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT)
+        if is_writing:
+            self.left -= 1
+            if self.left < 0:
+                raise KilledError
+
+    def survives(self, moment: int, work) -> bool:
+        """Whether `work` ends before the operation `moment`."""
+        self.left = moment
+        try:
+            work()
+        except KilledError:
+            return False
+        finally:
+            self.left = None
+        return True
+
+
+@pytest.fixture(scope="module")
+def reaper():
+    return Reaper()
+
+
+def is_clean(root: Path, tags: set[str]) -> bool:
+    return {path.name for path in root.iterdir()} == {*tags, *ALLOWED}
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("replaced", [False, True], ids=["new tag, old ones deleted", "tag replaced"])
+def test_a_save_killed_at_any_operation(tmp_path, reaper, replaced):
+    """Every operation on the disk in turn."""
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    steps = []
+    for step in (1, 2):
+        training.steps(1)
+        training.save(tmp_path / "start", extra={"step": step})
+        steps.append(training.whole())
+    training.steps(1)
+    steps.append(training.whole())
+    newest = "step-2" if replaced else "step-3"
+    for moment in itertools.count():
+        training.load(shutil.copytree(tmp_path / "start", root := tmp_path / f"{moment}"))
+        training.load(root, "step-2")
+        training.steps(1)
+
+        def save(root=root):
+            training.save(root, tag=newest, extra={"step": 3}, keep_last=2)
+
+        survived = reaper.survives(moment, save)
+        found = training.load(root)["step"]
+        assert not differing(training.whole(), steps[found - 1])
+        assert found == 3 if survived else found in (2, 3)
+        training.save(root, extra={"step": 4}, keep_last=1)
+        assert is_clean(root, {"step-4"}), f"killed at operation {moment}"
+        shutil.rmtree(root)
+        if survived:
+            assert moment > 12, "otherwise nothing was tried"
+            return
+
+
+def save_until_killed(root, seed, async_save):
+    """Saves step after step; both ranks, or one, end at a random moment."""
+    with shardwise.Mesh.open("ddp2") as mesh:
+        training = Training(mesh, "llama")
+        if any(root.glob("step-*")):
+            training.load(root)
+        chance = random.Random(seed)
+        moment, victims = chance.uniform(0.0, 0.4), chance.choice([(0,), (1,), (0, 1)])
+        first = int(training.load(root)["step"]) if any(root.glob("step-*")) else 0
+
+        def kill():
+            time.sleep(moment)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        for step in range(first + 1, first + 1000):
+            training.steps(1)
+            training.save(root, extra={"step": step}, keep_last=2, async_save=async_save)
+            if step == first + 2 and mesh.rank in victims:
+                threading.Thread(target=kill, daemon=True).start()
+
+
+@pytest.mark.spawn
+@pytest.mark.timeout(60 + 20 * NUM_KILLS)
+@pytest.mark.parametrize("async_save", [False, True])
+def test_jobs_killed_at_random_moments(tmp_path, async_save):
+    last = 0
+    for seed in range(NUM_KILLS):
+        with pytest.raises((RankError, LoadError, RuntimeError)):
+            spawn(save_until_killed, 2, tmp_path, seed, async_save, timeout=60.0)
+        step = shardwise.load_checkpoint(tmp_path)["step"]
+        assert step >= last + (1 if async_save else 2), "at most the save under way is lost"
+        training = Training(shardwise.Mesh.open("tp1"), "llama", lost=True)
+        training.load(tmp_path)
+        alike = Training(shardwise.Mesh.open("tp1"), "llama")
+        alike.steps(step)
+        found, expected = training.whole(), alike.whole()
+        worst = max(float((found[name] - value).abs().max()) for name, value in expected.items() if name.endswith("t"))
+        assert worst < 1e-4
+        last = step
+    training.save(tmp_path, extra={"step": 10**6}, keep_last=1)
+    assert is_clean(tmp_path, {"step-1000000"})
+
+
+@pytest.mark.single
+def test_a_full_disk_is_an_error_and_takes_nothing(tmp_path):
+    """A limit on the size of files stands for a disk that takes no more."""
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    training.steps(1)
+    training.save(tmp_path, extra={"step": 1})
+    before = training.whole()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(LoadError, match="the checkpoint cannot be written"):
+            training.save(tmp_path, extra={"step": 2})
+        with pytest.raises(LoadError, match="the checkpoint cannot be written"):
+            training.save(tmp_path, extra={"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, former)
+    assert is_clean(tmp_path, {"step-1"})
+    assert training.load(tmp_path) == {"step": 1}
+    assert not differing(training.whole(), before)

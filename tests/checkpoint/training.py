@@ -1,0 +1,99 @@
+"""What tests of checkpoints train, and how they look at what came of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+import shardwise
+from shardwise.runtime.canonical import canonical_tensor
+from shardwise.runtime.registry import find_parameters, local_part
+from tests.families import rows_of, tiny_batch, tiny_model
+
+ROWS = 12
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-6, weight_decay=0.1),
+    "sgd": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
+    "amsgrad": functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-6, amsgrad=True),
+}
+GROUPS = ({"max_dims": 1, "weight_decay": 0.0}, {"params": "**.0.**", "lr": 2e-2})
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    "llama-1kv": {"num_key_value_heads": 1, "tied": True, "vocab_size": 97},
+    "gpt2": {"tied": True},
+    "phi3": {"num_key_value_heads": 1},
+    "mixtral": {"num_key_value_heads": 2, "router_aux_loss_coef": 0.0},
+    "qwen3": {"num_key_value_heads": 2},
+    "bert": {},
+}
+
+
+class Training:
+    """A tiny model on a mesh, its optimizer, its schedule and its batch.
+
+    Args:
+        lost: whether its weights are not those of the family, but to be loaded.
+    """
+
+    def __init__(self, mesh: Any, family: str, optimizer: str = "adamw", *, lost: bool = False, **options: Any) -> None:
+        chosen = {**FAMILIES[family], **options.pop("model", {})}
+        whole = tiny_model(family.split("-")[0], **chosen)
+        self.batch = tiny_batch(whole, rows=ROWS)
+        if lost:
+            for parameter in whole.parameters():
+                parameter.data.mul_(1.5)
+        self.mesh = mesh
+        self.model = shardwise.parallelize(whole, mesh, **options)
+        made = OPTIMIZERS[optimizer]
+        self.optimizer = shardwise.build_optimizer(self.model, made.func, groups=GROUPS, **made.keywords)
+        self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
+        self._step = shardwise.TrainStep(self.model, mesh)
+
+    def steps(self, number: int) -> list[float]:
+        """Takes steps; returns their losses."""
+        losses = []
+        for _ in range(number):
+            losses.append(float(self._step(rows_of(self.batch, self.mesh)).loss))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+        return losses
+
+    def save(self, path: Any, **options: Any) -> Any:
+        """Saves everything."""
+        saved = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule}
+        return shardwise.save_checkpoint(path, **{**saved, **options})
+
+    def load(self, path: Any, tag: str | None = None, **options: Any) -> Any:
+        """Loads everything."""
+        saved = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule}
+        return shardwise.load_checkpoint(path, tag, **{**saved, **options})
+
+    def whole(self) -> dict[str, Any]:
+        """Every full tensor of the model and the optimizer, and every number of it."""
+        found: dict[str, Any] = dict(shardwise.full_state_dict(self.model))
+        options = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter, entry in find_parameters(self.model):
+            group = options[id(parameter)]
+            found[f"{name}: options"] = {key: value for key, value in group.items() if key != "params"}
+            for state, value in self.optimizer.state[parameter].items():
+                key = f"{name}: {state}"
+                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                if isinstance(value, torch.Tensor) and value.ndim:
+                    assert local_part(value).shape == local_part(parameter).shape
+                    found[key] = canonical_tensor(value, entry.layout, self.mesh)
+        found["schedule"] = self.schedule.state_dict()
+        return found
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Names of what is not the same in both, bit for bit."""
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())[:5]
+    return [
+        name
+        for name, value in a.items()
+        if not (torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name])
+    ]
