@@ -11,13 +11,20 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError, UnsupportedError
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.runtime.absent import Absent
 from shardwise.search.layer_order import find_layer_order
+from shardwise.search.planning import plan_for
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
-from tests.staged import gradients_of, stages_of, train
+from tests.staged import StageMesh, gradients_of, split_and_train, stages_of, train
 
 pytestmark = pytest.mark.single
 
@@ -64,6 +71,40 @@ def test_cut_in_front_of_every_layer(name):
         allowed = 1e-4 * float(gradient.abs().max()) + 1e-6
         assert float((found[parameter_name] - gradient).abs().max()) < allowed, parameter_name
     assert [len(each) for each in outgoing] == [len(each) for each in order.crossings]
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [("llama", False), ("llama", True), ("mixtral", False), ("mixtral", True), ("t5", True)],
+)
+def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parallel):
+    monkeypatch.setattr("shardwise.train.gradients._sum_over_stages", lambda *_: None)  # they are summed here
+    model = model_of(name)
+    batch = batch_of(name, model)
+    loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=sequence_parallel))
+    expected = model(**batch).loss
+    expected.backward()
+    assert abs(loss - float(expected.detach())) < 1e-5
+    for parameter_name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        allowed = 1e-4 * float(gradient.abs().max()) + 1e-6
+        assert float((found[parameter_name] - gradient).abs().max()) < allowed, parameter_name
+
+
+def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():
+    model = tiny_model("llama")
+    spec = ParallelSpec(sequence_parallel=True)
+    order = find_layer_order(model)
+    shape = MeshShape(pp_size=2, tp_size=2)
+    rules = plan_for(model, spec, tp_size=2)
+    plan = decide_split(rules, model, read_facts(model), shape, sequence_parallel=True, order=order)
+
+    def rank(group):
+        copied = copy.deepcopy(model)
+        registry = apply_plan(copied, StageMesh(group, num_stages=2, stage=1), plan, spec)
+        return registry.stages.shapes(1, tiny_batch(model, length=13))[0][0].shape
+
+    assert run_ranks(rank, 2) == [(2, 7, 64)] * 2
 
 
 def test_what_crosses_is_what_is_needed():

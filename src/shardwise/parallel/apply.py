@@ -14,7 +14,7 @@ from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
-from shardwise.parallel.stages import apply_stages
+from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
 from shardwise.plan.decision import SplitPlan
@@ -80,8 +80,14 @@ def apply_plan(
     apply_compilation(model, registry, spec.compilation)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)
+    fit_absent(registry, compute_dtype=_compute_dtype(spec, dtype))
     guard_hooks(model, registry)
     return registry
+
+
+def _compute_dtype(spec: ParallelSpec, dtype: torch.dtype | None) -> torch.dtype | None:
+    """That of the computation, where it is another than that of the parameters as they came."""
+    return getattr(torch, spec.precision.compute) if spec.precision is not None else dtype
 
 
 def check_unsplit(model: nn.Module) -> None:

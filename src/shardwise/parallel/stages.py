@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection
 
+import torch
 from torch import nn
 
 from shardwise.plan.pipeline_plan import PipelinePlan
@@ -12,9 +13,10 @@ from shardwise.plan.structure import upwards
 from shardwise.runtime.absent import Absent
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
-from shardwise.runtime.stages import Module, Staged, Stages, Watched
+from shardwise.runtime.stage_run import Module
+from shardwise.runtime.stages import Around, Staged, Stages, Watched
 
-__all__ = ["apply_stages", "keep_stages"]
+__all__ = ["apply_stages", "fit_absent", "keep_stages"]
 
 
 def apply_stages(model: nn.Module, registry: Registry) -> Stages:
@@ -33,6 +35,45 @@ def apply_stages(model: nn.Module, registry: Registry) -> Stages:
     return registry.stages
 
 
+def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
+    """Gives absent parameters what the present ones have where they are used: the mesh's device, the dtype of the
+    computation, and of those inside of layers the shape of this tp rank's part. Communicates nothing.
+    """
+    stages, mesh = registry.stages, registry.mesh
+    if stages is None:
+        return
+    stages.context = registry.context if mesh.size("tp") > 1 else None
+    _note_split_segments(stages, registry)
+    names = {id(module): name for name, module in stages.model.named_modules()}
+    layers = set(stages.plan.order.calls)
+    absent = {**stages.absent, **{(module, own): module.__dict__[own] for module, own in stages.foreign}}
+    for (module, own), old in absent.items():
+        fqn = f"{names[id(module)]}.{own}" if names[id(module)] else own
+        inside = any(name in layers for name in upwards(fqn))
+        shape = registry.entry(fqn).tensor_layout.local_shape(mesh.coords) if inside else tuple(old.meta.shape)
+        dtype = compute_dtype if compute_dtype is not None and old.meta.is_floating_point() else old.meta.dtype
+        new = Absent.of(shape, dtype, mesh.device)
+        if (module, own) in stages.foreign:
+            module.__dict__[own] = new
+        else:
+            stages.absent[module, own] = new
+
+
+def _note_split_segments(stages: Stages, registry: Registry) -> None:
+    """Finds the segments before which the first layer of a stack has split the sequence, and its last one not yet
+    gathered it.
+    """
+    sequence = registry.plan.sequence
+    ends = {stack.fqn: stack.items for stack in registry.plan.stacks}
+    splits = {ends[stack.fqn][0]: stack.fqn for stack in sequence.stacks} if sequence is not None else {}
+    gathers = {ends[stack][-1] for stack in splits.values()}
+    is_open: str | None = None
+    for segment, layer in enumerate(stages.plan.order.calls):
+        if is_open is not None:
+            stages.split[segment] = is_open
+        is_open = None if layer in gathers else splits.get(layer, is_open)
+
+
 def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -> Stages:
     """Makes `model` the stages `own`, in place. Communicates nothing."""
     stages = Stages(own=tuple(own), model=model, plan=plan)
@@ -45,7 +86,9 @@ def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -
 
     _let_go(model, stages, runs)
     for name, module in list(model.named_modules()):
-        if name not in around and (name in layers or runs(name)):
+        if name in around and name and type(module).forward is not nn.Module.forward:
+            apply_mixin(module, Around, _stages=stages)
+        elif name not in around and (name in layers or runs(name)):
             stages.modules[module] = Module(name, type(module), is_layer=name in layers)
             apply_mixin(module, Watched, _stages=stages)
     apply_mixin(model, Staged, _stages=stages)
@@ -75,5 +118,6 @@ def _let_go(model: nn.Module, stages: Stages, runs: Callable[[str], bool]) -> No
         if not {stage for fqn in fqns for stage in holders[fqn]} & set(stages.own):
             del module._parameters[own]
             module.__dict__[own] = absent
+            stages.foreign[module, own] = fqns[0]
         elif runs(fqns[0]):
             stages.absent[module, own] = absent
