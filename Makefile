@@ -63,10 +63,10 @@ contract: $(READY)
 pure: $(READY)
 	$(PY) -m pytest -q -m pure
 
-# Ranks that wait for each other leave cores idle: two tests at a time. Those that share ranks or a module's fixture stay
+# Ranks that wait for each other leave cores idle: three tests at a time on two cores. Those that share ranks or a module's fixture stay
 # together (tests/conftest.py); the largest groups begin.
 test: check
-	$(PY) -m pytest -q -m 'not pure' --numprocesses 2 --dist loadgroup
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup
 
 demo: $(READY)
 	$(PY) examples/demo.py
@@ -75,7 +75,8 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py; do echo "== $$file"; $(PY) "$$file"; done
 
 coverage: $(READY)
-	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py tests/train/test_data_parallel.py
+	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \
+		tests/train/test_data_parallel.py tests/search/test_real_sizes.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md

@@ -30,7 +30,7 @@ import shardwise
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 
-MAX_TOGETHER = 20
+MAX_TOGETHER = 12
 """Cases that one set of ranks runs: starting ranks costs as much as a small case, and a test has a time limit."""
 
 _FOUND = pytest.StashKey[dict[str, list[Any]]]()

@@ -18,6 +18,7 @@ from shardwise.search import deriving
 from shardwise.search.deriving import derive_plan
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import shrink_config
+from tests.families import FULL_PRODUCT
 
 # Hybrids, with the kind of layer that all of theirs are here. They cannot build a cache for it.
 LINEAR = {
@@ -30,8 +31,13 @@ LINEAR = {
 
 
 @pytest.mark.single
-@pytest.mark.parametrize("model_type", LINEAR)
-@pytest.mark.parametrize("limit", [0, 8_000_000], ids=["by a smaller tiny model", "by its own tiny model"])
+@pytest.mark.parametrize(
+    ("model_type", "limit"),  # what is its own tiny model, or gets a smaller one
+    [
+        *((each, 8_000_000) for each in LINEAR),
+        *((each, 0) for each in (LINEAR if FULL_PRODUCT else ("granitemoehybrid", "recurrent_gemma"))),
+    ],
+)
 def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypatch):
     field, kind, name = LINEAR[model_type]
     config = default_config(model_type)
@@ -84,9 +90,9 @@ def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
 
 
 @pytest.mark.single
-@pytest.mark.parametrize(("tp_size", "heads", "key_value_heads"), [(16, 64, 16), (16, 64, 8), (3, 12, 6)])
+@pytest.mark.parametrize(("tp_size", "heads", "key_value_heads"), [(10, 20, 10), (16, 64, 8), (3, 12, 6)])
 def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
-    """The tiny model of two ranks has eight heads, too few for sixteen ranks."""
+    """The tiny model of two ranks has eight heads, too few for ten or sixteen ranks."""
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
     fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
     found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
