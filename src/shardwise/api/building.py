@@ -6,14 +6,17 @@ import copy
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.lora.files import load_adapter_weights
+from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
 from shardwise.parallel.construction import Construction
@@ -22,7 +25,9 @@ from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import initialize_missing, record_missing
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
+from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.adapters import find_model
+from shardwise.weights.conversion import Resolution
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 
@@ -43,8 +48,9 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     pipeline: Pipeline | None = None,
     dtype: torch.dtype | str | None = None,
     seed: int = 0,
+    adapter: Any = None,
     **options: Any,
-) -> PreTrainedModel:
+) -> Any:
     """Loads a model into its split form: each rank reads only the slices it keeps.
 
     Args:
@@ -57,25 +63,30 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         dtype: what floating-point weights are converted to; by default `precision.params`, or without a `precision`
             the config's, or else the checkpoint's.
         seed: of the values that no checkpoint gives; they depend on it alone, not on the layout.
+        adapter: a PEFT config, such as `peft.LoraConfig`, of an adapter that starts at random values, or the directory
+            or hub id of one: the base is frozen, and the adapter is to be trained.
         options: handed on: to the hub (`revision`, `token`, …), to the config (its attributes), to the model class
             (`attn_implementation`, …); `ignore_mismatched_sizes` and `key_mapping` as in `from_pretrained`;
             `allow_missing` and `allow_unused`: patterns of parameters that the checkpoint need not have (they start at
             random values) and of its tensors in layers that the model does not have, or True for all of them.
 
     Returns:
-        The split model on the mesh's device, in eval mode as `from_pretrained` leaves it.
+        The split model on the mesh's device, in eval mode as `from_pretrained` leaves it; with an adapter, PEFT's model
+        around it.
 
     Raises:
+        ConfigError: the adapter fits no module of the model, or `peft` is not installed.
         LoadError: files or tensors are missing or damaged, do not fit the model or hold NaN. The same on every rank.
         PlanError: the plan cannot be followed.
-        UnsupportedError: the class does not serve the config, or the checkpoint is quantized.
+        UnsupportedError: the class does not serve the config, the checkpoint is quantized, or the adapter's first
+            values are computed from full weights (PiSSA, DoRA).
 
     Communicates: a few small gathers over all ranks: a fault of one is raised on all, and models must be the same.
     """
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = precision.params
-    return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, options=options)
+    return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, adapter=adapter, options=options)
 
 
 def _load(
@@ -86,8 +97,9 @@ def _load(
     auto_class: Any,
     dtype: torch.dtype | str | None,
     seed: int,
+    adapter: Any,
     options: dict[str, Any],
-) -> PreTrainedModel:
+) -> Any:
     with raise_on_all_ranks(mesh.group(), "building the model"):
         allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
         where = {name: options[name] for name in HUB_OPTIONS if name in options}
@@ -103,6 +115,11 @@ def _load(
         if index is not None:
             found = find_weights(model, index, allowed=allowed, key_mapping=key_mapping)
         unsplit = record_missing(model, construction, found.tensors if found else ())
+        whole: Any = model
+        if adapter is not None:
+            with construction:
+                whole = inject(model, adapter)
+            unsplit, found = _with_adapters(model, unsplit, found)
     with index or nullcontext():
         registry = prepare(model, mesh, spec)
         with raise_on_all_ranks(mesh.group(), "loading"):
@@ -111,7 +128,24 @@ def _load(
                 model.config.name_or_path = model.name_or_path = os.fspath(source)
                 read_generation_config(model, source, where)
             initialize_missing(model, registry, construction, unsplit, seed=seed)
-    return model
+            if isinstance(adapter, str | os.PathLike):
+                load_adapter_weights(whole, adapter)
+    return whole
+
+
+def _with_adapters(
+    model: PreTrainedModel, unsplit: Mapping[str, Tensor], found: Resolution | None
+) -> tuple[dict[str, Tensor], Resolution | None]:
+    """What was known of the tensors of `model` before it had adapters, by the names that they have now."""
+    names = names_in_base(model)
+    tensors = {fqn: value.detach() for fqn, value in model.named_parameters() if fqn not in names}
+    tensors |= {fqn: unsplit[base] for fqn, base in names.items() if base in unsplit}
+    if found is None:
+        return tensors, None
+    known = {fqn: found.tensors[base] for fqn, base in names.items() if base in found.tensors}
+    first = {base: fqn for fqn, base in reversed(names.items())}
+    duplicates = {first[alias]: first[base] for alias, base in found.duplicates.items()}
+    return tensors, replace(found, tensors=known, duplicates=duplicates)
 
 
 def _stored_dtype(index: CheckpointIndex | None) -> torch.dtype | None:

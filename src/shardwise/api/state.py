@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.export import write_pretrained
+from shardwise.checkpoint.export import Base, write_pretrained
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.lora.files import adapter_state, write_adapter_files
+from shardwise.lora.merging import Merger, base_tensors
+from shardwise.runtime.adapters import find_model, has_adapters
 from shardwise.runtime.canonical import canonical_tensors, state_names
 from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
+from shardwise.runtime.replicas import check_replicas
 from shardwise.train.gradients import gradients_of
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
+
+_ADAPTER_MODES = ("only", "with_base", "merged")
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -51,7 +61,12 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
 
 
 def export_pretrained(
-    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9, tokenizer: Any = None
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: Any = None,
+    adapter: str | None = None,
 ) -> None:
     """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
 
@@ -62,11 +77,62 @@ def export_pretrained(
         directory: where to; other files in it are kept, its old weights replaced.
         max_shard_bytes: of tensors per file.
         tokenizer: saved with the weights; by default that of the directory the model was loaded from, if it has one.
+        adapter: what to write of a model with adapters: "only" (the default) these, as PEFT does, further ones in
+            directories of their names; "with_base" the base, and these in the directory `adapter` inside; "merged" the
+            model with its active adapters added to its weights. Files are the same for every layout.
 
     Raises:
+        ConfigError: `adapter` is none of these, or the model has none; or adapters are merged at the moment, or are to
+            be merged and switched off.
         LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
         LayoutError: ranks hold different copies of a parameter.
 
     Communicates: over all ranks, one gather of digests; over tp, one gather to rank 0 of each split parameter.
     """
-    write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+    mode = _adapter_mode(model, adapter)
+    if mode is None:
+        write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
+        return
+    mesh = registry_of(model).mesh
+    check_replicas(model)
+    states = {} if mode == "merged" else {name: adapter_state(model, name, rank0_only=True) for name in _names(model)}
+    if mode == "only":
+        with raise_on_all_ranks(mesh.group(), "writing the adapter"):
+            if mesh.rank == 0:
+                _write_adapters(model, Path(directory), states)
+        return
+    with raise_on_all_ranks(mesh.group(), "preparing the export"):
+        names = base_tensors(model, merged=mode == "merged")
+        base = Base(names=names, add=lambda staging: _write_adapters(model, staging / "adapter", states))
+        if mode == "merged":
+            base = Base(names=names, change=Merger(model).merge)
+    inner = find_model(model)
+    write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
+
+
+def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
+    """What is to be written of the adapters; None where the model has none."""
+    if adapter is not None and adapter not in _ADAPTER_MODES:
+        raise ConfigError(
+            f"unknown adapter mode {adapter!r}{did_you_mean(adapter, _ADAPTER_MODES)}",
+            fix=f"use one of {', '.join(map(repr, _ADAPTER_MODES))}",
+        )
+    if has_adapters(model):
+        return adapter or "only"
+    if adapter is not None:
+        raise ConfigError(f"an export of {type(model).__name__} with adapter={adapter!r}", why="it has no adapters")
+    return None
+
+
+def _names(model: nn.Module) -> list[str]:
+    return list(model.peft_config)  # type: ignore[arg-type]
+
+
+def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    try:
+        for name, state in states.items():
+            write_adapter_files(model, directory if name == "default" else directory / name, name, state)
+    except OSError as error:
+        raise LoadError(
+            f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300], fix="pass a directory that can be made"
+        ) from error

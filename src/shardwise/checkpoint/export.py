@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,34 @@ from shardwise.runtime.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 
-__all__ = ["export_bytes", "write_pretrained"]
+__all__ = ["Base", "export_bytes", "write_pretrained"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """What is written of a model with adapters.
+
+    Attributes:
+        names: name of each tensor without adapters, to the model's own.
+        change: makes the tensor to be written from the model's name of one and the full tensor, which only rank 0 has;
+            called on all ranks alike.
+        add: writes what lies beside the weights into a directory; called on rank 0.
+    """
+
+    names: Mapping[str, str]
+    change: Callable[[str, Tensor | None], Tensor | None] = lambda name, full: full
+    add: Callable[[Path], None] = lambda directory: None
+
+
 def write_pretrained(
-    model: nn.Module, directory: str | os.PathLike[str], *, max_shard_bytes: int, tokenizer: Any
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int,
+    tokenizer: Any,
+    base: Base | None = None,
 ) -> None:
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
@@ -38,17 +60,21 @@ def write_pretrained(
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
             )
-        wholes = _wholes(model, dtypes)
+        base = base or Base(names={name: name for name in state_names(model)})
+        every = _wholes(model, dtypes)
+        wholes = {name: every[own] for name, own in base.names.items()}
         groups = plan_export(model, wholes)
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
     try:
-        fault = _stream(model, groups, wholes, writer)
+        fault = _stream(model, groups, wholes, writer, base)
         with raise_on_all_ranks(registry.mesh.group(), "writing the export"):
             if fault is not None:
                 raise fault
             if writer is not None:
                 _write_companions(model, writer.staging, tokenizer)
-                writer.finish({"total_parameters": _total(model, wholes, Tensor.numel)})
+                base.add(writer.staging)
+                written = {own: every[own] for own in base.names.values()}
+                writer.finish({"total_parameters": _total(model, written, Tensor.numel)})
     finally:
         if writer is not None:
             writer.abort()
@@ -60,7 +86,11 @@ def export_bytes(model: nn.Module) -> int:
 
 
 def _stream(
-    model: nn.Module, groups: tuple[ExportGroup, ...], wholes: Mapping[str, Tensor], writer: PretrainedWriter | None
+    model: nn.Module,
+    groups: tuple[ExportGroup, ...],
+    wholes: Mapping[str, Tensor],
+    writer: PretrainedWriter | None,
+    base: Base,
 ) -> Exception | None:
     """Gathers and writes group by group. A fault of the writer is kept: the others still expect to gather."""
     values, entries = state_names(model), named_entries(model)
@@ -69,13 +99,15 @@ def _stream(
     for group in groups:
         state = {}
         for fqn in group.fqns:
-            entry, local, dtype = entries.get(fqn), values[fqn], wholes[fqn].dtype
+            own, dtype = base.names[fqn], wholes[fqn].dtype
+            entry, local = entries.get(own), values[own]
             full = None
             if entry is not None:
                 local, mesh = held.get(entry.fqn), entry.registry.mesh
                 full = canonical_tensor(local, entry.layout, mesh, rank0_only=True, dtype=dtype)
             elif local is not None:
                 full = local.detach().cpu()
+            full = base.change(own, full)
             if full is not None:
                 state[fqn] = full
         if writer is None or fault is not None:

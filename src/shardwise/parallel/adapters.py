@@ -12,11 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
-from shardwise.parallel.adapter_facts import describe_adapter
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.decision import ParameterPlan
+from shardwise.runtime.adapter_facts import describe_adapter
 from shardwise.runtime.adapters import is_adapter, unwrapped
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
@@ -61,8 +62,18 @@ class SplitAdapter:
         _split_later(self, self._fqn, adapter_name, self._registry)
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back."""
+        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back.
+
+        Raises:
+            UnsupportedError: FSDP2 shards it.
+        """
         base = unwrapped(self)  # type: ignore[arg-type]
+        if any(isinstance(value, DTensor) for value in base._parameters.values()):
+            raise UnsupportedError(
+                f"merging adapters into the weight of {self._fqn} that FSDP2 holds",
+                why="a rank has some of its rows, and the adapters are gathered for their forward only",
+                fix='write the merged model with shardwise.export_pretrained(model, directory, adapter="merged")',
+            )
         if not self._unmerged:
             for name, value in base._parameters.items():
                 if value is not None:

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from shardwise.parallel.adapter_facts import places_in, read_adapters
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, upwards
+from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.construction import Construction
+from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.registry import Registry, attach_entry
 
@@ -72,14 +73,16 @@ def initialize_missing(
     Communicates: nothing.
     """
     missing: dict[str, list[str]] = {}
+    bases = names_in_base(model)  # adapters change no other value
     filled = {registry.tied.get(fqn, fqn) for fqn, value in _named_tensors(model) if not value.is_meta}
     for fqn in unsplit:
         if fqn not in filled and fqn not in registry.tied:
             missing.setdefault(fqn.rpartition(".")[0], []).append(fqn)
-    for owner, fqns in missing.items():
+    for fqns in missing.values():
         if not any(map(registry.holds, fqns)):
             continue
-        drawn = _drawn(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{owner}")
+        stream = bases.get(fqns[0], fqns[0]).rpartition(".")[0]
+        drawn = _drawn(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{stream}")
         for fqn, value in zip(fqns, drawn, strict=True):
             _check_initialized(fqn, value)
             if not registry.holds(fqn):

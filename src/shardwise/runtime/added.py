@@ -93,7 +93,8 @@ def _watch_registrations() -> None:
 
 
 def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    if name not in _WRAPPED or module is None or not hasattr(type(parent), "adapter_layer_names"):
+    is_wrapped = name in _WRAPPED and hasattr(type(parent), "adapter_layer_names")
+    if module is None or not (is_wrapped or isinstance(parent, nn.ModuleDict)):
         return
     if module.__dict__.get(_GIVEN) == "split":
         known = next((entry_of(value) for value in module.parameters() if entry_of(value) is not None), None)

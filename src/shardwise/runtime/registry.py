@@ -16,6 +16,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ __all__ = [
     "local_part",
     "mark",
     "named_entries",
+    "names_only",
     "note_parameters",
     "registry_of",
     "reshard",
@@ -197,6 +199,7 @@ class Registry:
     stage_roots: dict[int, nn.Module] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
     model: Callable[[], nn.Module | None] = lambda: None
+    reads_names: bool = False
     stages: Stages | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
@@ -358,6 +361,16 @@ def local_part(value: Tensor) -> Tensor:
     if isinstance(value, LocalGradient):
         return value.local()
     return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
+
+
+@contextmanager
+def names_only(registry: Registry) -> Iterator[None]:
+    """Inside, `state_dict()` of modules is no error: only its names are read."""
+    registry.reads_names = True
+    try:
+        yield
+    finally:
+        registry.reads_names = False
 
 
 def registry_of(model: nn.Module) -> Registry:

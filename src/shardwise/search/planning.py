@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.parallel.adapter_facts import without_adapters
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.families import PROVED
@@ -24,6 +23,7 @@ from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import seeded
+from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.search.deriving import Derivation, derive_plan
 from shardwise.search.kept import keep, path_of, read_kept
 

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter
 from shardwise.runtime.adapters import base_of, has_adapters, is_adapter, is_saved_copy, unwrapped
 
-__all__ = ["Place", "describe_adapter", "places_in", "read_adapters", "without_adapters"]
+__all__ = ["Place", "describe_adapter", "names_in_base", "places_in", "read_adapters", "without_adapters"]
 
 # Which dim of PEFT's own weights runs along the input and the output features of what they adapt.
 _DIMS = {"lora_A": (1, None), "lora_B": (None, 0), "lora_embedding_A": (1, None), "lora_embedding_B": (None, 0)}
@@ -63,6 +63,17 @@ def places_in(model: nn.Module) -> Iterator[Place]:
                     yield from walk(copied, f"{_joined(fqn, own)}.{name}", base, is_copy=True)
 
     yield from walk(model, "", "", is_copy=False)
+
+
+def names_in_base(model: nn.Module) -> dict[str, str]:
+    """FQN of every parameter and buffer that is no adapter's, trained copies included, to its name in the base."""
+    return {
+        _joined(place.fqn, own): _joined(place.base, own)
+        for place in places_in(model)
+        if not place.is_wrapper
+        for own, value in (*place.module._parameters.items(), *place.module._buffers.items())
+        if value is not None
+    }
 
 
 def read_adapters(model: nn.Module) -> AdapterFacts | None:

@@ -1,0 +1,1 @@
+"""LoRA and its kin, over `peft`."""

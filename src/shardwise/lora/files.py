@@ -1,0 +1,123 @@
+"""Adapter files: PEFT's own, both ways, the same for every layout."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import LoadError
+from shardwise.lora.library import peft
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.canonical import canonical_tensor, state_tensors
+from shardwise.runtime.registry import Registry, named_entries, names_only, registry_of, reshard
+
+__all__ = ["adapter_state", "load_adapter_weights", "write_adapter_files"]
+
+_PREFIX = "base_model.model."
+
+
+def adapter_state(model: nn.Module, name: str = "default", *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """What PEFT's file of an adapter holds: full CPU tensors by its names; with `rank0_only` an empty dict elsewhere.
+
+    These are all parts of a model that training an adapter changes: A and B, trained copies of modules and biases.
+
+    Communicates: over all ranks, one gather of names; of each tensor, what `canonical_tensor` does.
+    """
+    registry = registry_of(model)
+    reshard(model)
+    values, entries = state_tensors(model, remove_duplicate=False), named_entries(model)
+    shown = {
+        fqn: torch.empty(
+            value.shape if fqn not in entries else entries[fqn].layout.shape, dtype=value.dtype, device="meta"
+        )
+        for fqn, value in values.items()
+    }
+    found = _chosen(model, shown, name, registry)
+    state = {}
+    for key, fqn in found.items():
+        if fqn not in entries:
+            full: Tensor | None = values[fqn].detach().to("cpu", copy=True)
+        else:
+            full = canonical_tensor(values[fqn].detach(), entries[fqn].layout, registry.mesh, rank0_only=rank0_only)
+        if full is not None and not (rank0_only and registry.mesh.rank):
+            state[key] = full.contiguous()
+    return state
+
+
+def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: Registry) -> dict[str, str]:
+    """PEFT's name of every tensor that belongs to the file, to the model's: rank 0 asks PEFT, which may look around."""
+    chosen: dict[str, str] | None = None
+    if registry.mesh.rank == 0:
+        names = {id(value): fqn for fqn, value in shown.items()}
+        with names_only(registry):
+            state = peft().get_peft_model_state_dict(model, state_dict=dict(shown), adapter_name=name)
+        prefix = "" if find_model(model) is not model else _PREFIX
+        chosen = {f"{prefix}{key}": names[id(value)] for key, value in state.items()}
+    group = registry.mesh.group()
+    return dict(all_gather_objects(chosen, group)[0] if group is not None else chosen or {})
+
+
+def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Mapping[str, Tensor]) -> None:
+    """Writes an adapter's weights and config, for rank 0; the config lies in the weights' header, too.
+
+    Raises:
+        OSError: it cannot.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    base = find_model(model)
+    configs: Any = model.peft_config
+    config = copy.deepcopy(configs[name])
+    config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        base_class = type(base)
+        mapping = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
+    partial = directory / ".adapter_model.safetensors.partial"
+    config.save_pretrained(directory, auto_mapping_dict=mapping)
+    text = (directory / "adapter_config.json").read_text(encoding="utf-8")
+    header = {"format": "pt", "adapter_config": json.dumps(json.loads(text), sort_keys=True)}
+    save_file(dict(state), partial, metadata=header)
+    partial.replace(directory / "adapter_model.safetensors")
+
+
+def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: str = "default") -> None:
+    """Fills the adapter of that name, which has values already, with those that lie at `place`; each rank its parts.
+
+    Raises:
+        LoadError: the files are of another model, rank or kind of adapter, or cannot be read.
+
+    Communicates: nothing.
+    """
+    where = os.fspath(place)
+    try:
+        weights = peft().load_peft_weights(where, device=str(registry_of(model).mesh.device))
+    except Exception as error:  # no file, a damaged file, no network
+        raise LoadError(f"no adapter weights at {where!r}", why=" ".join(str(error).split())[:300]) from error
+    try:
+        with names_only(registry_of(model)):
+            result = peft().set_peft_model_state_dict(model, weights, adapter_name=name)
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise LoadError(
+            f"the adapter at {where!r} does not fit the model",
+            why="\n".join(str(error).splitlines()[:4]),
+            fix="load it with its own config and base model",
+        ) from error
+    marks = (f".{name}.", f".{name}")
+    lost = [key for key in result.missing_keys if ".lora_" in key and any(mark in key for mark in marks)]
+    if result.unexpected_keys or lost:
+        raise LoadError(
+            f"the adapter at {where!r} is none of this model",
+            why=f"it has {len(result.unexpected_keys)} tensors that have no place here, such as "
+            f"{(result.unexpected_keys or ['none'])[0]}, and lacks {len(lost)}, such as {(lost or ['none'])[0]}",
+            fix="load it with its own config and base model",
+        )

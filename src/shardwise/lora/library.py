@@ -1,0 +1,24 @@
+"""The `peft` library, which is optional: imported when adapters are asked for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+__all__ = ["peft"]
+
+
+def peft() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "adapters need peft, which cannot be imported", why=str(error), fix="pip install 'shardwise[lora]'"
+        ) from error

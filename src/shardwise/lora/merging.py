@@ -1,0 +1,140 @@
+"""Weights with their adapters added, for exports: made of full tensors, so that they are the same for every layout."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.runtime.adapter_facts import places_in
+from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
+from shardwise.runtime.canonical import canonical_tensor
+from shardwise.runtime.registry import entry_of, find_parameters, registry_of
+
+__all__ = ["Merger", "base_tensors"]
+
+
+def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
+    """Name in the base of each of its parameters and persistent buffers, to its name in the model.
+
+    Args:
+        merged: whether to take the trained copies of modules instead of these.
+
+    Raises:
+        ConfigError: adapters are merged into the weights at the moment, or to be merged and switched off.
+    """
+    model = find_model(model)
+    for name, module in model.named_modules():
+        if not (is_adapter(module) or is_saved_copy(module)):
+            continue
+        adapter: Any = module
+        if adapter.merged_adapters:
+            raise ConfigError(f"{name} has its adapters merged into its weight", fix="call unmerge_adapter() first")
+        if merged and (adapter.disable_adapters or not adapter.active_adapters):
+            raise ConfigError(
+                f"the adapters of {name} are switched off",
+                why="merged they would be on",
+                fix='enable them, or export the base with adapter="with_base"',
+            )
+    found: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    for place in places_in(model):
+        if is_saved_copy(place.module):
+            chosen: Any = place.module
+            copies[place.fqn] = f"{place.fqn}.modules_to_save.{chosen.active_adapters[0]}" if merged else ""
+        if place.is_wrapper:
+            continue
+        around = next((fqn for fqn in copies if f"{place.fqn}.".startswith(f"{fqn}.")), None)
+        is_chosen = not place.is_copy
+        if around is not None and copies[around]:
+            is_chosen = f"{place.fqn}.".startswith(f"{copies[around]}.")
+        for own, value in (*place.module._parameters.items(), *place.module._buffers.items()):
+            if is_chosen and value is not None and own not in place.module._non_persistent_buffers_set:
+                found[_joined(place.base, own)] = _joined(place.fqn, own)
+    return found
+
+
+class Merger:
+    """Adds the active adapters to full weights, as PEFT's `merge_and_unload` does.
+
+    Args:
+        model: split; all ranks call alike.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        model = find_model(model)
+        names = {id(parameter): fqn for fqn, parameter, _ in find_parameters(model)}
+        self._registry = registry_of(model)
+        self._wrappers: dict[str, list[tuple[str, Any]]] = {}
+        for module in model.modules():
+            if not is_adapter(module):
+                continue
+            wrapper: Any = module
+            if not hasattr(wrapper, "lora_A") or wrapper.lora_variant:
+                raise UnsupportedError(
+                    f"merging adapters of {type(wrapper).__module__}", fix="export them by themselves"
+                )
+            for own, parameter in unwrapped(wrapper)._parameters.items():
+                if parameter is not None and (own == getattr(wrapper, "parameter_name", "weight") or own == "bias"):
+                    self._wrappers.setdefault(names[id(parameter)], []).append((own, wrapper))
+
+    @torch.no_grad()
+    def merge(self, fqn: str, full: Tensor | None) -> Tensor | None:
+        """`full`, a parameter of that name, with what its adapters add; None on ranks that have None.
+
+        Communicates: gathers of the adapters' parameters to rank 0.
+        """
+        for own, wrapper in self._wrappers.get(self._registry.tied.get(fqn, fqn), ()):
+            for adapter in wrapper.active_adapters:
+                if own == "bias":
+                    added = self._added_bias(wrapper, adapter)
+                else:
+                    added = self._added_weight(wrapper, adapter, full)
+                if full is not None and added is not None:
+                    full = full + added.to(full.dtype)
+        return full
+
+    def _added_weight(self, wrapper: Any, adapter: str, full: Tensor | None) -> Tensor | None:
+        parts: dict[str, dict[str, Any]] = {}
+        for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
+            held = getattr(wrapper, kind)
+            if adapter in held:
+                value = self._full(held[adapter] if isinstance(held[adapter], Tensor) else held[adapter].weight)
+                is_module = not isinstance(held[adapter], Tensor)
+                parts[kind] = {adapter: SimpleNamespace(weight=value) if is_module else value}
+        if not parts or full is None:
+            return None
+        whole = _Whole(wrapper, parts, full)
+        return type(wrapper).get_delta_weight(whole, adapter)
+
+    def _added_bias(self, wrapper: Any, adapter: str) -> Tensor | None:
+        bias = getattr(wrapper.lora_B[adapter], "bias", None) if adapter in wrapper.lora_B else None
+        found = None if bias is None else self._full(bias)
+        return None if found is None else found * wrapper.scaling[adapter]
+
+    def _full(self, parameter: Tensor) -> Tensor | None:
+        entry = entry_of(parameter)
+        if entry is None:
+            return parameter.detach().cpu()
+        return canonical_tensor(parameter.detach(), entry.layout, self._registry.mesh, rank0_only=True)
+
+
+class _Whole:
+    """Adapters as PEFT's formula for what they add sees them, with full tensors."""
+
+    def __init__(self, wrapper: Any, parts: dict[str, dict[str, Any]], weight: Tensor) -> None:
+        self.__dict__.update(parts, _wrapper=wrapper, _weight=weight)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_wrapper"], name)
+
+    def get_param(self) -> Tensor:
+        """The full weight of stacked experts."""
+        return self.__dict__["_weight"]
+
+
+def _joined(fqn: str, own: str) -> str:
+    return f"{fqn}.{own}" if fqn else own

@@ -1,0 +1,269 @@
+"""Adapters trained on ranks as PEFT trains them unsplit, and their files."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.runtime.registry import registry_of
+from tests.families import rows_of, tiny_batch, tiny_model
+from tests.oracle import differing, differing_gradients
+
+# peft warns of attributes that transformers has renamed, and of layers that are tied.
+pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+ADAM = {"lr": 1e-3, "eps": 1e-4}
+LAYOUTS = ["tp2", "tp4", "tp2+sp", "fsdp2", "ddp2", "fsdp2.tp2"]
+
+
+def with_lora(family, **options):
+    torch.manual_seed(4)
+    given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
+    return peft.get_peft_model(tiny_model(family, tied=family == "gpt2"), peft.LoraConfig(**given)).eval()
+
+
+def batch_of(model, rows=4):
+    batch = tiny_batch(model, rows=rows)
+    batch["labels"] = batch["input_ids"].clone()
+    return batch
+
+
+def train(mesh, layout, family, options, place):
+    """What differs from PEFT unsplit after three steps, and the adapter's file."""
+    full = with_lora(family, **options)
+    split = copy.deepcopy(full)
+    frozen = {name: value.data_ptr() for name, value in split.named_parameters() if not value.requires_grad}
+    split = shardwise.parallelize(split, mesh, sequence_parallel=layout.endswith("+sp"))
+    batch = batch_of(full)
+    theirs = torch.optim.AdamW([each for each in full.parameters() if each.requires_grad], **ADAM)
+    ours = shardwise.build_optimizer(split, torch.optim.AdamW, **ADAM)
+    step = shardwise.TrainStep(split, mesh)
+    problems = []
+    for _ in range(3):
+        loss = full(**batch).loss
+        loss.backward()
+        problems += differing("loss", step(rows_of(batch, mesh)).loss, loss, 1e-5)
+        expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
+        problems += differing_gradients(shardwise.full_gradients(split), expected)
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = shardwise.full_state_dict(split)
+    for name, value in full.state_dict().items():
+        problems += differing(name, found[name], value, 2e-5)
+    problems += [name for name in frozen if split.get_parameter(name).grad is not None]
+    if len(ours.state) != sum(value.requires_grad for value in split.parameters()):
+        problems.append("the optimizer has state of frozen parameters")
+    shardwise.export_pretrained(split, Path(place) / layout.replace("+", "-"))
+    return problems
+
+
+FAMILIES = {
+    "llama": {},
+    "gpt2": {"bias": "lora_only", "target_modules": ["c_attn", "c_proj", "wte"]},
+    "phi3": {"modules_to_save": ["lm_head"]},
+}
+CASES = [
+    *(("llama", layout) for layout in ("tp4", "tp2+sp", "fsdp2.tp2")),
+    *(("gpt2", layout) for layout in ("tp2", "fsdp2")),
+    *(("phi3", layout) for layout in ("tp2+sp", "ddp2")),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_three_steps_are_those_of_peft_unsplit(on_ranks, tmp_path_factory, layout, family):
+    place = tmp_path_factory.mktemp(family)
+    options = FAMILIES[family]
+    found = on_ranks(train, layout=layout.removesuffix("+sp"), options=options, place=str(place))
+    assert not any(found), found[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A base, and an adapter that plain PEFT trained for it."""
+    place = tmp_path_factory.mktemp("lora")
+    model = tiny_model("gpt2", tied=True, vocab_size=2048)  # large enough to be mapped
+    model.save_pretrained(place / "base")
+    torch.manual_seed(4)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "c_proj"], init_lora_weights=False, lora_alpha=3)
+    wrapped = peft.get_peft_model(model, config)
+    wrapped.save_pretrained(place / "adapter")
+    wrapped.merge_and_unload().save_pretrained(place / "merged")
+    return place
+
+
+def exchange_files(mesh, layout, place):
+    """An adapter loaded, and written in every mode; rank 0 compares with what PEFT reads and writes."""
+    place, out = Path(place), Path(place) / f"out-{mesh.shape}"
+    model = shardwise.load(place / "base", mesh, adapter=place / "adapter")
+    for mode in ("only", "with_base", "merged"):
+        shardwise.export_pretrained(model, out / mode, adapter=mode)
+    free = model(**tiny_batch(model)).loss.detach()
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(place / "base", attn_implementation="eager"), out / "only"
+    )
+    problems = differing("loss", free, theirs(**tiny_batch(theirs)).loss.detach(), 1e-5)
+    problems += [
+        f"{mode} of {file}"
+        for mode, file, other in (
+            ("only", "adapter_model.safetensors", place / "adapter"),
+            ("with_base", "adapter/adapter_model.safetensors", place),
+            ("with_base", "model.safetensors", place / "base"),
+        )
+        if not equal_files(out / mode / file, other / file)
+    ]
+    merged, expected = (load_file(each / "model.safetensors") for each in (out / "merged", place / "merged"))
+    for name, value in expected.items():
+        problems += differing(name, merged[name], value, 1e-6)
+    return problems + sorted(set(merged) ^ set(expected))
+
+
+def equal_files(one, other):
+    ours, theirs = load_file(one), load_file(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_files_are_pefts_both_ways(on_ranks, checkpoints, layout):
+    assert not any(found := on_ranks(exchange_files, place=str(checkpoints))), found[0]
+
+
+def start_adapter(mesh, layout, place):
+    """What is wrong with an adapter that starts at random values, and with further ones."""
+    base = Path(place) / "base"
+    config = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["ln_f"])
+    model = shardwise.load(base, mesh, adapter=config)
+    state, plain = shardwise.full_state_dict(model), shardwise.full_state_dict(shardwise.load(base, mesh))
+    problems = []
+    for name, value in state.items():
+        own = name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace("original_module.", "")
+        own = own.replace("modules_to_save.default.", "")
+        if ".lora_A." in name and not 0 < float(value.abs().max()) <= 1:
+            problems.append(f"{name} is no A")
+        elif ".lora_B." in name and value.any():
+            problems.append(f"{name} does not start at zero")
+        elif ".lora_" not in name and not torch.equal(value, plain[own]):
+            problems.append(f"{name} is not {own}")
+    mapped = set(registry_of(model).mapped)
+    where = {name: value.data_ptr() for name, value in model.named_parameters() if not value.requires_grad}
+    shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    problems += [f"{name} was copied" for name, place in where.items() if model.get_parameter(name).data_ptr() != place]
+    if mesh.data_size == 1 and not (mapped and registry_of(model).mapped == mapped):
+        problems.append("the frozen embedding is not mapped from its file")
+    return problems, {name: float(value.sum()) for name, value in state.items() if ".lora_A." in name}
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_an_adapter_starts_alike_in_every_layout_and_leaves_the_base_in_its_file(on_ranks, checkpoints, layout):
+    found = on_ranks(start_adapter, place=str(checkpoints))
+    assert not any(problems for problems, _ in found), found[0][0]
+    with shardwise.Mesh.open("tp1") as mesh:
+        assert found[0] == start_adapter(mesh, "tp1", str(checkpoints))
+
+
+def use_adapters(mesh, layout):
+    """What differs from PEFT unsplit as adapters are added, switched, merged and taken out again."""
+    full = with_lora("llama", target_modules=["q_proj", "o_proj", "down_proj"])
+    split = shardwise.parallelize(copy.deepcopy(full), mesh)
+    batch = batch_of(full)
+    problems = []
+
+    def compare(what):
+        nonlocal problems
+        problems += differing(what, split(**batch).loss.detach(), full(**batch).loss.detach(), 1e-5)
+
+    for model in (full, split):
+        torch.manual_seed(9)
+        more = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+        model.add_adapter("two", more)
+        model.set_adapter("two")
+    compare("the second adapter")
+    for model in (full, split):
+        model(**batch).loss.backward()
+    expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
+    problems += differing_gradients(shardwise.full_gradients(split), expected)
+    if mesh.data_size > 1:
+        with pytest.raises(UnsupportedError, match="merging adapters into .* that FSDP2 holds"):
+            split.merge_adapter()
+    else:
+        before = shardwise.full_state_dict(split)
+        for _ in range(100):
+            split.merge_adapter()
+            split.unmerge_adapter()
+        after = shardwise.full_state_dict(split)
+        problems += [f"{name} drifted" for name, value in after.items() if not torch.equal(value, before[name])]
+        for model in (full, split):
+            model.merge_adapter()
+        compare("merged")
+        for model in (full, split):
+            model.unmerge_adapter()
+    for model in (full, split):
+        model.set_adapter("default")
+    compare("the first adapter")
+    with full.disable_adapter(), split.disable_adapter():
+        compare("the base")
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_adapters_are_added_switched_merged_and_restored(on_ranks, layout):
+    assert not any(found := on_ranks(use_adapters)), found[0]
+
+
+def refuse(mesh, place):
+    base, texts = Path(place) / "base", []
+    other = Path(place) / f"other-{mesh.rank}"
+    peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(other)
+    for adapter, kind in (
+        (peft.LoraConfig(target_modules=["nothing"]), ConfigError),
+        (peft.LoraConfig(target_modules=["c_attn"], init_lora_weights="pissa"), UnsupportedError),
+        (peft.LoraConfig(target_modules=["c_attn"], use_dora=True), UnsupportedError),
+        (3, ConfigError),
+        (base, LoadError),
+        (other, ConfigError),
+    ):
+        with pytest.raises(kind) as raised:
+            shardwise.load(base, mesh, adapter=adapter)
+        texts.append(str(raised.value))
+    model = shardwise.load(base, mesh, adapter=Path(place) / "adapter")
+    plain = shardwise.load(base, mesh)
+    calls = [
+        lambda: shardwise.export_pretrained(model, other, adapter="megred"),
+        lambda: shardwise.export_pretrained(plain, other, adapter="merged"),
+        model.merge_and_unload,
+    ]
+    for call in calls:
+        with pytest.raises((ConfigError, UnsupportedError)) as raised:
+            call()
+        texts.append(str(raised.value))
+    with model.disable_adapter(), pytest.raises(ConfigError) as raised:
+        shardwise.export_pretrained(model, other, adapter="merged")
+    return [*texts, str(raised.value)]
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_bad_adapters_are_refused_on_every_rank_alike(on_ranks, checkpoints, layout):
+    found = on_ranks(refuse, place=str(checkpoints))
+    expected = [
+        "the adapter does not fit GPT2LMHeadModel",
+        "init_lora_weights='pissa'",
+        "use_dora",
+        "an adapter cannot be a int",
+        "has no adapter_config.json",
+        "does not fit GPT2LMHeadModel",
+        "did you mean 'merged'",
+        "it has no adapters",
+        'adapter="merged"',
+        "switched off",
+    ]
+    for texts in found:
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text
