@@ -149,10 +149,13 @@ def _items() -> list[Item]:
     nxd, optimum = "neuronx_distributed", "optimum_neuron.distributed"
     found = [Item(4, f"nemo_automodel.distributed.parallelizer.{name}", text) for name, text in _NEMO.items()]
     state = f"{nxd}.parallel_layers.parallel_state"
-    found += [Item(1, f"{state}.{name}", text, DOORS) for name, text in _PARALLEL_STATE.items()]
-    found += [Item(1, f"{nxd}.parallel_state.initialize_model_parallel", waits=DOORS)]
-    found += [Item(1, f"{nxd}.parallel_layers.{name}", text, DOORS) for name, text in _LAYERS.items()]
-    found += [Item(1, f"{nxd}.xm.{name}", text, DOORS) for name, text in _XM.items()]
+    found += [Item(1, f"{state}.{name}", text) for name, text in _PARALLEL_STATE.items()]
+    found += [Item(1, f"{nxd}.parallel_state.initialize_model_parallel")]
+    found += [
+        Item(1, f"{nxd}.parallel_layers.{name}", text, DOORS if name == "pad_model" else 0)
+        for name, text in _LAYERS.items()
+    ]
+    found += [Item(1, f"{nxd}.xm.{name}", text) for name, text in _XM.items()]
     for home in (nxd, f"{nxd}.trainer"):
         found += [
             Item(2, f"{home}.neuronx_distributed_config", _CONFIG, DOORS),
@@ -183,7 +186,7 @@ def _items() -> list[Item]:
     ]
     zero = f"{nxd}.optimizer.NeuronZero1Optimizer"
     found += [
-        Item(2, f"{nxd}.modules.qkv_linear.GQAQKVColumnParallelLinear", _GQA, DOORS),
+        Item(2, f"{nxd}.modules.qkv_linear.GQAQKVColumnParallelLinear", _GQA),
         Item(2, zero, "(params, optimizer_class)", DOORS),
         Item(2, f"{zero}.save_sharded_state_dict", "(output_dir, save_serially=True)", CHECKPOINTS),
         Item(2, f"{zero}.load_sharded_state_dict", "(output_dir, num_workers_per_step=8)", CHECKPOINTS),

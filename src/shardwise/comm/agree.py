@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.operations import Group, all_gather_objects, all_gather_single, host_device
+from shardwise.comm.operations import Group, all_gather_objects, all_gather_single, all_reduce_, host_device
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.failure import Failure
 
-__all__ = ["check_equal", "meet", "raise_on_all_ranks"]
+__all__ = ["check_equal", "meet", "raise_on_all_ranks", "sum_of"]
 
 
 @contextmanager
@@ -108,3 +108,15 @@ def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: fl
     if after is not None:
         store.delete_key(f"{after}/{own}")
     return missing
+
+
+def sum_of(number: int, group: Group | None, device: torch.device) -> int:
+    """The sum of every rank's number.
+
+    Communicates: over the group, one all-reduce of one integer.
+    """
+    if group is None:
+        return number
+    total = torch.tensor(number, device=host_device(group, device))
+    all_reduce_(total, group)
+    return int(total)

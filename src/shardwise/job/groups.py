@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shardwise.topology.axes import AXES, DATA_AXES, SAME_ROWS_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Groups", "make_groups", "new_group", "ranks_along", "wide_axes"]
+__all__ = ["Groups", "make_groups", "new_group", "new_own_group", "ranks_along", "wide_axes"]
 
 Groups = dict[tuple[str, ...], dist.ProcessGroup]
 """Process groups of this rank by the axes they run along; axes of size 1 are left out."""
@@ -59,3 +59,8 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
     """
     group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
     return group
+
+
+def new_own_group(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of this rank alone, for callers to whom no group would mean all ranks. Communicates nothing."""
+    return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)

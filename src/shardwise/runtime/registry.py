@@ -200,6 +200,7 @@ class Registry:
     mapped: set[str] = field(default_factory=set)
     model: Callable[[], nn.Module | None] = lambda: None
     reads_names: bool = False
+    local_state: bool = False
     stages: Stages | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:

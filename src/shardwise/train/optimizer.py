@@ -85,8 +85,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
     if not entries and idle is None:
         return None
+    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        return None  # ZeRO around another, which is looked at when it steps
     check_optimizer(optimizer)
-    if any(entry.split is not None for entry in map(entry_of, parameters) if entry is not None):
+    known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
+    if any(entry.split is not None and not entry.registry.local_state for entry in known):
         _guard_state(optimizer)
     models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
     models += [idle] if idle is not None else []

@@ -81,24 +81,24 @@ def fsdp2_strategy_parallelize(
     return _parallelize(model, mesh, tp_shard_plan, policy, fsdp=FsdpPolicy(cpu_offload=offloads))
 
 
-def nvfsdp_strategy_parallelize(  # noqa: PLR0913 - the original's signature
+def nvfsdp_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
     nvfsdp_unit_modules: list[str] | None = None,
     tp_shard_plan: Plan = None,
     data_parallel_sharding_strategy: str = "optim_grads_params",
-    init_nvfsdp_with_meta_device: bool = False,  # noqa: FBT001, FBT002
-    grad_reduce_in_fp32: bool = False,  # noqa: FBT001, FBT002
-    preserve_fp32_weights: bool = False,  # noqa: FBT001, FBT002
-    overlap_grad_reduce: bool = True,  # noqa: FBT001, FBT002
-    overlap_param_gather: bool = True,  # noqa: FBT001, FBT002
-    check_for_nan_in_grad: bool = True,  # noqa: FBT001, FBT002
-    average_in_collective: bool = False,  # noqa: FBT001, FBT002
-    disable_bucketing: bool = False,  # noqa: FBT001, FBT002
-    calculate_per_token_loss: bool = False,  # noqa: FBT001, FBT002
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,  # noqa: FBT001, FBT002
-    nccl_ub: bool = False,  # noqa: FBT001, FBT002
-    fsdp_double_buffer: bool = False,  # noqa: FBT001, FBT002
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
 ) -> nn.Module:
     """As `fsdp2_strategy_parallelize`, with nvFSDP's arguments, each as FSDP2 does it (docs/migrate/nemo_automodel.md).
 

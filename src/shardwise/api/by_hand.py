@@ -1,0 +1,88 @@
+"""Models that people write by hand with modules that divide themselves: known like any other split model from here on.
+
+Their gradients are complete when `backward` returns, `shardwise.clip_grad_norm_`, `full_state_dict`, `full_gradients`
+and checkpoints know their parameters, and torch's optimizers are watched. State dicts stay this rank's parts: code of
+this kind saves them rank by rank.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardwise.api.prepare import open_subgroups
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.mesh import Mesh
+from shardwise.parallel.apply import check_unsplit
+from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.rule import ParameterRule
+from shardwise.runtime.registry import ParameterEntry, Registry, attach_registry
+from shardwise.runtime.split_module import SplitModule, context_of, layout_of
+from shardwise.runtime.wrapping import refuse_wrapping
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Held
+from shardwise.train.gradients import track_gradients
+from shardwise.train.optimizer import watch_optimizers
+
+__all__ = ["adopt_model"]
+
+
+def adopt_model(model: nn.Module, mesh: Mesh) -> Registry:
+    """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp.
+
+    Args:
+        model: with `shardwise.runtime.split_module` modules over `mesh`, and any others; a parameter with the attribute
+            `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over tp.
+
+    Raises:
+        PlanError: it has been split or adopted already.
+        UnsupportedError: torch has wrapped it.
+
+    Communicates: the creation of groups for what several ranks hold of split parameters. From here on every backward
+        sums gradients over the data ranks (their mean) and where tp ranks hold parts of the sum.
+    """
+    with raise_on_all_ranks(mesh.group(), "reading the model"):
+        check_unsplit(model)
+    plan = _plan(model, mesh)
+    registry = Registry(mesh=mesh, plan=plan, context=context_of(mesh), tied=plan.tied, local_state=True)
+    for fqn, planned in plan.parameters.items():
+        registry.entries[fqn] = ParameterEntry(
+            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+        )
+    attach_registry(model, registry)
+    open_subgroups(registry)
+    track_gradients(model, registry)
+    watch_optimizers()
+    if mesh.shape.world_size > 1:
+        refuse_wrapping(model)
+    return registry
+
+
+def _plan(model: nn.Module, mesh: Mesh) -> SplitPlan:
+    names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    parameters: dict[str, ParameterPlan] = {}
+    stage = [Step("pp", mesh.size("pp"), Held((mesh.coord("pp"),)))] if mesh.size("pp") > 1 else []
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            fqn = f"{name}.{own}" if name else own
+            first = names.setdefault(id(parameter), fqn)
+            if first != fqn:
+                tied[fqn] = first
+                continue
+            split = module.placements.get(own) if isinstance(module, SplitModule) else None
+            shape = list(parameter.shape)
+            if split is not None:
+                shape[split.dim] = split.size
+            layout = layout_of(shape, split, mesh)
+            is_partial = mesh.size("tp") > 1 and bool(getattr(parameter, "sequence_parallel_enabled", False))
+            parameters[fqn] = ParameterPlan(
+                fqn=fqn,
+                layout=Layout(layout.shape, (*stage, *layout.steps)),
+                rule=ParameterRule(fqn, "replicate" if split is None else f"split({split.dim})", source="module"),
+                gradient="partial" if is_partial else "full",
+                data="reduced" if mesh.data_size > 1 else "",
+                stages=(mesh.coord("pp"),),
+            )
+    return SplitPlan(shape=mesh.shape, parameters=parameters, tied=tied)

@@ -1,0 +1,50 @@
+"""`clip_grad_norm`: by the norm of the full gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.errors import ConfigError
+from shardwise.runtime.split_module import mark_replicated
+from shardwise.train.clip import clip_grad_norm_
+
+__all__ = ["clip_grad_norm", "get_grad_norm"]
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float | str = 2,
+    zero1_optimizer: Any = False,
+    zero1_optimizer_groups: Any = None,
+    force_spmd: Any = True,
+) -> Tensor:
+    """Clips the gradients of `parameters`, an iterable of any kind or one tensor, by the norm of the full ones.
+
+    Args:
+        norm_type: p of the p-norm; "inf" or `math.inf` for the largest entry.
+        others: without meaning here: every element counts once, however it is stored.
+
+    Returns:
+        The norm before clipping, float32 scalar, the same on every rank.
+
+    Communicates: over all ranks, one all-reduce of one value.
+    """
+    order = norm_type
+    if isinstance(norm_type, str):
+        if norm_type.lower() not in ("inf", "infinity"):
+            raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
+        order = math.inf
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    mark_replicated(chosen, current_mesh())
+    return clip_grad_norm_(chosen, float(max_norm), float(order))
+
+
+def get_grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2, **options: Any) -> Tensor:
+    """The norm of the full gradients, without clipping them."""
+    return clip_grad_norm(parameters, math.inf, norm_type)

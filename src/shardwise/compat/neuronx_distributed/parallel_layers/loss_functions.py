@@ -1,0 +1,40 @@
+"""`parallel_cross_entropy`: from logits that are divided over the vocabulary."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardwise.comm.agree import sum_of
+from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.runtime.loss import split_cross_entropy
+from shardwise.runtime.split_module import context_of
+
+__all__ = ["parallel_cross_entropy"]
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: Tensor, target: Tensor, label_smoothing: float = 0.0, ignore_index: int = -100
+) -> Tensor:
+    """The loss of every target, computed in float32; logits are not modified.
+
+    Args:
+        vocab_parallel_logits: `[..., vocabulary]`, per rank its part, divided as `torch.chunk` does.
+        target: int `[...]`, the same on every tp rank.
+        ignore_index: targets whose loss and gradient are 0.
+
+    Returns:
+        Losses `[...]`, the same on every tp rank.
+
+    Communicates: over tp, one all-reduce of one integer and one all-gather of three values a target and rank.
+    """
+    mesh = current_mesh()
+    context, width = context_of(mesh), vocab_parallel_logits.shape[-1]
+    losses, _ = split_cross_entropy(
+        vocab_parallel_logits.reshape(-1, width),
+        target.reshape(-1),
+        context=context,
+        num_classes=sum_of(width, context.group, mesh.device),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return losses.view(target.shape)
