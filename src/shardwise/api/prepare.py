@@ -170,6 +170,6 @@ def open_subgroups(registry: Registry) -> None:
             registry.mesh.subgroup("tp", entry.holders)
         if len(entry.stage_coords) > 1:
             registry.mesh.subgroup("pp", (entry.stage_coords,))
-    root: Any = registry.data_root
-    if root is not None and registry.policy.separate_reduce_group:
+    roots: Any = [registry.data_root] if registry.data_root is not None else registry.stage_roots.values()
+    for root in roots if registry.policy.separate_reduce_group else ():
         root.set_separate_reduce_scatter_group(True)

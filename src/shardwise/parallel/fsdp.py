@@ -1,11 +1,12 @@
 """Data parallelism: FSDP2 over the `fsdp` and `ddp` axes, set up once for the unsplit model.
 
 What is gathered together, and how every parameter is sharded, has been decided (`plan/data_axes.py`, [Note: units]).
+In a pipeline each stage of a rank is a root of its own: torch's runtime gathers and reduces all that is below one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,14 +18,16 @@ from torch.utils._pytree import tree_map
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
-from shardwise.plan.structure import outermost_layers
+from shardwise.plan.structure import outermost_layers, parent_of, upwards
 from shardwise.runtime.arguments import map_first
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.registry import Registry, attach_registry
 
-__all__ = ["apply_data_parallelism"]
+__all__ = ["StageRoot", "apply_data_parallelism"]
 
 Unit = tuple[nn.Module, ...]
+Units = Mapping[tuple[str, ...], Unit]
+"""Modules that are gathered together, by their names."""
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
@@ -46,22 +49,74 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     for parameter in kept_replicated:
         if not parameter.is_meta:
             parameter.data = parameter.data.to(mesh.device)
-    units: list[Unit] = [tuple(map(model.get_submodule, unit)) for unit in registry.plan.units]
-    own_class = type(model)
-    for module in (module for unit in units for module in unit):
+    if registry.stages is None:
+        units: Units = {unit: tuple(map(model.get_submodule, unit)) for unit in registry.plan.units}
+        own_class = type(model)
+        _shard_root(model, units, registry, kept_replicated)
+        # transformers looks models up by the name of their class, and exports write it down
+        names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
+        model.__class__ = type(own_class.__name__, (type(model),), names)
+        registry.data_root = model
+    else:
+        for stage in registry.stages.own:
+            units = _units_of_stage(model, stage, registry)
+            registry.stage_roots[stage] = root = StageRoot(
+                stage, registry, units, _rest_of_stage(model, stage, registry)
+            )
+            _shard_root(root, units, registry, kept_replicated)
+    attach_registry(model, registry)
+
+
+class StageRoot(nn.Module):
+    """One stage of a pipeline as FSDP2 sees it: its units and the modules of what else it holds; called with what
+    `Stages.run` takes, it runs the stage.
+    """
+
+    def __init__(self, stage: int, registry: Registry, units: Units, rest: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stage, self._registry = stage, registry
+        self.held = nn.ModuleList([*(module for unit in units.values() for module in unit), *rest])
+
+    def forward(self, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> Any:
+        """What the stage puts out."""
+        assert self._registry.stages is not None
+        return self._registry.stages.run(self._stage, arguments, received)
+
+
+def _managed(model: nn.Module, stage: int, registry: Registry) -> list[str]:
+    """The names under which a stage holds what FSDP2 is given."""
+    names = registry.plan.names_of_stage(stage)
+    found = (name for name, _ in model.named_parameters(remove_duplicate=False) if name in names)
+    return [name for name in found if registry.entry(name).data == "managed"]
+
+
+def _units_of_stage(model: nn.Module, stage: int, registry: Registry) -> Units:
+    """The units, each with its modules that have something of the stage."""
+    inside = {module for name in _managed(model, stage, registry) for module in upwards(parent_of(name))}
+    units = (tuple(module for module in unit if module in inside) for unit in registry.plan.units)
+    return {unit: tuple(map(model.get_submodule, unit)) for unit in units if unit}
+
+
+def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.Module]:
+    """The outermost modules that own what a stage holds outside of units: nothing in them is another stage's."""
+    units = {module for unit in registry.plan.units for module in unit}
+    owners = dict.fromkeys(map(parent_of, _managed(model, stage, registry)))
+    loose = [owner for owner in owners if not units.intersection(upwards(owner))]
+    outermost = [owner for owner in loose if not any(owner.startswith(f"{other}.") for other in loose)]
+    return list(map(model.get_submodule, outermost))
+
+
+def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicated: set[nn.Parameter]) -> None:
+    """Makes `root` a root of FSDP2 over these units of its."""
+    for module in (module for unit in units.values() for module in unit):
         if not _REDUCES_UNUSED and _chooses_modules(module):
             _use_all_parameters(module)
         module.register_forward_hook(_own_output)
-    model.register_forward_hook(_own_output)
-    for unit in units:
-        _shard(unit, registry, kept_replicated, frees=policy.zero_stage == 3)
-    _shard((model,), registry, kept_replicated, frees=False)
-    # transformers looks models up by the name of their class, and exports write it down
-    names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
-    model.__class__ = type(own_class.__name__, (type(model),), names)
-    registry.data_root = model
-    _tune(model, units, registry)
-    attach_registry(model, registry)
+    root.register_forward_hook(_own_output)
+    for unit in units.values():
+        _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3)
+    _shard((root,), registry, kept_replicated, frees=False)
+    _tune(root, units, registry)
 
 
 def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *, frees: bool) -> None:
@@ -93,27 +148,28 @@ def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
     return output if torch.compiler.is_compiling() else tree_map(own, output)  # a graph's outputs are its own
 
 
-def _tune(model: nn.Module, units: Sequence[Unit], registry: Registry) -> None:
+def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
     """Applies the settings that FSDP2 takes after `fully_shard`."""
     policy, plan = registry.policy, registry.plan
     layers = set(outermost_layers(plan.stacks))
-    roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in zip(plan.units, units, strict=True)}
-    in_stack = [root for names, root in roots.items() if layers.intersection(names)]
+    roots: dict[tuple[str, ...], Any] = {names: unit[0] for names, unit in units.items()}
+    in_stack = [each for names, each in roots.items() if layers.intersection(names)]
     if policy.zero_stage == 3 and registry.mesh.size("fsdp") > 1:
         embedding = roots.get((plan.embedding or "",))
-        others = [root for root in roots.values() if root not in in_stack and root is not embedding]
+        others = [each for each in roots.values() if each not in in_stack and each is not embedding]
         head = others if policy.units is None else []
-        for root in (*head, *(in_stack[-1:] if policy.keep_last_block else [])):  # backward follows forward at once
-            root.set_reshard_after_forward(False, recurse=False)
+        kept = (*head, *(in_stack[-1:] if policy.keep_last_block else []))
+        for unit in kept if plan.pipeline is None else ():  # backward follows forward at once
+            unit.set_reshard_after_forward(False, recurse=False)
         if embedding is not None and _is_plain_embedding(embedding):
             embedding.set_unshard_in_backward(False)
-    for number, root in enumerate(in_stack if policy.prefetch > 1 else []):
-        root.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
-        root.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
-    for unit in units if _REDUCES_UNUSED else ():
-        if any(map(_chooses_modules, unit)):
-            cast(Any, unit[0]).set_reduce_scatter_unused_params(True, recurse=False)
-    for module in model.modules():
+    for number, unit in enumerate(in_stack if policy.prefetch > 1 else []):
+        unit.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
+        unit.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
+    for modules in units.values() if _REDUCES_UNUSED else ():
+        if any(map(_chooses_modules, modules)):
+            cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             if policy.gradient_divide_factor is not None:
                 module.set_gradient_divide_factor(policy.gradient_divide_factor)

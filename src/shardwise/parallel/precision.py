@@ -42,7 +42,7 @@ class Cast:
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
     """Makes a split model compute in the dtype that `precision` says, in place. Communicates nothing.
 
-    Over the data axes FSDP2 does it (see `apply_data_parallelism`), as the registry says.
+    Over the data axes FSDP2 does it (see `apply_data_parallelism`), as the registry says, for what it holds.
     """
     registry.precision = precision
     if precision is None:
@@ -53,14 +53,26 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
             "which Adam's usually are; Precision() keeps them in float32 and computes in bfloat16",
             stacklevel=3,
         )
-    if precision.compute == precision.params or registry.mesh.data_size > 1:
+    if precision.compute == precision.params:
         return
     dtype = getattr(torch, precision.compute)
+    if registry.mesh.data_size > 1:
+        _cast_what_is_kept_in_full(model, registry, dtype)
+        return
     taken: set[int] = set()
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         owners = [(owner, name) for owner in module.modules() if id(owner) not in taken for name in _floats(owner)]
         taken |= {id(owner) for owner in module.modules()}
         apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=owners)
+
+
+def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, dtype: torch.dtype) -> None:
+    """Casts the parameters that every data rank holds all of, but scalars, which change no other tensor's dtype."""
+    for name, module in model.named_modules():
+        fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
+        kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data == "reduced"]
+        if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
+            apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=[(module, own) for own in kept])
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -344,9 +344,10 @@ def copy_out_of_mmap(model: nn.Module) -> None:
 
 def reshard(model: nn.Module) -> None:
     """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for root in (model, *registry_of(model).stage_roots.values()):
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class LocalGradient:
