@@ -6,7 +6,7 @@ In a pipeline each stage of a rank is a root of its own: torch's runtime gathers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -60,9 +60,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     else:
         for stage in registry.stages.own:
             units = _units_of_stage(model, stage, registry)
-            registry.stage_roots[stage] = root = StageRoot(
-                stage, registry, units, _rest_of_stage(model, stage, registry)
-            )
+            registry.stage_roots[stage] = root = StageRoot(model, stage, registry, units)
             _shard_root(root, units, registry, kept_replicated)
     attach_registry(model, registry)
 
@@ -70,12 +68,22 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
 class StageRoot(nn.Module):
     """One stage of a pipeline as FSDP2 sees it: its units and the modules of what else it holds; called with what
     `Stages.run` takes, it runs the stage.
+
+    Its `parameters()` are all of the stage's, also those that FSDP2 does not hold.
     """
 
-    def __init__(self, stage: int, registry: Registry, units: Units, rest: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, stage: int, registry: Registry, units: Units) -> None:
         super().__init__()
         self._stage, self._registry = stage, registry
+        rest = _rest_of_stage(model, stage, registry)
         self.held = nn.ModuleList([*(module for unit in units.values() for module in unit), *rest])
+        places = (name.rpartition(".") for name in sorted(registry.plan.names_of_stage(stage)))
+        self._places = [(model.get_submodule(owner), own) for owner, _, own in places]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - torch's
+        """The stage's parameters, as they are stored at the moment."""
+        found = (module._parameters.get(own) for module, own in self._places)
+        yield from {id(each): each for each in found if each is not None}.values()
 
     def forward(self, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> Any:
         """What the stage puts out."""
