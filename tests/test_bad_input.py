@@ -41,7 +41,13 @@ EXPECTED = {
     "layout no text": (MeshError, "a layout cannot be a int", '"fsdp2.tp4"'),
     "layout too large": (MeshError, "tp4 needs 4 ranks, but 2 are running", "--nproc-per-node 4"),
     "layout too small": (MeshError, "tp1 needs 1 ranks, but 2 are running", 'use the layout "tp2"'),
-    "axis pp": (UnsupportedError, "pp2", "fsdp2 or tp2"),
+    "cuts without pp": (ConfigError, "the layout tp2 has no pipeline to cut", "pp_size is 1"),
+    "unknown schedule": (ConfigError, "unknown pipeline schedule '1f1B'", "did you mean '1f1b'"),
+    "more stages than layers": (ConfigError, "4 stages for a model that runs 3 layers"),
+    "cuts out of order": (ConfigError, "Pipeline layers (0, 0) are out of order"),
+    "cuts past the end": (ConfigError, "Pipeline layers (0, 3) cut past the end", "the model runs 3 layers"),
+    "too few layers": (ConfigError, "they are 2 together, and the model runs 3"),
+    "recompute and split backward": (ConfigError, "recomputation (full) with the schedule zbv"),
     "axis cp": (UnsupportedError, "cp2", "fsdp2 or tp2"),
     "zero stage": (ConfigError, "zero_stage is 4", "use 1, 2 or 3"),
     "precision": (ConfigError, "'bf16'", "use one of float32, bfloat16"),
@@ -96,8 +102,9 @@ EXPECTED = {
 # are compared before they are read. A target outside the vocabulary is found where the loss is, at the same point on
 # every rank.
 TOGETHER = {
-    "axis pp", "axis cp", "heads", "key/value heads", "plan name", "plan type", "rule without match", "style",
-    "pattern", "tied apart", "split twice",
+    "axis cp", "cuts without pp", "unknown schedule", "more stages than layers", "cuts out of order",
+    "cuts past the end", "too few layers", "recompute and split backward", "heads", "key/value heads", "plan name",
+    "plan type", "rule without match", "style", "pattern", "tied apart", "split twice",
     "no directory", "no config", "unknown model type", "no weights", "pickled weights", "shard missing", "truncated",
     "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized", "export to a file",
     "shard size", "target", "no labels", "labels no tensor", "unequal rows", "rows", "no rows", "no dict", "token id",
@@ -153,11 +160,20 @@ def plan_cases(mesh, whole):
         model = tiny_model("llama", num_hidden_layers=1, **overrides) if overrides else copy.deepcopy(whole)
         return shardwise.parallelize(model, mesh, plan=plan)
 
-    def on(layout):
-        return shardwise.parallelize(copy.deepcopy(whole), shardwise.Mesh.open(layout))
+    def on(layout, recompute=None, **pipeline):
+        model = tiny_model("llama", num_hidden_layers=3)
+        chosen = shardwise.Pipeline(**pipeline) if pipeline else None
+        return shardwise.parallelize(model, shardwise.Mesh.open(layout), recompute=recompute, pipeline=chosen)
 
     return {
-        **{f"axis {axis}": lambda axis=axis: on(f"{axis}2") for axis in ("pp", "cp")},
+        "axis cp": lambda: on("cp2"),
+        "cuts without pp": lambda: on("tp2", layers=(0, 1)),
+        "unknown schedule": lambda: on("pp2", schedule="1f1B"),
+        "more stages than layers": lambda: on("pp2", schedule="zbv"),
+        "cuts out of order": lambda: on("pp2", layers=(0, 0)),
+        "cuts past the end": lambda: on("pp2", layers=(0, 3)),
+        "too few layers": lambda: on("pp2", layers=(1, 1)),
+        "recompute and split backward": lambda: on("pp2", schedule="zbv", recompute=shardwise.Recompute(mode="full")),
         "zero stage": lambda: shardwise.FsdpPolicy(zero_stage=4),
         "precision": lambda: shardwise.Precision(compute="bf16"),
         "recompute": lambda: shardwise.Recompute(mode="blocks"),

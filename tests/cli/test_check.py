@@ -139,8 +139,8 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
         assert main(["plan", str(config), "--layout", "tp2"]) == (0 if named else 1)
     assert "no class is known for a model of type 'vit'" in capsys.readouterr().err
     config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
-    assert main(["plan", str(config), "--layout", "pp2"]) == 1
-    assert "only ddp, fsdp and tp" in capsys.readouterr().err
+    assert main(["plan", str(config), "--layout", "cp2"]) == 1
+    assert "only pp, ddp, fsdp and tp" in capsys.readouterr().err
     assert main(["plan", str(config)]) == 1
     assert "no layout is given" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "corpus"), "--layout", "tp2"]) == 1

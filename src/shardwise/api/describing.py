@@ -14,10 +14,12 @@ from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.estimate.memory import state_bytes
+from shardwise.estimate.stages import describe_stages, schedule_of
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
+from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["describe"]
@@ -31,6 +33,7 @@ def describe(
     *,
     auto_class: Any = None,
     batch: tuple[int, int] | None = None,
+    num_microbatches: int | None = None,
     **options: Any,
 ) -> Explanation:
     """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what is replicated
@@ -39,10 +42,11 @@ def describe(
     Args:
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
+        num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
         options: every option of `load`.
 
     Raises:
-        ConfigError: the batch has longer rows than the model has positions.
+        ConfigError: the batch has longer rows than the model has positions, or a pipeline cannot be cut or run so.
         PlanError: the plan cannot be followed; every problem is listed.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
@@ -54,7 +58,18 @@ def describe(
         raise ConfigError(f"rows of {batch[1]:,} tokens", why=f"the model sees {window:,} positions", fix="use fewer")
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     plan = decide(model, shape, spec)
-    memory = _at_rest(plan, dtype="float32" if spec.precision is None else spec.precision.params)
+    dtype = "float32" if spec.precision is None else spec.precision.params
+    if plan.pipeline is not None:
+        rehearsal = Rehearsal(
+            source=config,
+            shape=shape,
+            spec=spec,
+            dtype=None if spec.precision is None else getattr(torch, dtype),
+            auto_class=auto_class,
+            options=model_options,
+        )
+        return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
+    memory = _at_rest(plan, dtype=dtype)
     rehearsal = Rehearsal(
         source=config,
         shape=shape if batch is not None else MeshShape(tp_size=shape.tp_size),
@@ -67,6 +82,27 @@ def describe(
         return explain(plan, collectives=(), memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
     return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{activations}")
+
+
+def _explain_stages(
+    plan: SplitPlan, rehearsal: Rehearsal, schedule: Schedule, *, dtype: str, batch: tuple[int, int] | None
+) -> Explanation:
+    """The explanation of a pipeline: what each stage holds, and sends, with a microbatch as far as it is known."""
+    itemsize, lines, found = getattr(torch, dtype).itemsize, [], {}
+    if batch is not None:
+        try:
+            steps = rehearsal.run_stages(num_rows=batch[0], seq_length=batch[1])
+            found = {number: step.held_bytes for number, step in steps.items()}
+            lines = [
+                f"over pp, a microbatch: stage {number} sends {step.num_sent} tensor{'s' if step.num_sent > 1 else ''} "
+                f"of {_mib(step.sent_bytes)}, and is sent the gradients"
+                for number, step in steps.items()
+                if step.num_sent
+            ]
+        except UnsupportedError as error:
+            lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
+    stages = describe_stages(plan, schedule, itemsize=itemsize, activations=found)
+    return explain(plan, collectives=tuple(lines), stages=stages)
 
 
 def _at_rest(plan: SplitPlan, *, dtype: str) -> str:

@@ -24,11 +24,13 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.runtime.label_use import label_use_of, note_label_use
 from shardwise.runtime.registry import Registry
 from shardwise.runtime.wrapping import refuse_wrapping
+from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import to_json
 from shardwise.tiny.label_use import probe_label_use
@@ -83,7 +85,22 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     check_unsplit(model)
     facts = read_facts(model)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
-    return decide_split(rules, model, facts, shape, sequence_parallel=spec.sequence_parallel, units=spec.fsdp.units)
+    return _resolve(rules, find_layer_order(model) if shape.pp_size > 1 else None, model, facts, shape, spec)
+
+
+def _resolve(
+    rules: Plan, order: LayerOrder | None, model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec
+) -> SplitPlan:
+    return decide_split(
+        rules,
+        model,
+        facts,
+        shape,
+        sequence_parallel=spec.sequence_parallel,
+        order=order,
+        pipeline=spec.pipeline,
+        units=spec.fsdp.units,
+    )
 
 
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
@@ -103,15 +120,15 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         what="the ranks were given different models or options",
         fix="build it from the same files on every rank, and what is drawn at random after the same torch.manual_seed",
     )
-    found: object = None
+    found: Any = None
     with raise_on_all_ranks(mesh.group(), "planning"):
         if mesh.rank == 0:
-            found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json()
-    rules = Plan.from_json(all_gather_objects(found, mesh.group())[0])
+            order = find_layer_order(model).to_json() if mesh.shape.pp_size > 1 else None
+            found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json(), order
+    rules_found, order_found = all_gather_objects(found, mesh.group())[0]
     with raise_on_all_ranks(mesh.group(), "resolving the plan"):
-        plan = decide_split(
-            rules, model, facts, mesh.shape, sequence_parallel=spec.sequence_parallel, units=spec.fsdp.units
-        )
+        as_run = None if order_found is None else LayerOrder.from_json(order_found)
+        plan = _resolve(Plan.from_json(rules_found), as_run, model, facts, mesh.shape, spec)
     check_equal(
         mesh.group(),
         _parts_of(plan),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,9 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.runtime.registry import registry_of
+from shardwise.runtime.stages import Stages
 from shardwise.tiny.inputs import make_batch
+from shardwise.topology.axes import AXES
 from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import gradients_of, track_gradients
 
@@ -50,8 +53,8 @@ class Rehearsal:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
-    def open(self) -> Iterator[PreTrainedModel]:
-        """Rank 0's split model in training mode, whose tensors have shapes and no values.
+    def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
+        """A rank's split model in training mode, whose tensors have shapes and no values.
 
         Raises:
             MeshError: this process is a rank of some job.
@@ -64,7 +67,7 @@ class Rehearsal:
         observe_labels(model)
         # Only the devices themselves have symmetric memory.
         spec = replace(self.spec, fsdp=replace(self.spec.fsdp, symmetric_memory=False))
-        with fake_mesh(self.shape) as mesh, fake_tensors():
+        with fake_mesh(self.shape, rank=rank) as mesh, fake_tensors():
             materialize_fake(model)
             registry = apply_plan(model, mesh, plan, spec)
             registry.context.has_dropout = False  # which stream draws a mask changes no shape, and seeds are values
@@ -87,15 +90,41 @@ class Rehearsal:
         with eager.open() as model:
             batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
             batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are full
-            try:
+            with told_values_are_missing(model):
                 return _run_step(model, batch)
-            except ShardwiseError:
-                raise
-            except Exception as error:  # the model's own code fails in any way where values are missing
-                raise UnsupportedError(
-                    f"what {type(model).__name__} does in a step depends on more than shapes",
-                    why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                ) from error
+
+    def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
+        """The forward of one microbatch through each stage of a pipeline, on the first rank that holds it.
+
+        Raises:
+            UnsupportedError: what a stage holds depends on values.
+        """
+        found: dict[int, RehearsedStage] = {}
+        eager = replace(self, spec=replace(self.spec, compilation=None))
+        for coord in range(self.shape.pp_size):
+            with eager.open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
+                batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
+                batch.pop("attention_mask", None)
+                stages = registry_of(model).stages
+                assert stages is not None
+                with told_values_are_missing(model):
+                    found |= {stage: _run_stage(model, stages, stage, batch) for stage in stages.own}
+        return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsedStage:
+    """What one stage of a pipeline does in one microbatch.
+
+    Attributes:
+        held_bytes: what it keeps between forward and backward, what it received and sent included.
+        num_sent: tensors that it sends to the next stage.
+        sent_bytes: of these together.
+    """
+
+    held_bytes: int
+    num_sent: int
+    sent_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +145,33 @@ class RehearsedStep:
     data: Traffic
     after: Traffic
     layer: tuple[float, float] | None
+
+
+@contextmanager
+def told_values_are_missing(model: nn.Module) -> Iterator[None]:
+    """Raises `UnsupportedError` where a model cannot run without values: its own code fails then in any way."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"what {type(model).__name__} does in a step depends on more than shapes",
+            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        ) from error
+
+
+def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str, Any]) -> RehearsedStage:
+    incoming, outgoing = stages.shapes(stage, batch)
+    root = registry_of(model).stage_roots.get(stage)
+    with MemoryCount(model) as count, AsOnDevices():
+        received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
+        output = stages.run(stage, batch, received) if root is None else root(batch, received)
+        output = output.loss if hasattr(output, "loss") else output
+        held = count.total().total
+        del output
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in outgoing]
+    return RehearsedStage(held_bytes=held, num_sent=len(sizes), sent_bytes=sum(sizes))
 
 
 def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:

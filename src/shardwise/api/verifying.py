@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import time
@@ -17,9 +18,12 @@ from transformers import PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import ConfigError
+from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import as_dtype, model_class_of, read_config
-from shardwise.plan.options import ParallelSpec
+from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
+from shardwise.parallel.facts import read_facts
+from shardwise.plan.options import ParallelSpec, Pipeline
+from shardwise.plan.structure import outermost_layers
 from shardwise.proof.draws import Redraws
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
@@ -42,7 +46,7 @@ def verify(
     layout: str | MeshShape = "tp2",
     *,
     auto_class: Any = None,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     dtype: torch.dtype | str | None = None,
     timeout_seconds: float = 300.0,
     **options: Any,
@@ -59,7 +63,7 @@ def verify(
     Args:
         source: a model, a directory, a hub id or a config; only its architecture matters.
         layout: as in `Mesh.open`.
-        num_microbatches: as in `TrainStep`.
+        num_microbatches: as in `TrainStep`; by default 1, or as many as the schedule of a pipeline needs.
         auto_class, dtype: as in `load`.
         options: every other option of `load`: plan, sequence_parallel, fsdp, precision, recompute, compilation, and
             values of the config.
@@ -84,16 +88,32 @@ def verify(
     if options:
         raise ConfigError(f"verify has no option {', '.join(options)}", fix="it takes the options of shardwise.load")
     chosen = as_dtype(dtype)
+    check_pipeline(spec.pipeline, shape, spec.recompute)
+    model_class = auto_class or model_class_of(config)
     proof = Proof(
-        config=shrink_config(config, without_dropout=True),
-        model_class=auto_class or model_class_of(config),
+        config=_tiny_config(config, model_class, spec, shape),
+        model_class=model_class,
         layout=str(shape),
         spec=spec,
-        num_microbatches=num_microbatches,
+        num_microbatches=fewest_microbatches(spec.pipeline, shape) if num_microbatches is None else num_microbatches,
         drops=has_dropout(source if isinstance(source, nn.Module) else config),
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
     )
     return proof.run(f"a tiny model of {config.model_type}", timeout_seconds=timeout_seconds)
+
+
+def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:
+    """The tiny model's, which has a layer for every stage of a pipeline."""
+    if shape.pp_size == 1:
+        return shrink_config(config, without_dropout=True)
+    pipeline = spec.pipeline or Pipeline()
+    if pipeline.layers is not None:  # which are those of the whole model
+        return shrink_config(config, without_dropout=True, num_layers=None)
+    num_stages = len(smallest_schedule(pipeline, shape.pp_size).rank_of)
+    tiny = shrink_config(config, without_dropout=True, num_layers=max(2, num_stages))
+    stacks = read_facts(build_meta_model(copy.deepcopy(tiny), model_class, dtype=None, options={})).stacks
+    has_enough = len(outermost_layers(stacks)) >= num_stages
+    return tiny if has_enough else shrink_config(config, without_dropout=True, num_layers=None)
 
 
 @dataclass(frozen=True, kw_only=True)

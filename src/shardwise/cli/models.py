@@ -103,6 +103,7 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
         fsdp=config.fsdp,
         precision=Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite),
         recompute=config.recompute,
+        pipeline=config.pipeline,
         compilation=None if chosen.backend is None else Compile(backend=chosen.backend, dynamic=chosen.dynamic),
     )
 
@@ -154,7 +155,8 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
                 with problems.of("export"):
                     check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
     except ShardwiseError as error:
-        problems.append(Problem("recompute" if isinstance(error, ConfigError) else "model", str(error)))
+        usual = "recompute" if isinstance(error, ConfigError) else "model"
+        problems.append(Problem("pipeline" if error.at == "pipeline" else usual, str(error)))
     except Exception as error:  # noqa: BLE001 - something cannot be rehearsed
         logger.info("cannot rehearse the run, which may work all the same: %s", error)
     return problems

@@ -53,8 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     model, shape, spec, config = find_target(arguments)
     from shardwise.api.describing import describe  # torch and transformers are slow to import
 
-    batch = None
+    batch, num_microbatches = None, None
     if config is not None:
+        num_microbatches = config.num_microbatches
         rows = config.batch_size // (shape.data_size * config.num_microbatches)
         batch = max(1, rows), config.data.seq_length  # --layout may need more rows
     if arguments.batch is not None:
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
-    print(describe(model, shape, batch=batch, **vars(spec)))
+    print(describe(model, shape, batch=batch, num_microbatches=num_microbatches, **vars(spec)))
     return 0
 
 

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
 
-    num_microbatches = config.num_microbatches if config is not None else 1
+    num_microbatches = config.num_microbatches if config is not None else None
     report = verify(model, shape, num_microbatches=num_microbatches, **vars(spec))
     print(report)
     return 0 if report.passed else 1

@@ -21,7 +21,7 @@ from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["balance", "check_pipeline", "cut", "smallest_schedule"]
+__all__ = ["balance", "check_pipeline", "cut", "fewest_microbatches", "smallest_schedule"]
 
 Cost = Callable[[int, int], int]
 """What a stage costs that begins with one segment and ends before another."""
@@ -73,6 +73,26 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     )
 
 
+def fewest_microbatches(pipeline: Pipeline | None, shape: MeshShape) -> int:
+    """The fewest microbatches, of at least one a rank of pp, that the schedule takes; 1 without a pipeline."""
+    if shape.pp_size == 1:
+        return 1
+    schedule = smallest_schedule(pipeline or Pipeline(), shape.pp_size)
+    number = len(schedule.rank_of) // shape.pp_size
+    return next(count for count in itertools.count(shape.pp_size) if takes(schedule.name, shape.pp_size, count, number))
+
+
+def takes(name: str, pp_size: int, num_microbatches: int, num_stages_per_rank: int) -> bool:
+    """Whether there is such a schedule."""
+    try:
+        build_schedule(
+            name, pp_size=pp_size, num_microbatches=num_microbatches, num_stages_per_rank=num_stages_per_rank
+        )
+    except ConfigError:
+        return False
+    return True
+
+
 def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_size: int) -> PipelinePlan:
     """How the model with these facts is cut into stages.
 
@@ -85,6 +105,7 @@ def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_s
     if num_stages > num_segments:
         raise ConfigError(
             f"{num_stages} stages for a model that runs {num_segments} layers",
+            at="pipeline",
             why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
             fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
         )
@@ -164,12 +185,14 @@ def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]
         if any(after <= before for before, after in itertools.pairwise(layers)):
             raise ConfigError(
                 f"Pipeline layers {layers} are out of order",
+                at="pipeline",
                 why="it begins with 0, so it names the first layer of every stage, and a stage has a layer or more",
                 fix="give ascending numbers",
             )
         if layers[-1] >= num_segments:
             raise ConfigError(
                 f"Pipeline layers {layers} cut past the end",
+                at="pipeline",
                 why=f"the model runs {num_segments} layers, of which the last is {num_segments - 1}",
                 fix=f"use numbers up to {num_segments - 1}",
             )
@@ -179,6 +202,7 @@ def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]
         why = "a stage without a layer" if 0 in layers else total
         raise ConfigError(
             f"Pipeline layers {layers} are no numbers of layers for this model",
+            at="pipeline",
             why=f"{why}; it does not begin with 0, so it says how many layers each stage has",
             fix="give numbers that add up, or the first layer of every stage, beginning with 0",
         )

@@ -103,6 +103,6 @@ def check_axes(shape: MeshShape) -> None:
     if unserved:
         raise UnsupportedError(
             f"layout {shape} uses " + ", ".join(f"{axis}{size}" for axis, size in unserved.items()),
-            why="only ddp, fsdp and tp are supported so far",
+            why="only pp, ddp, fsdp and tp are supported so far",
             fix=f"use fsdp{shape.world_size} or tp{shape.world_size}",
         )

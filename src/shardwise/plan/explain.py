@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import Rule
+from shardwise.sharding.boxes import shape_of
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Explanation", "Row", "explain"]
@@ -49,6 +50,7 @@ class Explanation:
         unmatched: automatic rules that match nothing in this model.
         collectives: what a microbatch's step communicates, as counted, in words.
         memory: what a rank keeps from step to step, in words; may be empty.
+        stages: of a pipeline, in words, a line for each rank of pp.
     """
 
     layout: str
@@ -56,6 +58,7 @@ class Explanation:
     unmatched: tuple[Rule, ...]
     collectives: tuple[str, ...]
     memory: str = ""
+    stages: tuple[str, ...] = ()
 
     @property
     def share_split(self) -> float:
@@ -82,6 +85,8 @@ class Explanation:
             lines += ["stay replicated:", *(f"  {row.name}: {row.reason}" for row in replicated), ""]
         if self.unmatched:
             lines += ["rules without a match:", *(f"  {rule}" for rule in self.unmatched), ""]
+        if self.stages:
+            lines += ["stages:", *(f"  {line}" for line in self.stages), ""]
         if self.collectives:
             lines += ["communicated:", *(f"  {line}" for line in self.collectives), ""]
         if shape.fsdp_size > 1:
@@ -89,13 +94,16 @@ class Explanation:
             lines += [kept, ""]
         over = " over tp" if shape.data_size > 1 else ""
         split = f"{self.share_split:.1%} of all parameters are split{over}; "
-        lines.append(f"{split}each rank holds {self.share_held:.1%} of the model")
+        who = "each rank" if shape.pp_size == 1 else "a rank of pp 0"
+        lines.append(f"{split}{who} holds {self.share_held:.1%} of the model")
         if self.memory:
             lines.append(self.memory)
         return "\n".join(lines)
 
 
-def explain(plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str = "") -> Explanation:
+def explain(
+    plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str = "", stages: tuple[str, ...] = ()
+) -> Explanation:
     """Explains `plan`, with what was counted and measured of it."""
     grouped: dict[tuple[object, ...], list[ParameterPlan]] = {}
     for planned in plan.parameters.values():
@@ -107,13 +115,14 @@ def explain(plan: SplitPlan, *, collectives: tuple[str, ...] = (), memory: str =
         unmatched=plan.unmatched.rules,
         collectives=collectives,
         memory=memory,
+        stages=stages,
     )
 
 
 def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
     first = same[0]
     size = math.prod(first.shape)
-    local = first.layout.local_shape(shape.coords(0))
+    local = sum(math.prod(shape_of(piece.local)) for each in same for piece in each.layout.pieces(shape.coords(0)))
     return Row(
         name=star_numbers(first.fqn) if len(same) > 1 else first.fqn,
         count=len(same),
@@ -124,7 +133,7 @@ def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
         source=first.rule.source,
         reason=first.rule.meaning,
         num_elements=size * len(same),
-        local_elements=math.prod(local) * len(same),
+        local_elements=local,
     )
 
 

@@ -1,4 +1,4 @@
-"""One process that represents rank 0 of a world that is not there."""
+"""One process that represents a rank of a world that is not there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["fake_mesh"]
 
 
 @contextmanager
-def fake_mesh(shape: MeshShape) -> Iterator[Mesh]:
-    """The mesh of rank 0 on the CPU, whose collectives do nothing: for shapes and counts, not for values.
+def fake_mesh(shape: MeshShape, *, rank: int = 0) -> Iterator[Mesh]:
+    """The mesh of a rank on the CPU, whose collectives do nothing: for shapes and counts, not for values.
 
     Raises:
         MeshError: a process group is open already.
@@ -30,7 +30,7 @@ def fake_mesh(shape: MeshShape) -> Iterator[Mesh]:
     if shape.world_size > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.world_size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
     try:
         is_alone = shape.world_size == 1
         mesh = Mesh(shape, rank=0, device=torch.device("cpu")) if is_alone else Mesh.open(shape, device="cpu")

@@ -1,5 +1,6 @@
 """`Schedule`: what every rank of a pipeline computes, in order, as a value that prints and parses back."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -80,4 +81,11 @@ class Schedule:
         One is what a stage keeps of a microbatch from its forward until its backward is complete: where the backward is
         in two parts, until the gradients of its weights are computed.
         """
-        return tuple(max(accumulate(_HELD[action.kind] for action in actions)) for actions in self.actions)
+        return self.most_held(dict.fromkeys(self.rank_of, 1))
+
+    def most_held(self, sizes: Mapping[int, int]) -> tuple[int, ...]:
+        """The most that every rank holds at once, where an activation of each stage is of that size; 0 by default."""
+        return tuple(
+            max(accumulate(_HELD[action.kind] * sizes.get(action.stage, 0) for action in actions))
+            for actions in self.actions
+        )

@@ -13,7 +13,7 @@ DATA_AXES: tuple[str, ...] = ("ddp", "fsdp")
 SAME_ROWS_AXES: tuple[str, ...] = tuple(axis for axis in AXES if axis not in DATA_AXES)
 """Axes along which ranks must be given the same rows."""
 
-UNSERVED_AXES: tuple[str, ...] = ("pp", "cp")
+UNSERVED_AXES: tuple[str, ...] = ("cp",)
 """Axes that layouts can name and that nothing serves yet."""
 
 SIZE_NAMES: dict[str, str] = {

@@ -48,7 +48,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     if _CHECKED.get(optimizer) == len(optimizer.param_groups):
         return
     name = type(optimizer).__name__
-    for group in optimizer.param_groups:
+    for group in (each for each in optimizer.param_groups if each["params"]):  # a stage may have nothing to train
         entries = [entry for parameter in group["params"] if (entry := entry_of(parameter)) is not None]
         build = _builder(optimizer, {**(options or {}), **group})
         device = group["params"][0].device

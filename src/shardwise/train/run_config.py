@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shardwise.errors import MeshError
-from shardwise.plan.options import FsdpPolicy, Recompute
+from shardwise.errors import ConfigError, MeshError
+from shardwise.estimate.cuts import check_pipeline, smallest_schedule
+from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
+from shardwise.schedule.build import build_schedule
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -194,6 +196,7 @@ class TrainConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
     recompute: Recompute = field(default_factory=Recompute)
+    pipeline: Pipeline = field(default_factory=Pipeline)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     layout: str = "tp1"
     """Ranks along each axis, outermost first, such as `tp2`."""
@@ -277,7 +280,8 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
         return
     for axis in UNSERVED_AXES:
         if shape.size(axis) > 1:
-            yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use ddp, fsdp and tp")
+            yield Problem("layout", f"is {shape}, and {axis} is not supported yet", "use pp, ddp, fsdp and tp")
+    yield from _check_pipeline(config, shape)
     if config.fsdp != FsdpPolicy() and shape.data_size == 1:
         yield Problem("fsdp", f"says how fsdp and ddp axes work; the layout is {shape}")
     parts = shape.data_size * config.num_microbatches
@@ -290,3 +294,26 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
         )
     if config.sequence_parallel and shape.tp_size == 1:
         yield Problem("sequence_parallel", f"needs tp_size of at least 2; the layout is {shape}")
+
+
+def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
+    chosen = config.pipeline
+    if shape.pp_size == 1:
+        if chosen != Pipeline():
+            yield Problem("pipeline", f"says how the pp axis works; the layout is {shape}")
+        return
+    try:
+        check_pipeline(chosen, shape, config.recompute)
+    except ConfigError as error:
+        yield Problem("pipeline", str(error))
+        return
+    number = len(smallest_schedule(chosen, shape.pp_size).rank_of) // shape.pp_size
+    try:
+        build_schedule(
+            chosen.schedule,
+            pp_size=shape.pp_size,
+            num_microbatches=config.num_microbatches,
+            num_stages_per_rank=number,
+        )
+    except ConfigError as error:
+        yield Problem("num_microbatches", str(error))

@@ -1,0 +1,71 @@
+"""What each rank of a pipeline holds: its stages' layers and parameters, bytes at rest, activations in flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from shardwise.estimate.cuts import fewest_microbatches
+from shardwise.estimate.memory import state_bytes
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import Pipeline
+from shardwise.schedule.build import build_schedule
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.timeline import timeline
+
+__all__ = ["describe_stages", "schedule_of"]
+
+
+def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedule:
+    """The schedule by which a decided model's stages train on so many microbatches, by default the fewest it takes.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    assert plan.pipeline is not None
+    number = plan.pipeline.num_stages // plan.shape.pp_size
+    options = Pipeline(schedule=plan.pipeline.schedule, num_stages_per_rank=number)
+    return build_schedule(
+        plan.pipeline.schedule,
+        pp_size=plan.shape.pp_size,
+        num_microbatches=fewest_microbatches(options, plan.shape) if num_microbatches is None else num_microbatches,
+        num_stages_per_rank=number,
+    )
+
+
+def describe_stages(
+    plan: SplitPlan, schedule: Schedule, *, itemsize: int, activations: Mapping[int, int] | None = None
+) -> tuple[str, ...]:
+    """The stages in words, a line for each rank of pp.
+
+    Args:
+        itemsize: bytes of an element of parameters, gradients and AdamW's states.
+        activations: of each stage, the bytes that a microbatch keeps between its forward and its backward.
+    """
+    assert plan.pipeline is not None
+    waits = timeline(schedule, forward=1.0).bubble
+    lines = [f"{schedule.title}; if they cost alike, ranks wait {waits:.0%} of the time"]
+    layouts = [planned.layout for planned in plan.parameters.values()]
+    held = schedule.most_held(activations or {})
+    for coord, count in enumerate(schedule.in_flight):
+        stages = plan.pipeline.stages_of(coord)
+        kept = state_bytes(layouts, plan.shape.coords(0) | {"pp": coord}, itemsize=itemsize).total
+        size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)
+        line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {_mib(kept)} at rest; "
+        line += f"in flight: {count} activation{'s' if count > 1 else ''}"
+        lines.append(f"{line} of {_mib(held[coord])} together" if activations else line)
+    return tuple(lines)
+
+
+def _layers(plan: SplitPlan, stages: tuple[int, ...]) -> Iterator[str]:
+    assert plan.pipeline is not None
+    for stage in stages:
+        calls = plan.pipeline.order.calls
+        segments = plan.pipeline.segments(stage)
+        first, last = calls[segments[0]], calls[segments[-1]]
+        named = first if len(segments) == 1 else f"{first} to {last}"
+        yield f"stage {stage}: {len(segments)} layer{'s' if len(segments) > 1 else ''}, {named}"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
