@@ -185,6 +185,10 @@ class PipelineRunner:
             dist.distributed_c10d._abort_process_group(self._line)
             self._line = None
 
+    def kept_stages(self) -> list[PipelineStage]:
+        """The stages of all schedules that have been run."""
+        return [stage for _, stages in self._kept.values() for stage in stages]
+
     def timeline(self) -> Timeline | None:
         """When which action of the last timed run ran, on all ranks, from its start on; None where none was timed.
 

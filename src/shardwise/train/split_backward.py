@@ -7,6 +7,11 @@ path of the inputs would be lost: an output that depends on weights alone. So ou
 nothing to anyone's gradient. A stage whose inputs need no gradient has no first part: all of its backward is the
 second. Whether any weight is left out is checked against the graph (`check_complete`).
 
+torch puts weights that meet the inputs at the same node into one group, but not those that share nodes with two others
+(a T5 decoder's first layer, whose self-attention depends on no input of the stage): then a weight is in several groups
+and would be counted more than once, so groups that overlap are joined (`_joined`). And a path between two nodes of a
+group may lead through those of another, whose graph must still be there: it is kept until all groups are done.
+
 torch before 2.13 gets weights wrong that a stage uses twice. There, and only there, the second part computes the
 gradients of the activations again.
 """
@@ -65,7 +70,7 @@ def backward_inputs(
     own = list(weights)
     if _FINDS_ALL_USES:
         found, groups = torch_backward.stage_backward_input(list(outputs), list(gradients), needed, iter(own))
-        second = SecondPart(own, groups=groups)
+        second = SecondPart(own, groups=_joined(groups))
     else:
         found = torch.autograd.grad(outputs, needed, gradients, retain_graph=True, allow_unused=True)
         second = SecondPart(own, outputs=outputs, gradients=gradients)
@@ -73,6 +78,27 @@ def backward_inputs(
         x.grad = None
     by_input = iter(found)
     return [next(by_input) if x.requires_grad else None for x in inputs], second
+
+
+def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Torch's groups of weights, those that have weights or nodes in common as one, without nodes that no gradient has
+    reached.
+    """
+    joined: list[tuple[set[Any], dict[Any, Any]]] = []
+    for group in groups:
+        weights = set(group["params"])
+        reached = zip(group["intermediates"], group.get("grads") or [], strict=False)
+        nodes = {node: gradients for node, gradients in reached if gradients is not None}
+        apart = []
+        for other in joined:
+            if weights.isdisjoint(other[0]) and nodes.keys().isdisjoint(other[1]):
+                apart.append(other)
+            else:
+                weights, nodes = weights | other[0], other[1] | nodes
+        joined = [*apart, (weights, nodes)]
+    return [
+        {"params": weights, "intermediates": list(nodes), "grads": list(nodes.values())} for weights, nodes in joined
+    ]
 
 
 class SecondPart:
@@ -90,7 +116,8 @@ class SecondPart:
 
     def __call__(self) -> None:
         if self.groups is not None:
-            torch_backward.stage_backward_weight(iter(self.weights), self.groups)
+            torch_backward.stage_backward_weight(iter(self.weights), self.groups, retain_graph=True)
+            self.groups = []
         elif trained := [weight for weight in self.weights if weight.requires_grad]:
             torch.autograd.backward(self._outputs, self._gradients, inputs=trained)
 
