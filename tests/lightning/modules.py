@@ -102,7 +102,7 @@ def trainer(layout, **options):
     quiet |= {"enable_progress_bar": False, "max_epochs": -1, "accelerator": "cpu", "num_sanity_val_steps": 0}
     strategy = ShardwiseStrategy(layout.removesuffix("+sp"), sequence_parallel=layout.endswith("+sp"))
     options.setdefault("strategy", strategy)
-    return pl.Trainer(devices=strategy.shape.world_size, **quiet | options)
+    return pl.Trainer(**{"devices": strategy.shape.world_size} | quiet | options)
 
 
 @functools.cache

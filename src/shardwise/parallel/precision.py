@@ -47,7 +47,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     registry.precision = precision
     if precision is None:
         return
-    if precision.params != "float32" and precision.params == precision.compute:
+    if precision.params == precision.compute == "bfloat16":
         warnings.warn(
             f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
             "which Adam's usually are; Precision() keeps them in float32 and computes in bfloat16",

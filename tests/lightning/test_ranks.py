@@ -1,0 +1,153 @@
+"""What ranks of one layout know and do together under a Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import shardwise
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import BatchError
+from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
+from shardwise.runtime.replicas import find_unequal_replicas
+from shardwise.train.gradients import gradients_of
+from tests.lightning.modules import CLIP, Automatic, Evaluated, Rows, loader, small_model, trainer
+from tests.oracle import differing
+
+pytestmark = pytest.mark.spawn
+
+
+def evaluation(mesh, layout):
+    """Validation, test and prediction."""
+    module, run = Evaluated(), trainer(layout)
+    data = loader(mesh.data_size, num_rows=8)
+    (validated,) = run.validate(module, data, verbose=False)
+    predicted = torch.cat(run.predict(module, data))
+    (tested,) = run.test(module, data, verbose=False)
+    whole, batches = small_model(), list(loader(num_rows=8))
+    with torch.no_grad():
+        wanted = sum(float(whole(each["input_ids"], labels=each["labels"]).loss) for each in batches) / 2
+        expected = torch.cat([whole(each["input_ids"]).logits.argmax(-1) for each in batches])
+    own = expected[mesh.data_rank :: mesh.data_size]
+    for found in (validated["val_loss"], tested["val_loss"]):
+        assert found == pytest.approx(wanted, abs=1e-5)
+    assert torch.equal(predicted, own)
+
+
+def once(mesh, layout):
+    """The bar and the logger write on one rank; all ranks stop together."""
+    directory = Path(all_gather_objects(tempfile.mkdtemp(), mesh.group())[0])
+    logger = ShardwiseTensorBoardLogger(directory, name="", version="")
+    bar = ShardwiseTQDMProgressBar()
+    stop = EarlyStopping("train_loss", patience=0, mode="max")
+    options = {"logger": logger, "enable_progress_bar": True, "callbacks": [bar, stop]}
+    run = trainer(layout, max_epochs=5, log_every_n_steps=1, **options)
+    module = Automatic()
+    run.fit(module, loader(mesh.data_size))
+    assert bar.is_disabled == (mesh.rank != 0)
+    assert run.current_epoch == 2
+    run.strategy.barrier()
+    assert len(list(directory.glob("events*"))) == 1
+    values = [event.value for event in EventAccumulator(str(directory)).Reload().Scalars("train_loss")]
+    assert values == pytest.approx(module.losses)
+
+
+class Exchanging(Automatic):
+    def on_train_start(self):
+        mesh, strategy = self.trainer.strategy.mesh, self.trainer.strategy
+        ranks = torch.arange(mesh.data_size, dtype=torch.float32)
+        own = torch.tensor(float(mesh.data_rank))
+        assert strategy.reduce(own.clone(), reduce_op="sum") == ranks.sum()
+        assert strategy.reduce(own.clone()) == ranks.mean()
+        assert strategy.reduce(own.clone(), reduce_op="max") == ranks.max()
+        assert strategy.reduce("text") == "text"
+        gathered = self.all_gather(own)
+        assert torch.equal(gathered, ranks if mesh.data_size > 1 else own)
+        leaf = own.clone().requires_grad_()
+        (self.all_gather(leaf, sync_grads=True).sum() * 2).backward()
+        assert leaf.grad == 2 * mesh.data_size if mesh.data_size > 1 else 2
+        assert strategy.broadcast({"rank": mesh.rank}, 1) == {"rank": 1}
+        assert strategy.reduce_boolean_decision(mesh.rank == 0, all=False)
+        assert not strategy.reduce_boolean_decision(mesh.rank == 0)
+
+
+def exchange(mesh, layout):
+    trainer(layout, max_steps=1).fit(Exchanging(), loader(mesh.data_size))
+
+
+def uneven_predictions(mesh, layout):
+    run = trainer(layout)
+    if mesh.data_size == 1:
+        assert len(torch.cat(run.predict(Evaluated(), loader(num_rows=5)))) == 5
+    else:
+        with pytest.raises(BatchError, match="5 rows over 2 data ranks in batches of 2"):
+            run.predict(Evaluated(), loader(mesh.data_size, num_rows=5))
+
+
+class Targetless(Rows):
+    """Every other row, and so a data rank, has no targets."""
+
+    def __getitem__(self, row):
+        item = super().__getitem__(row)
+        return item | {"labels": item["labels"].clone().fill_(-100)} if row % 2 else item
+
+
+def ranks_without_targets(mesh, layout):
+    module = Automatic()
+    data = torch.utils.data.DataLoader(Targetless(8), batch_size=4 // mesh.data_size)
+    trainer(layout, max_steps=2, use_distributed_sampler=False).fit(module, _of_rank(data, mesh))
+    whole = small_model()
+    optimizer = module.optimizer(whole.parameters())
+    for first, found in zip((0, 4), module.losses, strict=True):
+        rows = [Targetless(8)[row] for row in range(first, first + 4)]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        loss = whole(**batch).loss
+        assert float(loss.detach()) == pytest.approx(found, abs=1e-5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = shardwise.full_state_dict(module.model)
+    assert not [each for name, value in whole.named_parameters() for each in differing(name, state[name], value.detach(), 2e-5)]
+
+
+def _of_rank(data, mesh):
+    sampler = torch.utils.data.DistributedSampler(data.dataset, mesh.data_size, mesh.data_rank, shuffle=False)
+    return torch.utils.data.DataLoader(data.dataset, batch_size=data.batch_size, sampler=sampler)
+
+
+class Scaled(Automatic):
+    def on_train_start(self):
+        gradients_of(self.model).loss_scale.value = 2.0**8
+
+
+def half_precision(mesh, layout):
+    """Losses are scaled, and gradients are not."""
+    module = Scaled()
+    precision = shardwise.Precision(compute="float16", nonfinite="skip")
+    strategy = ShardwiseStrategy(layout, precision=precision)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": CLIP["norm"]}
+    trainer(layout, strategy=strategy, max_steps=4, **options).fit(module, loader(mesh.data_size))
+    assert not find_unequal_replicas(module.model)
+    wanted = Automatic()
+    trainer(layout, max_steps=4, **options).fit(wanted, loader(mesh.data_size))
+    assert module.losses == pytest.approx(wanted.losses, abs=2e-2)
+
+
+CASES = {
+    "tp2": (evaluation, once, exchange, uneven_predictions, half_precision),
+    "fsdp2": (evaluation, once, exchange, uneven_predictions, half_precision, ranks_without_targets),
+}
+
+
+def run_case(mesh, layout, case):
+    globals()[case](mesh, layout)
+
+
+@pytest.mark.parametrize(("layout", "case"), [(layout, case.__name__) for layout in CASES for case in CASES[layout]])
+def test_ranks_do_together(on_ranks, layout, case):
+    on_ranks(run_case)
