@@ -112,7 +112,9 @@ def ranks_without_targets(mesh, layout):
         optimizer.step()
         optimizer.zero_grad()
     state = shardwise.full_state_dict(module.model)
-    assert not [each for name, value in whole.named_parameters() for each in differing(name, state[name], value.detach(), 2e-5)]
+    assert not [
+        each for name, value in whole.named_parameters() for each in differing(name, state[name], value.detach(), 2e-5)
+    ]
 
 
 def _of_rank(data, mesh):

@@ -88,7 +88,9 @@ def _spy(callback, ends, run, metrics):
 
 def test_the_logger_writes_the_loss(tmp_path):
     module = Automatic()
-    run = trainer("tp1", max_steps=3, log_every_n_steps=1, logger=ShardwiseTensorBoardLogger(tmp_path, name="", version=""))
+    run = trainer(
+        "tp1", max_steps=3, log_every_n_steps=1, logger=ShardwiseTensorBoardLogger(tmp_path, name="", version="")
+    )
     run.fit(module, loader())
     events = EventAccumulator(str(tmp_path)).Reload().Scalars("train_loss")
     assert [event.value for event in events] == pytest.approx(module.losses)
@@ -189,8 +191,8 @@ def test_models_that_the_strategy_cannot_train_are_refused():
     with pytest.raises(ConfigError, match="Empty holds no transformers model"):
         trainer("tp1", max_steps=1).fit(Empty(), loader())
     trainer("tp1", max_steps=1).fit(ByHand(), loader())
+    strategy = ShardwiseStrategy("tp1", recompute=shardwise.Recompute(mode="full"))
     with pytest.raises(ConfigError, match=r"recompute=Recompute(.|\n)*strategy\.load"):
-        strategy = ShardwiseStrategy("tp1", recompute=shardwise.Recompute(mode="full"))
         trainer("tp1", strategy=strategy, max_steps=1).fit(ByHand(), loader())
     with pytest.raises(MeshError, match="there is no mesh yet"):
         _ = ShardwiseStrategy("tp1").mesh
@@ -214,8 +216,8 @@ def test_precision_flags_are_ours():
     assert run.precision == "64-true"
     with pytest.raises(UnsupportedError, match=r"HalfPrecision \(16-true\)"):
         trainer("tp1", precision="16-true")
+    strategy = ShardwiseStrategy("tp1", precision=shardwise.Precision(nonfinite="skip"))
     with pytest.raises(ConfigError, match="two precisions"):
-        strategy = ShardwiseStrategy("tp1", precision=shardwise.Precision(nonfinite="skip"))
         trainer("tp1", strategy=strategy, precision="bf16-mixed")
 
 

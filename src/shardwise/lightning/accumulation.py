@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.registry import local_part
@@ -57,28 +57,35 @@ class Window:
         self._total = num_targets if self._total is None else self._total + num_targets
         return loss * (num_targets / self._first)
 
-    def close(self, model: nn.Module, num_batches: int) -> None:
+    def close(self, parameters: Iterable[Tensor], num_batches: int) -> None:
         """Ends the window: gradients are those of the mean over all of its targets.
 
         Args:
-            model: whose gradients they are.
+            parameters: whose gradients they are.
             num_batches: by which every loss was divided.
         """
         if self._is_open and not self._is_even and self._first is not None and self._total is not None:
-            multiply_gradients(model, num_batches * self._first / self._total.clamp(min=1.0))
+            multiply_gradients(parameters, num_batches * self._first / self._total.clamp(min=1.0))
         self._is_open = False
 
     def put_off(self, *, is_last: bool) -> None:
         """Tells the next backward whether the window goes on: then sums over ranks wait, as `FsdpPolicy` says."""
+        if self._gradients.registry.stages is not None:
+            return  # a forward through a pipeline has summed already
         self._gradients.is_put_off = not is_last
         time_reduction(self._gradients.registry, is_last=is_last)
 
 
 @torch.no_grad()
-def multiply_gradients(model: nn.Module, factor: float | Tensor) -> None:
-    """Multiplies what this rank holds of every gradient."""
+def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies what this rank holds of every gradient.
+
+    Args:
+        parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
+            others, which FSDP2 has gathered.
+    """
     by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             local = local_part(parameter.grad)
             by_device.setdefault(local.device, []).append(local)

@@ -11,7 +11,7 @@ return it, add a term to it, is then right without knowing of ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.registry import Registry
+from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.registry import Registry, registry_of
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import targets_of
 from shardwise.train.gradients import Gradients
 
 __all__ = ["LossHooks"]
+
+_HOOKS = "_shardwise_loss_hooks"
 
 
 class LossHooks:
@@ -47,16 +50,37 @@ class LossHooks:
         self._names = tuple(inspect.signature(find_model(model).forward).parameters)
         self._count: Tensor | None = None
         self.num_targets: Tensor | None = None
-        self._handles = [
-            model.register_forward_pre_hook(self._count_targets, with_kwargs=True),
-            model.register_forward_hook(self._replace_loss, with_kwargs=True),
-        ]
+        self._model, self._handles = model, []
+        if registry.stages is None:
+            self._handles = [
+                model.register_forward_pre_hook(self._count_targets, with_kwargs=True),
+                model.register_forward_hook(self._replace_loss, with_kwargs=True),
+            ]
+        elif not isinstance(model, _InStages):
+            apply_mixin(model, _InStages)
+        model.__dict__[_HOOKS] = self
 
     def remove(self) -> None:
-        """Leaves the model as it was."""
+        """Takes them away."""
+        self._model.__dict__.pop(_HOOKS, None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def run_stages(self, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A forward through all stages, which makes its gradients at once: this rank's share is in their weights."""
+        args, kwargs = self._count_targets(self._model, args, kwargs) or (args, kwargs)
+        if self._count is None:
+            return call(*args, **kwargs)
+        total = self._count.clone()
+        if self._group is not None:
+            all_reduce_(total, self._group)
+        self._gradients.share = float(self._count / total.clamp(min=1.0)) * self._factor
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._gradients.share = 1.0
+        return self._replace_loss(self._model, args, kwargs, output, is_shared=True) or output
 
     def take(self) -> Tensor | None:
         """The targets counted since the last call."""
@@ -79,7 +103,7 @@ class LossHooks:
         # nothing.
         return args, kwargs | {"labels": torch.where(count > 0, labels, labels.clamp(min=0))}
 
-    def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any, *, is_shared: bool = False) -> Any:
         count, self._count = self._count, None
         if count is None:
             return None
@@ -87,7 +111,9 @@ class LossHooks:
         loss = output[0] if is_tuple else output.get("loss") if isinstance(output, Mapping) else None
         if not isinstance(loss, Tensor) or loss.ndim:
             return None
-        mean, total = _MeanOverRanks.apply(loss, count.to(loss.device), self._group, self._factor)
+        mean, total = _MeanOverRanks.apply(
+            loss, count.to(loss.device), self._group, None if is_shared else self._factor
+        )
         if torch.is_grad_enabled():
             self.num_targets = total if self.num_targets is None else self.num_targets + total
         if is_tuple:
@@ -96,20 +122,36 @@ class LossHooks:
         return output
 
 
+class _InStages:
+    """Mixin of a model in stages: hooks on its own forward would run in every stage, once for every microbatch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self
+        hooks, stages = model.__dict__.get(_HOOKS), registry_of(model).stages
+        call = super().__call__  # type: ignore[misc]  # of the model's class
+        if hooks is None or stages is None or stages.current is not None:
+            return call(*args, **kwargs)
+        return hooks.run_stages(call, args, kwargs)
+
+
 class _MeanOverRanks(torch.autograd.Function):
     """The mean over all ranks' targets of a loss that is a mean over each rank's own, and the number of all targets.
+
+    The gradient is this rank's share times `factor`; all of it where that is None.
 
     Forward all-reduces two numbers over the data ranks; backward communicates nothing.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, count: Tensor, group: Group | None, factor: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, loss: Tensor, count: Tensor, group: Group | None, factor: float | None
+    ) -> tuple[Tensor, Tensor]:
         share = torch.where(count > 0, loss.detach().float() * count, 0.0)
         sums = torch.stack([share, count])
         if group is not None:
             all_reduce_(sums, group)
         total = sums[1].clone()
-        ctx.weight = count / total.clamp(min=1.0) * factor
+        ctx.weight = torch.ones_like(total) if factor is None else count / total.clamp(min=1.0) * factor
         ctx.mark_non_differentiable(total)
         return (sums[0] / total.clamp(min=1.0)).to(loss.dtype), total
 

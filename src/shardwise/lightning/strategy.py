@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 from shardwise.api.building import load
 from shardwise.errors import MeshError
 from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions, multiply_gradients
+from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import check_predictions, seed_workers
 from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
 from shardwise.lightning.models import SplitModels, note_spec
@@ -33,7 +33,7 @@ from shardwise.topology.shape import MeshShape
 __all__ = ["ShardwiseStrategy"]
 
 
-class ShardwiseStrategy(ParallelStrategy):
+class ShardwiseStrategy(SavesParts):
     """Trains, validates, tests and predicts a LightningModule over the ranks of a layout.
 
         class Model(LightningModule):
@@ -204,8 +204,8 @@ class ShardwiseStrategy(ParallelStrategy):
         self._models = SplitModels(self.lightning_module, self.mesh, self.spec, trains=trains)
         self._window = Window(self._models.gradients)
         self.last_loss = None
+        self._reset_optimizers_and_schedulers()
         if trains:
-            self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -283,11 +283,11 @@ class ShardwiseStrategy(ParallelStrategy):
         if loss_scale is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         scale = loss_scale.value
-        multiply_gradients(self.lightning_module, scale)  # those of earlier batches, which this one's are added to
+        multiply_gradients(self._stepped(), scale)  # those of earlier batches, which this one's are added to
         try:
             return super().backward(closure_loss * scale, optimizer, *args, **kwargs) / scale
         finally:
-            multiply_gradients(self.lightning_module, 1 / scale)
+            multiply_gradients(self._stepped(), 1 / scale)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Steps, with gradients that are the mean over all targets of the batches accumulated."""
@@ -300,9 +300,12 @@ class ShardwiseStrategy(ParallelStrategy):
 
         return super().optimizer_step(optimizer, closed, model, **kwargs)
 
+    def _stepped(self) -> list[Tensor]:
+        return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
+
     def _close_window(self) -> None:
         assert self._window is not None and self.lightning_module is not None
-        self._window.close(self.lightning_module, self.lightning_module.trainer.accumulate_grad_batches)
+        self._window.close(self._stepped(), self.lightning_module.trainer.accumulate_grad_batches)
 
     # Communication
 
@@ -364,7 +367,6 @@ class ShardwiseStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
 
 @contextmanager

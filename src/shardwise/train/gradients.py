@@ -81,6 +81,7 @@ class Gradients:
         loss_scale: of float16; None otherwise.
         is_put_off: whether sums wait for a later backward.
         is_in_step: whether a `TrainStep` is under way.
+        share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
     """
 
     def __init__(self, model: nn.Module, registry: Registry) -> None:
@@ -95,6 +96,7 @@ class Gradients:
         self._is_partial = False
         self.is_put_off = False
         self.is_in_step = False
+        self.share = 1.0
         self._task = -1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:

@@ -139,7 +139,9 @@ class _Forward:
         gradients = gradients_of(self.model)
         scale = gradients.loss_scale.value if gradients.loss_scale is not None else 1.0
         leaves = _leaves(parts)
-        microbatches = [Microbatch(*each) for each in zip(parts, _losses(weights, scale), strict=True)]
+        microbatches = [
+            Microbatch(*each) for each in zip(parts, _losses(weights, scale * gradients.share), strict=True)
+        ]
         with _kept_aside(self.model) as released, gradients.together():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []

@@ -1,0 +1,75 @@
+"""A Trainer's checkpoints: written once, in any layout, loaded by any other; the curve goes on."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import shardwise
+from shardwise.errors import LoadError, UnsupportedError
+from shardwise.lightning.checkpoint import HeldByRanks
+from tests.lightning.modules import Automatic, Evaluated, loader, trainer, unsplit_curve
+
+pytestmark = pytest.mark.spawn
+
+STEPS = 6
+NAME = "epoch=0-step=6.ckpt"
+
+
+def fit(mesh, layout, directory, num_steps, ckpt_path=None):
+    """The losses of a run that saves every epoch."""
+    module = Automatic()
+    callback = ModelCheckpoint(directory, every_n_train_steps=6, save_top_k=-1, save_last=True)
+    run = trainer(layout, max_steps=num_steps, enable_checkpointing=True, callbacks=[callback])
+    run.fit(module, loader(mesh.data_size), ckpt_path=ckpt_path)
+    state = shardwise.full_state_dict(module.model, rank0_only=True)
+    return module.losses, state
+
+
+def resume(mesh, directory):
+    """A run that is ended after an epoch, and goes on to the end of the third."""
+    losses, _ = fit(mesh, "tp2", directory, STEPS)
+    rest, state = fit(mesh, "tp2", directory, 18, "last")
+    return losses + rest, state
+
+
+def test_a_run_goes_on_in_another_layout(on_ranks, tmp_path):
+    wanted, parameters = unsplit_curve("automatic", 1, None, 18)
+    for losses, state in on_ranks(resume, layout="tp2", directory=tmp_path):
+        assert losses == pytest.approx(wanted, abs=1e-4)
+        for name, value in state.items():
+            torch.testing.assert_close(value, parameters[name], atol=2e-5, rtol=0)
+    names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert names == {NAME, "epoch=1-step=12.ckpt", "epoch=2-step=18.ckpt", "last.ckpt"}
+    for path in set(names) - {NAME}:
+        shutil.rmtree(tmp_path / path)
+    losses, _ = fit(shardwise.Mesh.open("tp1"), "tp1", tmp_path, 18, str(tmp_path / NAME))
+    assert losses == pytest.approx(wanted[STEPS:], abs=1e-4)
+
+
+def test_weights_alone_and_what_is_no_checkpoint(tmp_path):
+    module = Evaluated()
+    run = trainer("tp1", max_steps=2)
+    run.fit(module, loader(), loader(num_rows=4))
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    run.save_checkpoint(tmp_path / "all.ckpt")
+    (found,) = run.validate(module, loader(num_rows=4), verbose=False)
+    for name in ("weights.ckpt", "all.ckpt"):
+        (again,) = trainer("tp1").validate(
+            Evaluated(), loader(num_rows=4), ckpt_path=str(tmp_path / name), verbose=False
+        )
+        assert again == found
+    with pytest.raises(KeyError, match="contains only the model"):
+        trainer("tp1", max_steps=3).fit(Automatic(), loader(), ckpt_path=str(tmp_path / "weights.ckpt"))
+    with pytest.raises(LoadError, match="no checkpoint 'other'"):
+        trainer("tp1", max_steps=3).fit(Automatic(), loader(), ckpt_path=str(tmp_path / "other"))
+    torch.save({}, tmp_path / "file.ckpt")
+    with pytest.raises(LoadError, match=r"is a file(.|\n)*of another strategy"):
+        trainer("tp1").validate(Evaluated(), loader(num_rows=4), ckpt_path=str(tmp_path / "file.ckpt"))
+    run.strategy.remove_checkpoint(tmp_path / "all.ckpt")
+    assert not (tmp_path / "all.ckpt").exists()
+    with pytest.raises(UnsupportedError, match="ranks hold parts"):
+        HeldByRanks()["model.weight"]
