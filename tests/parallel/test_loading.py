@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import shardwise
 from shardwise.errors import LoadError
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.registry import registry_of
+from shardwise.runtime.registry import local_part, registry_of
 from shardwise.weights.index import CheckpointIndex
 from tests.families import COMMON, FAMILIES, tiny_batch, tiny_model
 
@@ -81,7 +81,7 @@ def checkpoints(tmp_path_factory):
 
 def load_checkpoint(mesh, name, directory):
     model, nbytes, log = load_watched(directory / name, mesh)
-    owned = sum(value.nbytes for value in (*model.parameters(), *saved_buffers(model)))
+    owned = sum(local_part(value).nbytes for value in (*model.parameters(), *saved_buffers(model)))
     logits = model(input_ids=torch.arange(12).view(2, 6) + 3).logits.detach()
     converted = shardwise.load(directory / name, mesh, dtype="float32")
     is_family = model.config.model_type == CHECKPOINTS[name][0]
@@ -103,8 +103,11 @@ def saved_buffers(model):
     return [value for name, value in model.named_buffers() if name in names & with_buffers]
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(on_ranks, checkpoints, name):
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [*(("tp2", name) for name in CHECKPOINTS), ("pp2", "llama tied"), ("pp2", "mixtral"), ("pp2.tp2", "phi3")],
+)
+def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(on_ranks, checkpoints, layout, name):
     assert len(list((checkpoints / name).glob("*.safetensors"))) > 2
     with CheckpointIndex.open(checkpoints / name) as index:
         assert name != "mixtral" or any(".experts.3." in key for key in index), "experts were meant to be kept apart"
@@ -112,7 +115,7 @@ def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(on_ranks,
     converted = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / name, dtype=torch.float32)
     with torch.no_grad():
         logits = whole(input_ids=torch.arange(12).view(2, 6) + 3).logits.float()
-    for found in on_ranks(load_checkpoint, layout="tp2", directory=checkpoints):
+    for found in on_ranks(load_checkpoint, directory=checkpoints):
         assert 1.0 <= found["share of bytes"] <= 1.05
         assert found["log"] == []
         assert found["state"] == digest(whole.state_dict())

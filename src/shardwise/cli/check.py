@@ -58,6 +58,6 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
             MeshShape.parse(config.layout).check_world_size(world_size)
     problems += [each for each in [*check_inputs(config), *check_outputs(config)] if each.key not in broken]
     groups = {problem.key.split(".")[0] for problem in problems}
-    if "model" not in groups and "layout" not in broken:
+    if "model" not in groups and "pipeline" not in groups and "layout" not in broken:
         problems += check_model(config, with_optimizer="optimizer" not in groups)
     return problems

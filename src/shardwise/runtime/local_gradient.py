@@ -69,23 +69,24 @@ def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:
     return powered.pow(1.0 / order)
 
 
-def complete_each(shares: Tensor, registry: Registry, order: float) -> Tensor:
-    """The norms that this rank's shares `[n]` are parts of; of a pipeline, whose stages have other gradients, with one
-    more for all that other stages have together, so that the norm of them is that of all gradients.
+def complete_each(shares: Tensor, registry: Registry, order: float) -> tuple[Tensor, Tensor]:
+    """The norms that this rank's shares `[n]` are parts of, and the norm of all of them, other stages' included, which
+    is the same on every rank to the last bit.
 
-    Communicates: over all ranks, one all-reduce of as many values; of a pipeline another of one value.
+    Communicates: over all ranks, one all-reduce of as many values; of a pipeline, whose stages have other gradients,
+        another of one value.
     """
     group, num_stages = registry.mesh.group(), registry.mesh.size("pp")
     if num_stages == 1 or group is None:
-        return complete_norms(shares, registry, order)
+        completed = complete_norms(shares, registry, order)
+        return completed, torch.linalg.vector_norm(completed, order)
     most = torch.tensor(len(shares), device=registry.mesh.device)
     all_reduce_(most, group, largest=True)
     table = torch.zeros(num_stages, int(most), dtype=shares.dtype, device=registry.mesh.device)
-    coord = registry.mesh.coord("pp")
-    table[coord, : len(shares)] = shares
-    completed = complete_norms(table, registry, order)
-    others = torch.cat([completed[:coord], completed[coord + 1 :]])
-    return torch.cat([completed[coord, : len(shares)], torch.linalg.vector_norm(others, order).view(1)])
+    own = table[registry.mesh.coord("pp"), : len(shares)]
+    own.copy_(shares)
+    table = complete_norms(table, registry, order)
+    return table[registry.mesh.coord("pp"), : len(shares)], torch.linalg.vector_norm(table, order)
 
 
 class _KnowsFull(LocalGradient):
@@ -143,6 +144,19 @@ class _NormShare(Tensor):
         raise _refused("the norm of a part of the gradient of a single parameter")
 
 
+class _StageNorms(Tensor):
+    """The norms of one stage's gradients, of which the norm is that of all stages' gradients."""
+
+    total: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func in _NORMS:
+            return args[0].total
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 def _build_share(value: Tensor, registry: Registry, order: float) -> _NormShare:
     share = value.as_subclass(_NormShare)
     share.registry, share.order = registry, order
@@ -155,9 +169,14 @@ def _stack(shares: Sequence[Tensor], *args: Any, **options: Any) -> Tensor:
     first = next(each for each in shares if isinstance(each, _NormShare))
     with torch._C.DisableTorchFunctionSubclass():
         plain = torch.stack([each.as_subclass(Tensor) for each in shares], *args, **options)
-        completed = complete_each(plain, first.registry, first.order).to(plain.device)
-        own, others = completed[: len(plain)], completed[len(plain) :]
-        return torch.cat([torch.where(torch.tensor(known, device=plain.device), own, plain), others])
+        completed, total = complete_each(plain, first.registry, first.order)
+        found = torch.where(torch.tensor(known, device=plain.device), completed.to(plain.device), plain)
+        if first.registry.mesh.size("pp") == 1:
+            return found
+        norms = found.as_subclass(_StageNorms)
+        others = plain[~torch.tensor(known, device=plain.device)]
+        norms.total = torch.linalg.vector_norm(torch.cat([total.to(plain.device).view(1), others]), first.order)
+        return norms
 
 
 def _norm(func: Any, gradient: Tensor, order: Any = None, *args: Any, **options: Any) -> Tensor:
@@ -192,10 +211,12 @@ def _same(func: Any, gradient: Tensor) -> Tensor:
     return as_local_gradient(found, entry)
 
 
+_NORMS = (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm)
+
 _ANSWERS: dict[Any, Any] = {
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
-    **dict.fromkeys((torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm), _norm),
+    **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys((Tensor.detach, Tensor.data.__get__), _same),  # type: ignore[attr-defined]
 }
 
