@@ -33,6 +33,7 @@ SHRUNK = {
     "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration),
     "albert": (transformers.AlbertConfig, transformers.AlbertForMaskedLM),
     "zamba2": (transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
+    "gemma3n": (transformers.Gemma3nTextConfig, transformers.Gemma3nForCausalLM),
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
 }
 FROM_FAMILIES = ("llama", "gpt2", "mixtral", "bert")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import upwards
@@ -14,7 +15,7 @@ from shardwise.runtime.absent import Absent
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
 from shardwise.runtime.stage_run import Module
-from shardwise.runtime.stages import Around, Staged, Stages, Watched
+from shardwise.runtime.stages import Around, Emptied, Staged, Stages, Watched
 
 __all__ = ["apply_stages", "fit_absent", "keep_stages"]
 
@@ -91,6 +92,8 @@ def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -
         elif name not in around and (name in layers or runs(name)):
             stages.modules[module] = Module(name, type(module), is_layer=name in layers)
             apply_mixin(module, Watched, _stages=stages)
+        if isinstance(module, PreTrainedModel):
+            apply_mixin(module, Emptied)
     apply_mixin(model, Staged, _stages=stages)
     return stages
 

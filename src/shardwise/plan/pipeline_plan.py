@@ -23,10 +23,12 @@ class Crossing:
             `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in what call number NUMBER of
             the module FQN returned, `glue:CALLS:NUMBER:PATH` in what an operation around the layers returned.
         needs_gradient: whether a gradient comes back for it.
+        is_written: whether it is changed in place behind the cut.
     """
 
     anchor: str
     needs_gradient: bool = True
+    is_written: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,9 @@ class LayerOrder:
         return {
             "calls": list(self.calls),
             "uses": {name: list(segments) for name, segments in self.uses.items()},
-            "crossings": [[[each.anchor, each.needs_gradient] for each in cut] for cut in self.crossings],
+            "crossings": [
+                [[each.anchor, each.needs_gradient, each.is_written] for each in cut] for cut in self.crossings
+            ],
             "returns": {name: [list(each.like), each.is_tuple] for name, each in self.returns.items()},
         }
 
@@ -82,7 +86,10 @@ class LayerOrder:
                 calls=tuple(value["calls"]),
                 uses={name: tuple(segments) for name, segments in value["uses"].items()},
                 crossings=tuple(
-                    tuple(Crossing(anchor=anchor, needs_gradient=needs) for anchor, needs in cut)
+                    tuple(
+                        Crossing(anchor=anchor, needs_gradient=needs, is_written=written)
+                        for anchor, needs, written in cut
+                    )
                     for cut in value["crossings"]
                 ),
                 returns={
@@ -90,7 +97,7 @@ class LayerOrder:
                     for name, (like, is_tuple) in value["returns"].items()
                 },
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no layer order: {error}") from error
 
 

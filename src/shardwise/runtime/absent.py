@@ -84,11 +84,6 @@ class Absent(Tensor):
         elif kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
         changed = _written(func, args)
-        if changed is not None and not isinstance(changed, Absent):
-            raise UnsupportedError(
-                f"{func} writes what another stage computes into a tensor that this stage computes",
-                why="only one of them would have the result",
-            )
         try:
             out = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, kwargs))
         except (RuntimeError, NotImplementedError) as error:
@@ -96,7 +91,7 @@ class Absent(Tensor):
                 f"{func} asks for the values of what another stage computes", why=str(error)
             ) from error
         if changed is not None:
-            return changed
+            return changed if isinstance(changed, Absent) else _overwritten(changed)
         return out if makes else tree_map_only(Tensor, lambda each: Absent(each, device), out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
@@ -106,6 +101,17 @@ class Absent(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {self.dtype}{', bound' if self.value is not None else ''})"
+
+
+class Overwritten(Tensor):
+    """A tensor into which what is absent was written: from then on it is absent, too."""
+
+    absent: Absent
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        args, kwargs = tree_map_only(Overwritten, lambda each: each.absent, (args, dict(kwargs or {})))
+        return func(*args, **kwargs)
 
 
 def present(value: Any) -> Any:
@@ -123,6 +129,16 @@ def present(value: Any) -> Any:
         changed = tuple(map(present, value))
         if any(new is not old for new, old in zip(changed, value, strict=True)):
             return type(value)(*changed) if hasattr(value, "_fields") else changed
+    return value
+
+
+def _overwritten(value: Tensor) -> Tensor:
+    """Makes the tensor that `value` is, or is a view of, an absent one."""
+    for each in (value, value._base):
+        if each is not None and type(each) is Tensor:
+            absent = Absent(_meta(each), each.device)
+            each.__class__ = Overwritten
+            each.absent = absent  # type: ignore[attr-defined]
     return value
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.runtime.arguments import argument_names
 
-__all__ = ["find_tensor", "made_by", "named_arguments", "named_tensors"]
+__all__ = ["find_tensor", "made_by", "named_arguments", "named_tensors", "used_by", "writes"]
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
+_OF_FIRST = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
 _BY_SHAPE = frozenset(
     (
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
@@ -37,13 +38,23 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     }
 
 
-def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
-    """What an operation makes of the values that it is given: nothing where it looks at their shapes only."""
+def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors whose values an operation uses, not their shapes or dtypes alone."""
     name = getattr(func, "__name__", "")
     if name in _BY_SHAPE:
         return []
-    writes = name in _WRITING or (name.endswith("_") and not name.endswith("__"))
-    return [("", args[0])] if writes else list(named_tensors(out))
+    return [value for _, value in named_tensors(args[0] if name in _OF_FIRST else [args, kwargs])]
+
+
+def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
+    """The tensors that an operation makes or changes, with their paths in what it returns."""
+    return [("", args[0])] if writes(func) and args else list(named_tensors(out))
+
+
+def writes(func: Any) -> bool:
+    """Whether an operation changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

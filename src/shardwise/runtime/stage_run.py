@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
 from shardwise.runtime.absent import Absent, present
-from shardwise.runtime.anchors import find_tensor, made_by, named_arguments, named_tensors
+from shardwise.runtime.anchors import find_tensor, made_by, named_arguments, named_tensors, used_by
 from shardwise.runtime.arguments import hidden_name
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class _Glue(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if any(self._depends(value) for _, value in named_tensors([args, kwargs])):
+        if any(map(self._depends, used_by(func, args, kwargs))):
             made = made_by(func, args, out)
             calls, number = self.place if self.place[0] == self.run.segment else (self.run.segment, 0)
             for path, value in made:
@@ -192,7 +192,7 @@ class StageRun:
         for crossing, value in zip(self.crossings(self.first), self.received, strict=True):
             absent = self.found[crossing.anchor]
             assert isinstance(absent, Absent), crossing
-            absent.bind(value)
+            absent.bind(value.clone() if crossing.is_written else value)
             if crossing.anchor == self.hidden:
                 self._enter_stack(absent)
         self.is_foreign = False

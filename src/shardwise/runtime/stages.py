@@ -18,7 +18,7 @@ from shardwise.runtime.absent import Absent, present
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stage_run import Module, Outgoing, Own, StageRun, Travelling
 
-__all__ = ["Around", "Staged", "Stages", "Travelling", "Watched"]
+__all__ = ["Around", "Emptied", "Staged", "Stages", "Travelling", "Watched"]
 
 
 class Staged:
@@ -41,6 +41,20 @@ class Around:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         run = self._stages.current
         return output if run is None or run.is_foreign else present(output)
+
+
+class Emptied:
+    """Mixin of transformers models inside of the model, which may have no parameter left that says where they are."""
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, here or not."""
+        return _first_parameter(self).device  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first parameter, here or not."""
+        return _first_parameter(self).dtype  # type: ignore[arg-type]
 
 
 class Watched:
@@ -154,3 +168,10 @@ def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer:
             why=f"it is {found}, foreseen was {[(each.shape, each.dtype) for each in expected]}",
             fix="use other cuts, or pp1",
         )
+
+
+def _first_parameter(model: nn.Module) -> Tensor:
+    """A parameter of floating-point numbers, the first one if there is one."""
+    values = (value for module in model.modules() for value in (*module._parameters.values(), *vars(module).values()))
+    found = (value for value in values if isinstance(value, nn.Parameter | Absent) and value.is_floating_point())
+    return next(found)

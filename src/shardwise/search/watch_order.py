@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
-from shardwise.runtime.anchors import made_by, named_arguments, named_tensors
+from shardwise.runtime.anchors import made_by, named_arguments, named_tensors, used_by, writes
 
 __all__ = ["watch_order"]
 
@@ -47,6 +47,7 @@ class _Value:
         number: how many such tensors there were before it.
         born: the segment that made it.
         used: the last segment that used it.
+        written: the last segment that changed it in place, before the first one where none did.
         anchor: where it is found; empty while that is not known.
         place: what made it, for who reads an error.
     """
@@ -57,6 +58,7 @@ class _Value:
     used: int
     anchor: str = ""
     place: str = ""
+    written: int = -1
 
 
 @dataclass(eq=False)
@@ -64,6 +66,7 @@ class _Call:
     fqn: str
     number: int
     arguments: dict[str, Any]
+    given: frozenset[int]  # the tensors in them
     before: int  # values that were known when it began
 
 
@@ -93,12 +96,17 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        given = [value for _, value in named_tensors([args, kwargs]) if self._depends(value)]
+        given = [value for value in used_by(func, args, kwargs) if self._depends(value)]
         if not given:
             return out
         made = made_by(func, args, out)
         if made or name in _READING:
             self.use(given)
+        if writes(func) and args:
+            base = args[0] if args[0]._base is None else args[0]._base
+            for value in (args[0], base):
+                if id(value) in self.values:
+                    self.values[id(value)].written = self.segment
         in_glue = not self.stack
         anchor = f"glue:{len(self.calls)}:{self.num_glue}:" if in_glue else ""
         place = f"{name} in {self.stack[-1].fqn if self.stack else 'the model'}"
@@ -151,7 +159,8 @@ class _Watcher(TorchFunctionMode):
                 self.num_glue = 0
                 self.entries.append({id(value): path for path, value in reversed(list(named_tensors(arguments)))})
                 self.use(value for _, value in named_tensors(arguments))
-            self.stack.append(_Call(fqn, number, arguments, len(self.values)))
+            given = frozenset(id(value) for _, value in named_tensors(arguments))
+            self.stack.append(_Call(fqn, number, arguments, given, len(self.values)))
 
         return enter
 
@@ -170,7 +179,9 @@ class _Watcher(TorchFunctionMode):
         return leave
 
     def _note_returned(self, call: _Call, output: Any) -> None:
-        returned = self._returned(call.arguments, output)
+        after = (value for _, value in named_tensors(call.arguments) if self._depends(value))
+        is_told = all(id(value) in call.given for value in after)  # else it puts tensors into its arguments
+        returned = self._returned(call.arguments, output) if is_told else None
         if self.returns.setdefault(call.fqn, returned) != returned:
             self.returns[call.fqn] = None
 
@@ -231,7 +242,9 @@ class _Watcher(TorchFunctionMode):
                     why="what is computed there, inside of a layer, is used after it without having been returned",
                     fix="use pp1",
                 )
-            found[anchor] = Crossing(anchor=anchor, needs_gradient=value.tensor.requires_grad)
+            found[anchor] = Crossing(
+                anchor=anchor, needs_gradient=value.tensor.requires_grad, is_written=value.written >= segment
+            )
         return tuple(found.values())
 
     def _kept_returns(self, crossings: tuple[tuple[Crossing, ...], ...]) -> dict[str, Returned]:
