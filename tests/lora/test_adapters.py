@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import peft
 import pytest
 import torch
 import transformers
 
+from shardwise.api.describing import describe
 from shardwise.errors import PlanError
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
+from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.options import ParallelSpec
+from shardwise.search import adapters
 from shardwise.search.planning import plan_for
 from shardwise.search.trial import Trial
 from shardwise.sharding.placement import Replicate, Split
@@ -166,3 +171,35 @@ def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
     with pytest.raises(PlanError, match=f"{what}.* cannot be split over tp=2") as raised:
         decided(model)
     assert "the full weight, of which a rank holds a part" in str(raised.value) and "use fsdp" in str(raised.value)
+
+
+def test_adapters_of_a_derived_plan_are_tried_once_and_kept(monkeypatch):
+    model = with_lora("gpt2", r=3, lora_dropout=0.1)
+    tried = []
+    monkeypatch.setattr(
+        adapters, "_try", lambda *given, run=adapters._try, **more: tried.append(1) or run(*given, **more)
+    )
+    plans = [plan_for(model, ParallelSpec(), tp_size=2) for _ in range(2)]
+    assert plans[0] == plans[1] and tried == [1]
+
+
+def test_adapters_that_compute_something_else_are_an_error(monkeypatch):
+    def whole(adapted, base, *, tp_size):
+        found = plan_adapter(adapted, base, tp_size=tp_size)
+        return {fqn: replace(each, gradient="full") for fqn, each in found.items()}
+
+    monkeypatch.setattr("shardwise.plan.adapters.plan_adapter", whole)
+    with pytest.raises(PlanError, match="the adapters of GPT2LMHeadModel compute something else") as raised:
+        plan_for(with_lora("gpt2", r=5), ParallelSpec(), tp_size=2)
+    assert "gradient of transformer.h.0" in str(raised.value) and "lora_" in str(raised.value)
+
+
+def test_a_plan_shows_adapters_and_that_frozen_weights_have_no_state():
+    config = tiny_model("llama").config
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
+    text = str(describe(config, "tp2", adapter=lora, batch=(2, 16)))
+    assert "model.layers.*.self_attn.q_proj.lora_B.default.weight" in text and "adapter" in text
+    assert "as its base" in text or "split dim 0" in text
+    plain = str(describe(config, "tp2", batch=(2, 16)))
+    adamw = [float(each.partition("AdamW ")[2].split()[0]) for each in (text, plain)]
+    assert adamw[0] < 0.2 * adamw[1]

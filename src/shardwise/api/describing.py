@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.estimate.memory import state_bytes
 from shardwise.estimate.stages import describe_stages, schedule_of
+from shardwise.lora.inject import inject
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
@@ -34,6 +36,7 @@ def describe(
     auto_class: Any = None,
     batch: tuple[int, int] | None = None,
     num_microbatches: int | None = None,
+    adapter: Any = None,
     **options: Any,
 ) -> Explanation:
     """What a layout does to a model, without a mesh, a process group or weights: rules, placements, what is replicated
@@ -43,6 +46,7 @@ def describe(
         batch: rows of one microbatch on a data rank, and tokens in each: adds what is kept between its forward and its
             backward, counted by running the forward on fake tensors. Only in a process that is no rank of a job.
         num_microbatches: of a step; of a pipeline by default the fewest that its schedule takes.
+        adapter: as in `load`.
         options: every option of `load`.
 
     Raises:
@@ -57,6 +61,8 @@ def describe(
     if batch is not None and window is not None and batch[1] > window:
         raise ConfigError(f"rows of {batch[1]:,} tokens", why=f"the model sees {window:,} positions", fix="use fewer")
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
+    if adapter is not None:
+        inject(model, adapter)
     plan = decide(model, shape, spec)
     dtype = "float32" if spec.precision is None else spec.precision.params
     if plan.pipeline is not None:
@@ -67,9 +73,11 @@ def describe(
             dtype=None if spec.precision is None else getattr(torch, dtype),
             auto_class=auto_class,
             options=model_options,
+            adapter=adapter,
         )
         return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
-    memory = _at_rest(plan, dtype=dtype)
+    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+    memory = _at_rest(plan, frozen, dtype=dtype)
     rehearsal = Rehearsal(
         source=config,
         shape=shape if batch is not None else MeshShape(tp_size=shape.tp_size),
@@ -77,6 +85,7 @@ def describe(
         dtype=None if spec.precision is None else getattr(torch, spec.precision.params),
         auto_class=auto_class,
         options=model_options,
+        adapter=adapter,
     )
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
@@ -105,10 +114,11 @@ def _explain_stages(
     return explain(plan, collectives=tuple(lines), stages=stages)
 
 
-def _at_rest(plan: SplitPlan, *, dtype: str) -> str:
+def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> str:
     """What rank 0, which holds most, keeps from step to step with AdamW, in words."""
-    layouts = [planned.layout for planned in plan.parameters.values()]
-    found = state_bytes(layouts, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize)
+    trained = [planned.layout for fqn, planned in plan.parameters.items() if fqn not in frozen]
+    kept = [planned.layout for fqn, planned in plan.parameters.items() if fqn in frozen]
+    found = state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
     parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
     return f"a rank keeps {_mib(found.total)} from step to step in {dtype}: {parts}"
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import UnsupportedError
 from shardwise.estimate.cuts import check_pipeline
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
@@ -84,8 +85,18 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     check_pipeline(spec.pipeline, shape, spec.recompute)
     check_unsplit(model)
     facts = read_facts(model)
+    _check_stages(facts, shape)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
     return _resolve(rules, find_layer_order(model) if shape.pp_size > 1 else None, model, facts, shape, spec)
+
+
+def _check_stages(facts: ModelFacts, shape: MeshShape) -> None:
+    if facts.adapters is not None and shape.pp_size > 1:
+        raise UnsupportedError(
+            f"adapters in the stages of a pipeline ({shape})",
+            why="what every stage holds of them is not decided yet",
+            fix="use tp and fsdp for models with adapters",
+        )
 
 
 def _resolve(
@@ -112,6 +123,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         check_pipeline(spec.pipeline, mesh.shape, spec.recompute)
         check_unsplit(model)
         facts = read_facts(model)
+        _check_stages(facts, mesh.shape)
         described = _describe(model, facts, mesh.shape, spec)
     check_equal(
         mesh.group(),
@@ -160,7 +172,12 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
     config = own.to_dict() if isinstance(own, PreTrainedConfig) else {}
     config.pop("_name_or_path", None)
     return (
-        {"the layout": str(shape), "the class": type(model).__qualname__, "the options": repr(spec)}
+        {
+            "the layout": str(shape),
+            "the adapters": str(facts.adapters),
+            "the class": type(model).__qualname__,
+            "the options": repr(spec),
+        }
         | {f"module {name!r}": str(replace(module, attributes={})) for name, module in facts.modules.items()}
         | {f"the config's {name}": repr(value) for name, value in config.items()}
         | {f"the values of {name}": value for name, value in values.items()}

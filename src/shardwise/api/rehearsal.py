@@ -18,6 +18,7 @@ from shardwise.api.prepare import decide, observe_labels, open_subgroups
 from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import ActivationBytes
+from shardwise.lora.inject import inject
 from shardwise.parallel.activation_memory import MemoryCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
@@ -42,7 +43,7 @@ class Rehearsal:
     Attributes:
         source: the model's config; no weights are read.
         shape: of the mesh.
-        spec, dtype, auto_class, options: as in `load`.
+        spec, dtype, auto_class, options, adapter: as in `load`.
     """
 
     source: PreTrainedConfig
@@ -51,6 +52,7 @@ class Rehearsal:
     dtype: torch.dtype | None = None
     auto_class: Any = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Any = None
 
     @contextmanager
     def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
@@ -63,6 +65,8 @@ class Rehearsal:
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)
         )
+        if self.adapter is not None:
+            inject(model, self.adapter)
         plan = decide(model, self.shape, self.spec)
         observe_labels(model)
         # Only the devices themselves have symmetric memory.

@@ -46,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="one microbatch of a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention or selective")
+    parser.add_argument(
+        "--adapter", metavar="DIRECTORY", help="a PEFT adapter that is to be trained on the frozen model"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
-    print(describe(model, shape, batch=batch, num_microbatches=num_microbatches, **vars(spec)))
+    print(
+        describe(model, shape, batch=batch, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))
+    )
     return 0
 
 

@@ -51,14 +51,24 @@ class ActivationBytes:
 
 
 def state_bytes(
-    layouts: Iterable[Layout], coords: Mapping[str, int], *, itemsize: int = 4, states_per_parameter: int = 2
+    layouts: Iterable[Layout],
+    coords: Mapping[str, int],
+    *,
+    itemsize: int = 4,
+    states_per_parameter: int = 2,
+    frozen: Iterable[Layout] = (),
 ) -> StateBytes:
     """The bytes of the rank at `coords`.
 
     Args:
-        layouts: of every parameter, tied ones once.
+        layouts: of every parameter that is trained, tied ones once.
         itemsize: bytes of an element of parameters, gradients and states.
         states_per_parameter: elements an optimizer keeps for each; 2 for Adam, 1 for SGD with momentum, 0 for SGD.
+        frozen: of the others, which have neither gradients nor states.
     """
-    held = sum(math.prod(shape_of(piece.local)) for layout in layouts for piece in layout.pieces(coords)) * itemsize
-    return StateBytes(parameters=held, gradients=held, optimizer=held * states_per_parameter)
+
+    def held(given: Iterable[Layout]) -> int:
+        return sum(math.prod(shape_of(piece.local)) for layout in given for piece in layout.pieces(coords)) * itemsize
+
+    trained = held(layouts)
+    return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=trained * states_per_parameter)

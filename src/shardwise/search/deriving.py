@@ -37,7 +37,7 @@ from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, per
 from shardwise.tiny.shrink import apply_repeatable
 from shardwise.train.batch import split_rows
 
-__all__ = ["Derivation", "derive_plan"]
+__all__ = ["Derivation", "build_tried_model", "derive_plan", "trial_of"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -103,9 +103,9 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
 
 def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
     name = type(model).__name__
-    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    tiny = _build_tiny_model(model, own_size=own_size, tp_size=tp_size)
-    trial = _trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
+    own_size = _is_small(model)
+    tiny = build_tried_model(model, tp_size=tp_size)
+    trial = trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
     facts = read_facts(tiny)
     candidates = _Candidates(tiny, facts, trial, portable=not own_size)
     best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
@@ -124,7 +124,12 @@ def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_pa
     return Derivation(plan=generalize(plan, tiny, model), problem=problem)
 
 
-def _trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
+def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
+    """Trials of what `build_tried_model` gave.
+
+    Raises:
+        PlanError: it does not run unsplit.
+    """
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
@@ -180,8 +185,13 @@ def _search(
     return best, verdicts
 
 
-def _build_tiny_model(model: PreTrainedModel, *, own_size: bool, tp_size: int) -> PreTrainedModel:
+def _is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
+
+
+def build_tried_model(model: PreTrainedModel, *, tp_size: int) -> PreTrainedModel:
     """The model with other weights, or a tiny one of its architecture where the model is large."""
+    own_size = _is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         tiny = copy.deepcopy(model).float().eval()
         set_dropout(tiny, 0.0)

@@ -24,6 +24,7 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import seeded
 from shardwise.runtime.adapter_facts import without_adapters
+from shardwise.search.adapters import try_adapters
 from shardwise.search.deriving import Derivation, derive_plan
 from shardwise.search.kept import keep, path_of, read_kept
 
@@ -46,12 +47,22 @@ def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: Model
         facts: the model's, where they have been read.
 
     Raises:
-        PlanError: nothing is declared, nothing can be derived, and the user gives no rules.
+        PlanError: nothing is declared, nothing can be derived, and the user gives no rules; or adapters of the model
+            compute something else with the plan.
     """
     kind, own = read_request(spec.plan)
     if tp_size == 1:
         return own
     facts = facts or read_facts(model)
+    plan = _base_plan(model, spec, kind, own, facts, tp_size=tp_size)
+    is_proved = kind == "auto" and facts.model_type in PROVED and not own.rules
+    if facts.adapters is not None and not is_proved:
+        try_adapters(model, plan, facts, tp_size=tp_size, sequence_parallel=spec.sequence_parallel)
+    return plan
+
+
+def _base_plan(model: nn.Module, spec: ParallelSpec, kind: str, own: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
+    """The rules for the model without its adapters."""
     vocabulary, declared = vocabulary_plan(facts), declared_plan(model, facts)
     idle = idle_rules(declared, facts)
     if kind == "declared" and idle:

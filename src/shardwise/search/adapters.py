@@ -1,0 +1,79 @@
+"""Adapters tried with the plan of their base: a tiny model with adapters like the model's, on simulated ranks."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from shardwise.errors import PlanError, ShardwiseError
+from shardwise.lora.inject import inject_alike
+from shardwise.plan.spec import Plan
+from shardwise.plan.structure import ModelFacts
+from shardwise.proof.draws import seeded
+from shardwise.runtime.adapter_facts import without_adapters
+from shardwise.runtime.modes import has_dropout
+from shardwise.search.deriving import build_tried_model, trial_of
+from shardwise.search.kept import keep, path_of, read_kept
+from shardwise.search.trial import Verdict, failed
+
+__all__ = ["try_adapters"]
+
+logger = logging.getLogger("shardwise.plan")
+
+_SEARCH = 1
+"""Raised with every change of how adapters divide."""
+
+
+def try_adapters(
+    model: nn.Module, plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False
+) -> None:
+    """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
+    What passes is kept on disk. Says in the log where it cannot be tried.
+
+    Raises:
+        PlanError: they compute something else, and the base alone does not.
+
+    Communicates: nothing.
+    """
+    assert facts.adapters is not None
+    base = without_adapters(model)
+    described = {
+        "search": _SEARCH,
+        "plan": str(plan),
+        "adapters": [str(each) for each in facts.adapters.adapted],
+        "copies": {name: places for name, places in facts.adapters.instances.items() if len(places) > 1},
+        "tp_size": tp_size,
+        "sequence_parallel": sequence_parallel,
+    }
+    path = path_of(base, "adapters", described)
+    if read_kept(path) is not None:
+        return
+    name = type(base).__name__
+    with seeded():
+        try:
+            tried = inject_alike(model, build_tried_model(base, tp_size=tp_size))
+            verdict = _try(tried, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
+            if not verdict.passed:
+                alone = build_tried_model(base, tp_size=tp_size)
+                plain = _try(alone, plan, model, tp_size=tp_size, sequence_parallel=sequence_parallel)
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way, or PEFT on a tiny model
+            reason = str(error) if isinstance(error, ShardwiseError) else failed(error).reason
+            logger.warning("adapters of %s cannot be tried: %s", name, reason.splitlines()[0])
+            return
+    if verdict.passed:
+        keep(path, described)
+    elif plain.passed:
+        raise PlanError(
+            f"the adapters of {name} compute something else, split as their base is over tp={tp_size}",
+            at=verdict.module or None,
+            why=verdict.reason,
+            fix="use fsdp instead of tp, or other target_modules, or a rule that replicates what they adapt",
+        )
+    else:
+        logger.warning("adapters of %s cannot be tried: its rules do not fit a tiny model: %s", name, plain.reason)
+
+
+def _try(tried: nn.Module, plan: Plan, model: nn.Module, *, tp_size: int, sequence_parallel: bool) -> Verdict:
+    trial = trial_of(tried, tp_size=tp_size, drops=has_dropout(model))
+    return trial.run(plan, sequence_parallel=sequence_parallel, in_training=True)
