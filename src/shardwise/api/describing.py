@@ -65,28 +65,20 @@ def describe(
         inject(model, adapter)
     plan = decide(model, shape, spec)
     dtype = "float32" if spec.precision is None else spec.precision.params
-    if plan.pipeline is not None:
-        rehearsal = Rehearsal(
-            source=config,
-            shape=shape,
-            spec=spec,
-            dtype=None if spec.precision is None else getattr(torch, dtype),
-            auto_class=auto_class,
-            options=model_options,
-            adapter=adapter,
-        )
-        return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
-    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
-    memory = _at_rest(plan, frozen, dtype=dtype)
+    in_full = batch is not None or plan.pipeline is not None
     rehearsal = Rehearsal(
         source=config,
-        shape=shape if batch is not None else MeshShape(tp_size=shape.tp_size),
+        shape=shape if in_full else MeshShape(tp_size=shape.tp_size),
         spec=spec,
-        dtype=None if spec.precision is None else getattr(torch, spec.precision.params),
+        dtype=None if spec.precision is None else getattr(torch, dtype),
         auto_class=auto_class,
         options=model_options,
         adapter=adapter,
     )
+    if plan.pipeline is not None:
+        return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
+    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+    memory = _at_rest(plan, frozen, dtype=dtype)
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
