@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from shardwise.weights.conversion import Resolution
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 
-__all__ = ["load", "parallelize"]
+__all__ = ["load", "load_filled", "parallelize"]
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -89,7 +89,22 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, adapter=adapter, options=options)
 
 
-def _load(
+def load_filled(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+    mesh: Mesh,
+    *,
+    spec: ParallelSpec,
+    dtype: torch.dtype,
+    fill: Callable[[nn.Module], None],
+) -> Any:
+    """As `load`, but no weights of `source` are read: `fill` puts values into the split model on the meta device.
+
+    Communicates: as `load`, and what `fill` does.
+    """
+    return _load(source, mesh, spec, auto_class=None, dtype=dtype, seed=0, adapter=None, options={}, fill=fill)
+
+
+def _load(  # noqa: PLR0913 - what `load` takes
     source: str | os.PathLike[str] | PreTrainedConfig,
     mesh: Mesh,
     spec: ParallelSpec,
@@ -99,6 +114,7 @@ def _load(
     seed: int,
     adapter: Any,
     options: dict[str, Any],
+    fill: Callable[[nn.Module], None] | None = None,
 ) -> Any:
     with raise_on_all_ranks(mesh.group(), "building the model"):
         allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
@@ -108,7 +124,7 @@ def _load(
             config = copy.deepcopy(source)
         else:
             config, options = read_config(source, options)
-            index = CheckpointIndex.open(source, **where)
+            index = CheckpointIndex.open(source, **where) if fill is None else None
         chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
         with Construction() as construction:
             model = build_meta_model(config, auto_class, dtype=chosen, options=options)
@@ -122,9 +138,12 @@ def _load(
             unsplit, found = _with_adapters(model, unsplit, found)
     with index or nullcontext():
         registry = prepare(model, mesh, spec)
+        if fill is not None:
+            fill(model)
         with raise_on_all_ranks(mesh.group(), "loading"):
-            if index is not None and found is not None and not isinstance(source, PreTrainedConfig):
-                load_weights(model, registry, index, found, dtype=chosen)
+            if not isinstance(source, PreTrainedConfig):
+                if index is not None and found is not None:
+                    load_weights(model, registry, index, found, dtype=chosen)
                 model.config.name_or_path = model.name_or_path = os.fspath(source)
                 read_generation_config(model, source, where)
             initialize_missing(model, registry, construction, unsplit, seed=seed)

@@ -22,7 +22,7 @@ from shardwise.parallel.materialize import put_tensor
 from shardwise.runtime.registry import registry_of
 from shardwise.train.gradients import gradients_of
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "load_session", "save_checkpoint"]
 
 
 def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -131,6 +131,21 @@ def load_checkpoint(
 
     Communicates: a few gathers of small objects over all ranks.
     """
+    return load_session(path, tag, model=model, optimizer=optimizer, scheduler=scheduler, strict=strict, verify=verify)
+
+
+def load_session(
+    path: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    strict: bool = True,
+    verify: bool = True,
+    fills_model: bool = True,
+) -> Any:
+    """As `load_checkpoint`; with `fills_model` False the model's tensors have been loaded before."""
     put: Any = None
     if model is not None:
         registry = registry_of(model)
@@ -146,6 +161,7 @@ def load_checkpoint(
         put=put,
         strict=strict,
         verifies=verify,
+        fills_model=fills_model,
     )
     loss_scale = gradients_of(model).loss_scale if model is not None else None
     if loss_scale is not None and loaded.loss_scale is not None:

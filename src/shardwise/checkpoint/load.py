@@ -59,7 +59,7 @@ def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
     return StoredParts(directory, manifest, index, verifies)
 
 
-def load_into(
+def load_into(  # noqa: PLR0913 - what the public function takes
     root: Path,
     tag: str | None,
     *,
@@ -69,10 +69,12 @@ def load_into(
     put: Put,
     strict: bool,
     verifies: bool,
+    fills_model: bool = True,
 ) -> Loaded:
     """Loads the checkpoint `tag` of `root`; see `shardwise.load_checkpoint`.
 
     Args:
+        fills_model: whether the model's tensors are loaded, too.
         put: makes a tensor the model's parameter or buffer of that name, where it is still on the meta device.
     """
     registry = registry_of(model) if model is not None else None
@@ -89,7 +91,7 @@ def load_into(
             states = None
             if model is not None and registry is not None:
                 _check_names(stored, faults, registry.mesh, strict=strict)
-                planned = _plan_model(stored, model, registry)
+                planned = _plan_model(stored, model, registry) if fills_model else {}
                 if optimizer is not None:
                     states = OptimizerLoad(stored, optimizer, held_tensors(model, registry), registry, strict=strict)
             extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))

@@ -52,16 +52,39 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) -> int:
+def launch(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    show_traceback: bool,
+    max_restarts: int = 0,
+    seconds_to_end: float = SECONDS_TO_SHUT_DOWN,
+) -> int:
     """Runs `shardwise ARGUMENTS` on `num_ranks` ranks of this machine.
 
     Prints the error of the rank that failed first, once. When this returns, every rank has ended.
 
+    Args:
+        arguments: of the command.
+        num_ranks: on this machine.
+        show_traceback: also of errors that say all there is to say.
+        max_restarts: how often all ranks are started again when one has failed.
+        seconds_to_end: how long ranks may take to end after a signal, until they are killed.
+
     Returns:
         The exit code: 0, 1 after a failure, 128 + the signal's number after one.
     """
+    for number in range(max_restarts + 1):
+        code = _launch_once(arguments, num_ranks, show_traceback=show_traceback, seconds_to_end=seconds_to_end)
+        if code != 1 or number == max_restarts:
+            break
+        print(f"starting the ranks again ({number + 1} of {max_restarts})", file=sys.stderr, flush=True)
+    return code
+
+
+def _launch_once(arguments: Sequence[str], num_ranks: int, *, show_traceback: bool, seconds_to_end: float) -> int:
     with tempfile.TemporaryDirectory(prefix="shardwise_") as directory:
-        codes, ended_by = _run_ranks(arguments, num_ranks, Path(directory))
+        codes, ended_by = _run_ranks(arguments, num_ranks, Path(directory), seconds_to_end)
         if ended_by == signal.SIGINT:
             raise KeyboardInterrupt
         if ended_by is not None:
@@ -73,7 +96,9 @@ def launch(arguments: Sequence[str], *, num_ranks: int, show_traceback: bool) ->
         return int(bool(failed))
 
 
-def _run_ranks(arguments: Sequence[str], num_ranks: int, directory: Path) -> tuple[list[int], signal.Signals | None]:
+def _run_ranks(
+    arguments: Sequence[str], num_ranks: int, directory: Path, seconds_to_end: float
+) -> tuple[list[int], signal.Signals | None]:
     """Runs ranks until all have ended, or one has failed; returns their exit codes, and the signal that ended this."""
     import torch.distributed as dist
 
@@ -98,7 +123,10 @@ def _run_ranks(arguments: Sequence[str], num_ranks: int, directory: Path) -> tup
         except _SignalledError as error:
             ended_by = error.number
         finally:
-            _end(ranks, ended_by or signal.SIGTERM)
+            if ended_by is None:
+                _end(ranks, signal.SIGTERM)
+            else:
+                _end(ranks, ended_by, seconds=seconds_to_end)
     return [rank.returncode for rank in ranks], ended_by
 
 
@@ -124,11 +152,13 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _end(
+    ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals, *, seconds: float = SECONDS_TO_SHUT_DOWN
+) -> None:
     """Has ranks end by a signal, stopped ones too; by SIGKILL if that takes too long, or when a second signal comes."""
     _send(ranks, number)
     _send(ranks, signal.SIGCONT)
-    deadline = time.monotonic() + SECONDS_TO_SHUT_DOWN
+    deadline = time.monotonic() + seconds
     with suppress(subprocess.TimeoutExpired, _SignalledError):
         for rank in ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))

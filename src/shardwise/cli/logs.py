@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shardwise.train.loop import StepRecord
+from shardwise.weights.staging import atomic_file
 
 __all__ = ["JsonlLog", "Screen", "TensorBoardLog"]
 
@@ -25,16 +26,24 @@ class JsonlLog:
     """One JSON object a step. Lines are written in one piece, so the file can be read at any moment.
 
     A file of an earlier run is kept under the next free number: `train.jsonl` -> `train.1.jsonl`.
+
+    Args:
+        path: of the file.
+        num_done: steps after which a run goes on: lines of later ones are taken back. None: it begins.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, num_done: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if num_done is not None and path.exists():
+            _take_back(path, num_done)
+            self._file: TextIO = path.open("a", encoding="utf-8")
+            return
         if path.exists():
             number = 1
             while (kept := path.with_suffix(f".{number}{path.suffix}")).exists():
                 number += 1
             path.rename(kept)
-        self._file: TextIO = path.open("x", encoding="utf-8")
+        self._file = path.open("x", encoding="utf-8")
 
     def report(self, record: StepRecord) -> None:
         """Write the record."""
@@ -48,13 +57,28 @@ class JsonlLog:
             self._file.close()
 
 
-class TensorBoardLog:
-    """One scalar curve a quantity, in a directory of its own for each run."""
+def _take_back(path: Path, num_done: int) -> None:
+    """Leaves the lines of the first `num_done` steps."""
+    with (
+        atomic_file(path) as partial,
+        path.open(encoding="utf-8") as lines,
+        partial.open("w", encoding="utf-8") as kept,
+    ):
+        for line in lines:
+            with suppress(ValueError, KeyError):  # the last one may be torn
+                if json.loads(line)["step"] <= num_done:
+                    kept.write(line.rstrip("\n") + "\n")
 
-    def __init__(self, directory: Path) -> None:
+
+class TensorBoardLog:
+    """One scalar curve a quantity, in a directory of its own for each run; one that goes on does so in the newest."""
+
+    def __init__(self, directory: Path, *, num_done: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter  # an optional third party, and slow to import
 
-        self._writer: Any = SummaryWriter(str(directory / time.strftime("%Y%m%d-%H%M%S")))
+        earlier = sorted(directory.iterdir()) if num_done is not None and directory.is_dir() else []
+        place = earlier[-1] if earlier else directory / time.strftime("%Y%m%d-%H%M%S")
+        self._writer: Any = SummaryWriter(str(place), purge_step=num_done + 1 if num_done is not None else None)
 
     def report(self, record: StepRecord) -> None:
         """Write every quantity of the record."""
@@ -75,9 +99,10 @@ class Screen:
         console: where to draw.
         num_steps: length of the run.
         every: steps between lines where `console` is no terminal.
+        num_done: steps that an earlier run has done.
     """
 
-    def __init__(self, console: Console, *, num_steps: int, every: int) -> None:
+    def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0) -> None:
         self._console = console
         self._num_steps = num_steps
         self._every = every
@@ -92,7 +117,7 @@ class Screen:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("training", total=num_steps, loss="", rest="")
+        self._task = self._bar.add_task("training", total=num_steps, completed=num_done, loss="", rest="")
         self._bar.start()
 
     def report(self, record: StepRecord) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 
-from shardwise.api.building import load
+from shardwise.api.building import load, load_filled
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.config_file import Problems, config_error
@@ -69,17 +70,25 @@ def build_encoder(tokenizer: Any) -> Encoder:
     return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)
 
 
-def build_model(config: TrainConfig, mesh: Mesh, tokenizer: Any) -> torch.nn.Module:
+def build_model(
+    config: TrainConfig, mesh: Mesh, tokenizer: Any, *, fill: Callable[[torch.nn.Module], None] | None = None
+) -> torch.nn.Module:
     """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
+
+    Args:
+        fill: instead of both, what gives the split model, still on the meta device, its values.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
         ShardwiseError: the model cannot be loaded or split.
     """
     given = config.model
-    model_config = _read_model_config(config, tokenizer)
+    model_config = read_model_config(config, tokenizer)
     if problems := _check_fit(model_config, config, tokenizer):
         raise config_error("the configuration", problems)
+    if fill is not None:
+        source, spec = model_config if given.path is None else given.path, spec_of(config, mesh.device)
+        return load_filled(source, mesh, spec=spec, dtype=getattr(torch, given.dtype), fill=fill)
     return load(
         model_config if given.path is None else given.path,
         mesh,
@@ -120,7 +129,7 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Pro
             build_encoder(tokenizer)
     if not problems:
         with problems.of("model"):
-            found = _read_model_config(config, tokenizer)
+            found = read_model_config(config, tokenizer)
             _check_task(found)
     if not problems:
         problems += _check_fit(found, config, tokenizer)
@@ -169,7 +178,7 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
     return build_optimizer(model, optimizer_class, groups=config.groups, **optimizer_arguments(config, optimizer_class))
 
 
-def _read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
+def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
     """The model's configuration: of its path, or new, with vocabulary size and special tokens of the tokenizer where
     it does not name them.
     """

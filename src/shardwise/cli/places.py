@@ -18,7 +18,12 @@ __all__ = ["check_outputs", "check_place", "unexported"]
 def check_outputs(config: TrainConfig) -> list[Problem]:
     """Everything wrong with the places that the run writes to. Makes them and writes there, in one process of a run."""
     problems = Problems()
-    for key, directory in (("log.dir", config.log.dir), ("data.cache_dir", config.data.cache_dir)):
+    saved = config.checkpoint.dir
+    for key, directory in (
+        ("log.dir", config.log.dir),
+        ("data.cache_dir", config.data.cache_dir),
+        ("checkpoint.dir", saved),
+    ):
         if directory is not None:
             with problems.of(key):
                 check_place(directory)
@@ -27,7 +32,8 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
     with problems.of("export"):
         check_place(config.export, is_beside=True)
     export = Path(config.export)
-    if not problems and export.exists() and not (export.is_dir() and not any(export.iterdir())):
+    goes_on = saved is not None and config.checkpoint.resume == "auto" and any(Path(saved).glob("*/manifest.json"))
+    if not problems and not goes_on and export.exists() and not (export.is_dir() and not any(export.iterdir())):
         what = f"the directory {export} is not empty" if export.is_dir() else f"{export} is a file"
         problems.append(Problem("export", what, "remove it or name another; nothing is overwritten"))
     if not problems and unexported(config.log.dir).exists():

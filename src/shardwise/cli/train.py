@@ -8,12 +8,22 @@ from pathlib import Path
 
 from shardwise.cli.check import check_run
 from shardwise.cli.config_file import config_error, read_config
-from shardwise.cli.launch import end_with_launcher, exit_on_terminate, is_rank, launch, record_failures
+from shardwise.cli.launch import (
+    SECONDS_TO_SHUT_DOWN,
+    end_with_launcher,
+    exit_on_terminate,
+    is_rank,
+    launch,
+    record_failures,
+)
 from shardwise.errors import ConfigError
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
 __all__ = ["HELP", "add_arguments", "run"]
+
+SECONDS_TO_SAVE = 600
+"""How long ranks may take to end after a signal where they save first; a second signal ends them at once."""
 
 HELP = """\
 Train a model on text, over as many ranks as the layout names.
@@ -43,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="keys to set over the file's, e.g. data.seq_length=256"
     )
     parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often ranks are started again when one has failed, from the newest checkpoint",
+    )
+    parser.add_argument(
         "--nproc", type=int, metavar="N", help="ranks to start on this machine (default: what the layout needs)"
     )
 
@@ -61,11 +78,23 @@ def run(arguments: argparse.Namespace) -> int:
         shape.check_world_size(arguments.nproc)
     if problems := check_run(config):
         raise config_error(str(arguments.config), problems)
-    if shape.world_size == 1:
+    if arguments.max_restarts < 0 or (arguments.max_restarts and config.checkpoint.dir is None):
+        raise ConfigError(
+            f"--max-restarts {arguments.max_restarts}",
+            why="it counts restarts from a checkpoint, and the run has none" if arguments.max_restarts > 0 else "",
+            fix="name a checkpoint.dir" if arguments.max_restarts > 0 else "use 0 or more",
+        )
+    if shape.world_size == 1 and not arguments.max_restarts:
         _train(config)
         return 0
     words = ["train", str(arguments.config), *arguments.overrides, *(["--traceback"] if arguments.traceback else [])]
-    return launch(words, num_ranks=shape.world_size, show_traceback=arguments.traceback)
+    return launch(
+        words,
+        num_ranks=shape.world_size,
+        show_traceback=arguments.traceback,
+        max_restarts=arguments.max_restarts,
+        seconds_to_end=SECONDS_TO_SHUT_DOWN if config.checkpoint.dir is None else SECONDS_TO_SAVE,
+    )
 
 
 def _run_rank(arguments: argparse.Namespace) -> None:

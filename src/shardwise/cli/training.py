@@ -24,8 +24,9 @@ from shardwise.cli.config_file import config_error, dump_config
 from shardwise.cli.inputs import read_data_state
 from shardwise.cli.launch import local_rank
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
-from shardwise.cli.models import build_encoder, build_model, load_tokenizer, make_optimizer
+from shardwise.cli.models import build_encoder, build_model, load_tokenizer, make_optimizer, read_model_config
 from shardwise.cli.places import check_outputs, check_place, unexported
+from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
 from shardwise.cli.sources import open_source
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
@@ -55,6 +56,7 @@ def train(config: TrainConfig) -> StepRecord | None:
 
     Raises:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
+        SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
     with Mesh.open(config.layout, timeout_seconds=config.timeout_seconds) as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
@@ -67,12 +69,16 @@ def train(config: TrainConfig) -> StepRecord | None:
         tokenizer = load_tokenizer(config)
         encoder = build_encoder(tokenizer)
         batches = _open_batches(config, mesh, encoder, console)
-        model = build_model(config, mesh, tokenizer).train()
+        run = describe_run(config, read_model_config(config, tokenizer), batches)
+        saved = find_saved_run(config.checkpoint, mesh, run, console)
+        model = build_model(config, mesh, tokenizer, fill=saved.fill if saved is not None else None).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
+        optimizer = make_optimizer(config.optimizer, model)
+        num_done = saved.go_on(model, optimizer, batches) if saved is not None else 0
         parts = TrainingComponents(
             step=TrainStep(model, mesh, num_microbatches=config.num_microbatches),
             clip=functools.partial(clip_grad_norm_, model),
-            optimizer=make_optimizer(config.optimizer, model),
+            optimizer=optimizer,
             batches=iter(batches),
             device=mesh.device,
             evaluate=_prepare_evaluation(config, model, mesh, encoder, console),
@@ -81,27 +87,48 @@ def train(config: TrainConfig) -> StepRecord | None:
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
-            reporters = _open_reporters(config, open_logs, console) if mesh.rank == 0 else []
+            goes_on = num_done if saved is not None else None
+            reporters = _open_reporters(config, open_logs, console, goes_on) if mesh.rank == 0 else []
         _print_head(console, config, model, batches)
-        record = run_loop(
-            parts,
-            num_steps=config.steps,
-            settings=config.optimizer,
-            reporters=reporters,
-            eval_every=config.evaluation.every,
-        )
+        with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
+            record = run_loop(
+                parts,
+                num_steps=config.steps,
+                settings=config.optimizer,
+                reporters=reporters,
+                eval_every=config.evaluation.every,
+                num_done=num_done,
+                checkpoints=checkpoints if config.checkpoint.dir is not None else None,
+            )
         open_logs.close()  # the bar ends before anything else is printed
-        if config.compilation.backend is not None:
-            console.print(f"compiled {count_compilation()}")
-        try:
-            if config.export is not None:
-                _export(model, config.export, config.log.dir, tokenizer)
-                console.print(f"exported to {config.export}")
-        finally:
-            if mesh.rank == 0:
-                with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
-                    partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
-        return record
+        if checkpoints.ended_by is None:
+            _finish(config, mesh, model, tokenizer, batches, console)
+        elif record is not None:
+            console.print(f"saved after step {record.step:,}; the same command goes on from there")
+    if checkpoints.ended_by is not None:
+        raise SystemExit(128 + checkpoints.ended_by)
+    return record
+
+
+def _finish(
+    config: TrainConfig,
+    mesh: Mesh,
+    model: torch.nn.Module,
+    tokenizer: Any,
+    batches: PackedBatches,
+    console: Console,
+) -> None:
+    """What comes after the last step."""
+    if config.compilation.backend is not None:
+        console.print(f"compiled {count_compilation()}")
+    try:
+        if config.export is not None:
+            _export(model, config.export, config.log.dir, tokenizer)
+            console.print(f"exported to {config.export}")
+    finally:
+        if mesh.rank == 0:
+            with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
+                partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
 
 
 def _open_batches(config: TrainConfig, mesh: Mesh, encoder: Encoder, console: Console) -> PackedBatches:
@@ -185,12 +212,16 @@ def _prepare_tokens(config: TrainConfig, data: DataConfig, encoder: Encoder, con
     return read_tokens(cache_path(directory, open_source(data), encoder))
 
 
-def _open_reporters(config: TrainConfig, open_logs: ExitStack, console: Console) -> list[Reporter]:
+def _open_reporters(
+    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None
+) -> list[Reporter]:
     directory = Path(config.log.dir)
-    reporters: list[Reporter] = [open_logs.enter_context(closing(JsonlLog(directory / "train.jsonl")))]
+    jsonl = JsonlLog(directory / "train.jsonl", num_done=num_done)
+    reporters: list[Reporter] = [open_logs.enter_context(closing(jsonl))]
     if config.log.tensorboard:
-        reporters.append(open_logs.enter_context(closing(TensorBoardLog(directory / "tensorboard"))))
-    screen = Screen(console, num_steps=config.steps, every=config.log.every)
+        curves = TensorBoardLog(directory / "tensorboard", num_done=num_done)
+        reporters.append(open_logs.enter_context(closing(curves)))
+    screen = Screen(console, num_steps=config.steps, every=config.log.every, num_done=num_done or 0)
     reporters.append(open_logs.enter_context(closing(screen)))
     with atomic_file(directory / "config.yaml") as partial:
         partial.write_text(dump_config(config), encoding="utf-8")

@@ -20,7 +20,7 @@ from shardwise.errors import BatchError, GradientError
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
-__all__ = ["Reporter", "StepRecord", "TrainingComponents", "run_loop"]
+__all__ = ["Checkpoints", "Reporter", "StepRecord", "TrainingComponents", "run_loop"]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -82,6 +82,14 @@ class Reporter(Protocol):
     def report(self, record: StepRecord) -> None: ...
 
 
+class Checkpoints(Protocol):
+    """What is told of every step when it is over."""
+
+    def after_step(self, step: int, *, is_last: bool) -> bool:
+        """Saves what is due; whether the run ends here."""
+        ...
+
+
 def run_loop(
     parts: TrainingComponents,
     *,
@@ -89,8 +97,10 @@ def run_loop(
     settings: OptimizerConfig,
     reporters: Sequence[Reporter] = (),
     eval_every: int = 0,
+    num_done: int = 0,
+    checkpoints: Checkpoints | None = None,
 ) -> StepRecord | None:
-    """Runs `num_steps` steps and returns the last one's record.
+    """Runs the steps up to `num_steps` and returns the last one's record, None where none was left to be done.
 
     Args:
         parts: the step, the optimizer and their surroundings.
@@ -98,6 +108,8 @@ def run_loop(
         settings: the learning rate, its schedule and the clipping.
         reporters: given each step, in this order; usually on one rank only. One that cannot write is given no more.
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
+        num_done: steps that an earlier run has done.
+        checkpoints: told of every step, after the reporters; may end the run.
 
     Raises:
         BatchError: there are fewer batches than steps.
@@ -105,7 +117,7 @@ def run_loop(
     """
     record = None
     open_reporters = list(reporters)
-    for index in range(num_steps):
+    for index in range(num_done, num_steps):
         factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
         record = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
         is_due = eval_every and ((index + 1) % eval_every == 0 or index + 1 == num_steps)
@@ -113,6 +125,8 @@ def run_loop(
             loss = parts.evaluate()
             record = replace(record, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
         open_reporters = [reporter for reporter in open_reporters if _report(reporter, record)]
+        if checkpoints is not None and checkpoints.after_step(index + 1, is_last=index + 1 == num_steps):
+            break
     return record
 
 

@@ -21,6 +21,7 @@ from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
+    "CheckpointConfig",
     "CompilationConfig",
     "DataConfig",
     "EvaluationConfig",
@@ -183,6 +184,24 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where a run is saved, so that it can go on when it was ended, and when."""
+
+    dir: str | None = None
+    """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C or SIGTERM ends it."""
+    every: PositiveInt | None = None
+    """Also after every so many steps."""
+    minutes: Annotated[PositiveFloat, Finite] | None = None
+    """Also when so many minutes have passed since it was saved."""
+    keep_last: PositiveInt | None = 2
+    """Checkpoints that are kept, the newest ones; null keeps all."""
+    async_save: bool = False
+    """Write in the background, while training goes on; takes a copy of what is saved in host memory."""
+    resume: Literal["auto", "never"] = "auto"
+    """Whether a run goes on from the newest checkpoint in `dir`, where there is one, in this layout or another."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run."""
 
@@ -193,6 +212,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     log: LogConfig = field(default_factory=LogConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fsdp: FsdpPolicy = field(default_factory=FsdpPolicy)
     recompute: Recompute = field(default_factory=Recompute)
@@ -218,7 +238,7 @@ class TrainConfig:
 
 def check_config(config: TrainConfig) -> list[Problem]:
     """Everything wrong with `config` that its values show, besides their types and bounds."""
-    return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config)]
+    return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config), *_check_checkpoint(config)]
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
@@ -233,6 +253,12 @@ def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
     progress = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
     left = 1 - progress if schedule.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return schedule.final_ratio + (1 - schedule.final_ratio) * left
+
+
+def _check_checkpoint(config: TrainConfig) -> Iterator[Problem]:
+    checkpoint = config.checkpoint
+    if checkpoint.dir is None and checkpoint != CheckpointConfig():
+        yield Problem("checkpoint.dir", "is missing", "the other keys say how checkpoints are made there")
 
 
 def _check_sources(config: TrainConfig) -> Iterator[Problem]:

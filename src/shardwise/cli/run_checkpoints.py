@@ -1,0 +1,231 @@
+"""The checkpoints of `shardwise train`: when a run is saved, what ends it in order, and how it goes on.
+
+# [Note: ending a run in order]
+A signal reaches ranks at different moments, some of them in the middle of a collective. It only sets a flag. After each
+step all ranks sum their flags, so all of them see it after the same step, save, and leave. A second signal ends a rank
+on the spot, as the first one does where a run has no checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from shardwise.api.checkpoints import load_session, save_checkpoint
+from shardwise.checkpoint.background import finish_saves
+from shardwise.checkpoint.directory import find_tag, find_tags
+from shardwise.checkpoint.manifest import read_manifest
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
+from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.runtime.registry import registry_of
+from shardwise.train.packing import PackedBatches
+from shardwise.train.run_config import CheckpointConfig, TrainConfig
+
+__all__ = ["RunCheckpoints", "SavedRun", "describe_run", "find_saved_run"]
+
+_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+_NUM_SAMPLES = 64
+
+
+def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches) -> dict[str, Any]:
+    """What must be the same when a run goes on, as JSON: its model, its data, and its optimizer."""
+    model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
+    tokens = batches.tokens
+    starts = range(0, len(tokens), max(1, len(tokens) // _NUM_SAMPLES))
+    sampled = 0
+    for start in starts:
+        sampled = zlib.crc32(tokens[start : start + batches.seq_length].tobytes(), sampled)
+    optimizer = {
+        key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm")
+    }
+    described = {
+        "model": model,
+        "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},
+        "data": {"tokens": f"{sampled:08x}", "dropout seed": config.seed},
+    }
+    found: dict[str, Any] = json.loads(json.dumps(described, default=str))
+    return found
+
+
+class RunCheckpoints:
+    """Saves a run as it goes; a context manager that sees to signals, and finishes what is being written.
+
+    Args:
+        config: when to save, and where.
+        run: what `describe_run` said of it.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        batches: PackedBatches,
+        run: Mapping[str, Any],
+    ) -> None:
+        self._config, self._mesh = config, registry_of(model).mesh
+        self._model, self._optimizer, self._batches, self._run = model, optimizer, batches, run
+        self._saved_at = time.monotonic()
+        self._former: dict[int, Any] = {}
+        self._own_signal = 0
+        self.ended_by: int | None = None
+
+    def after_step(self, step: int, *, is_last: bool) -> bool:
+        """Saves if that is due; whether the run ends here.
+
+        Communicates: over all ranks, one all-reduce of two numbers; what a save does.
+        """
+        config = self._config
+        is_late = config.minutes is not None and time.monotonic() - self._saved_at >= 60 * config.minutes
+        ended_by, is_late = self._agree(self._own_signal, is_late=is_late)
+        is_due = config.every is not None and step % config.every == 0
+        if ended_by or is_late or is_due or is_last:
+            assert config.dir is not None
+            save_checkpoint(
+                config.dir,
+                model=self._model,
+                optimizer=self._optimizer,
+                extra={"step": step, "batches": self._batches.state_dict(), "run": self._run},
+                async_save=config.async_save,
+                keep_last=config.keep_last,
+            )
+            self._saved_at = time.monotonic()
+        self.ended_by = ended_by or None
+        return bool(ended_by)
+
+    def _agree(self, own_signal: int, *, is_late: bool) -> tuple[int, bool]:
+        """The signal that has reached some rank, and whether rank 0's clock asks for a save."""
+        group = self._mesh.group()
+        if group is None:
+            return own_signal, is_late
+        device = host_device(group, self._mesh.device)
+        flags = torch.tensor([own_signal, is_late and self._mesh.rank == 0], dtype=torch.int64, device=device)
+        all_reduce_(flags, group, largest=True)
+        number, late = flags.tolist()
+        return int(number), bool(late)
+
+    def __enter__(self) -> RunCheckpoints:
+        if self._config.dir is not None and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                former = signal.getsignal(number)
+                if former != signal.SIG_IGN:
+                    self._former[number] = former
+                    signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: object) -> None:
+        if self._own_signal:  # the second one
+            self._restore()
+            signal.raise_signal(number)
+        self._own_signal = number
+
+    def _restore(self) -> None:
+        while self._former:
+            number, former = self._former.popitem()
+            signal.signal(number, former)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                finish_saves(self._mesh)
+        finally:
+            self._restore()
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run that is to go on.
+
+    Attributes:
+        directory: of its checkpoints.
+        tag: of the newest.
+        extra: what was saved besides the model and the optimizer.
+        mesh: the ranks that go on with it.
+    """
+
+    directory: str
+    tag: str
+    extra: Mapping[str, Any]
+    mesh: Mesh
+
+    def fill(self, model: torch.nn.Module) -> None:
+        """Gives the model, split and on the meta device, its values."""
+        load_session(self.directory, self.tag, model=model)
+
+    def go_on(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
+        """Puts optimizer, batches and random states where they were; returns the number of steps done.
+
+        Raises:
+            ConfigError: the batches are others.
+            LoadError: the checkpoint does not fit.
+        """
+        with raise_on_all_ranks(self.mesh.group(), "going on with the data"):
+            batches.load_state_dict(self.extra["batches"])
+        load_session(self.directory, self.tag, model=model, optimizer=optimizer, fills_model=False)
+        return int(self.extra["step"])
+
+
+def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console) -> SavedRun | None:
+    """The run that goes on here, None where it begins.
+
+    Raises:
+        ConfigError: it is another one than `run`.
+        LoadError: its checkpoint cannot be read.
+    """
+    if config.dir is None or config.resume == "never":
+        return None
+    with raise_on_all_ranks(mesh.group(), "looking for checkpoints"):
+        own = _newest(Path(config.dir)) if mesh.rank == 0 else None
+    tag = all_gather_objects(own, mesh.group())[0]
+    if tag is None:
+        return None
+    with raise_on_all_ranks(mesh.group(), "looking at the run that was saved"):
+        extra = load_session(config.dir, tag)
+        saved = extra.get("run") if isinstance(extra, Mapping) else None
+        if not isinstance(saved, Mapping) or "batches" not in extra or "step" not in extra:
+            raise ConfigError(
+                f"{config.dir} holds checkpoints that are no run's",
+                at="checkpoint.dir",
+                fix="name another directory, or set checkpoint.resume=never",
+            )
+        _check_same_run(saved, run)
+    console.print(f"resume  {Path(config.dir) / tag}")
+    return SavedRun(config.dir, tag, extra, mesh)
+
+
+def _newest(directory: Path) -> str | None:
+    """The tag of the newest checkpoint that can be read, None where there is none at all."""
+    return read_manifest(find_tag(directory, None)).tag if directory.is_dir() and find_tags(directory) else None
+
+
+def _check_same_run(saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    changed = [
+        f"{part}.{key}: was {saved.get(part, {}).get(key)!r}, is {value!r}"
+        for part, values in run.items()
+        for key, value in values.items()
+        if saved.get(part, {}).get(key) != value
+    ]
+    if changed:
+        raise ConfigError(
+            "the run that was saved is another one",
+            at="checkpoint.dir",
+            why="\n".join(changed[:8]),
+            fix="go on with what it was, or name another checkpoint.dir; another layout, precision or number of steps\n"
+            "is welcome",
+        )

@@ -1,0 +1,106 @@
+"""Saves in the background: of the step that was asked for, one at a time, and never failing without a word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+import shardwise
+from shardwise.checkpoint.save_job import SaveJob
+from shardwise.errors import LoadError
+from shardwise.ranks.spawn import spawn
+from tests.checkpoint.training import Training, differing
+
+pytestmark = pytest.mark.spawn
+
+
+@pytest.fixture
+def held_back(monkeypatch):
+    """Saves wait before they write until the event is set."""
+    go = threading.Event()
+    run = SaveJob.run
+
+    def wait(job, group):
+        assert go.wait(60)
+        return run(job, group)
+
+    monkeypatch.setattr(SaveJob, "run", wait)
+    return go
+
+
+def test_the_step_that_was_asked_for_is_saved(tmp_path, held_back):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    training.steps(2)
+    extra = {"step": 2, "list": [1]}
+    expected = training.whole()
+    pending = training.save(tmp_path, extra=extra, async_save=True)
+    training.steps(2)
+    extra["list"].append(2)
+    held_back.set()
+    assert pending.wait() == "step-2"
+    assert training.load(tmp_path) == {"step": 2, "list": [1]}
+    assert not differing(training.whole(), expected)
+
+
+def test_a_load_and_the_next_save_wait_for_the_one_before(tmp_path, held_back):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    training.save(tmp_path, tag="a", async_save=True)
+    threading.Timer(0.2, held_back.set).start()
+    training.save(tmp_path, tag="b", async_save=True)
+    training.load(tmp_path, "b")
+    assert (tmp_path / "a" / "manifest.json").exists()
+
+
+def test_an_error_is_raised_by_the_next_call_once(tmp_path):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    (tmp_path / "file").write_text("")
+    pending = training.save(tmp_path / "file", async_save=True)
+    with pytest.raises(LoadError, match="the checkpoint cannot be written"):
+        training.save(tmp_path / "good")
+    assert not (tmp_path / "good").exists()
+    training.save(tmp_path / "good", tag="a")
+    with pytest.raises(LoadError):
+        pending.wait()
+
+
+SCRIPT = """
+import sys, torch, shardwise
+from transformers import LlamaConfig
+sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+model = shardwise.load(LlamaConfig(**sizes), shardwise.Mesh.open("tp1"))
+shardwise.save_checkpoint(sys.argv[1], model=model, tag="a", async_save=True)
+"""
+
+
+def test_a_process_that_exits_finishes_its_save_or_fails(tmp_path):
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "good")], check=True, timeout=100)
+    assert (tmp_path / "good" / "a" / "manifest.json").exists()
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "file")]
+    failed = subprocess.run(command, check=False, timeout=100, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert "error: the last checkpoint was not saved: the checkpoint cannot be written" in failed.stderr
+
+
+def save_each_step(root, number):
+    with shardwise.Mesh.open("fsdp2") as mesh:
+        training = Training(mesh, "llama")
+        grown = []
+        for step in range(number):
+            training.steps(1)
+            training.save(root, extra={"step": step}, async_save=True, keep_last=1)
+            grown.append(psutil.Process().memory_info().rss)
+        training.load(root)
+        return grown[-1] - grown[number // 3], training.steps(1)
+
+
+def test_a_save_each_step_neither_hangs_nor_grows(tmp_path):
+    (growth, losses), (_, same) = spawn(save_each_step, 2, tmp_path, 60)
+    assert losses == same
+    assert growth < 2**25
+    assert [path.name for path in Path(tmp_path).iterdir() if "step" in path.name] == ["step-59"]
