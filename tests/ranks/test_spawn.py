@@ -222,7 +222,7 @@ def test_what_cannot_be_spawned_is_refused_at_once():
 
 
 SCRIPT = """
-import operator, os, signal, sys, time
+import multiprocessing, operator, os, signal, sys, time
 from pathlib import Path
 import shardwise.ranks.spawn
 from shardwise.errors import RankError
@@ -244,6 +244,10 @@ def kill_the_server(directory):
 
 def own(a, b):
     return a + b
+
+def lock():
+    global kept
+    kept = multiprocessing.get_context("spawn").Lock()  # as a progress bar's of tqdm is
 
 """
 
@@ -294,6 +298,11 @@ if __name__ == "__main__":
     time.sleep(1)  # until then multiprocessing may not have noticed
     print(spawn(own, 2, 1, 2))
 """
+
+
+def test_locks_that_ranks_made_are_not_left_behind(tmp_path):
+    ended = run_script(write_script(tmp_path, "if __name__ == '__main__': spawn(lock, 2)"))
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_ranks_end_where_their_server_has_and_the_next_case_starts_another(tmp_path):

@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -71,6 +72,8 @@ def run_rank(rank: int, case: Case, caller: Connection, output: Connection) -> N
         caller.poll(None)  # rank 0 may host the store that others still use, and peers may still read what we sent
         _destroy_process_group()
     _save_coverage()
+    # Locks that this rank made, such as a progress bar's, are not left behind.
+    multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
