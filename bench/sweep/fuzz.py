@@ -137,10 +137,13 @@ def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn
 
 
 def _saved(model: Any, directory: str) -> str | None:
-    """Where the model is saved, as it was before it ran; None where transformers cannot read what it writes."""
+    """Where the model is saved, as it was before it ran; None where transformers does not read what it writes."""
     try:
         build_tiny_model(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
-        type(model.config).from_pretrained(directory)
+        read = type(model.config).from_pretrained(directory)
     except Exception:  # noqa: BLE001 - that is all there is to know
         return None
-    return directory
+    is_same = all(
+        getattr(read, name, value) == value for name, value in vars(model.config).items() if not name.startswith("_")
+    )
+    return directory if is_same else None

@@ -34,6 +34,7 @@ def tensors_of(model):
         ("fnet", "FNetForMaskedLM"),
         ("openai-gpt", "OpenAIGPTLMHeadModel"),
         ("falcon_h1", "FalconH1ForCausalLM"),
+        ("xlnet", "XLNetLMHeadModel"),  # `torch.FloatTensor` knows no meta device
     ],
 )
 def test_initial_values_are_parts_of_the_unsplit_model_s(model_type, name):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BertConfig, EsmConfig, LlamaConfig
 
 from bench.sweep.known import architectures, default_config, model_class
 from shardwise.errors import ConfigError, UnsupportedError
@@ -138,6 +138,8 @@ def test_special_tokens_move_into_the_vocabulary():
 def test_dropout_is_kept_unless_told_otherwise():
     assert shrink_config(BertConfig()).hidden_dropout_prob == 0.1
     assert shrink_config(BertConfig(), without_dropout=True).hidden_dropout_prob == 0.0
+    switch = shrink_config(EsmConfig(vocab_size=33, mask_token_id=32, token_dropout=True), without_dropout=True)
+    assert switch.token_dropout is True, "it scales embeddings, and draws nothing"
 
 
 @pytest.mark.parametrize("model_type", sorted(kind for kind, _, _ in RUNNING))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
@@ -146,8 +147,19 @@ def build_meta_model(
             why=f"{type(error).__name__}: {str(error).strip()}".splitlines()[0],
             fix=next((fix for kind, fix in fixes.items() if isinstance(error, kind)), fits),
         ) from error
+    _empty(model)
     model.eval()
     return model
+
+
+def _empty(model: nn.Module) -> None:
+    """Puts on the meta device what `torch.FloatTensor` and its like made elsewhere: memory that holds nothing yet."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and not value.is_meta:
+                empty = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+                module._parameters[name] = moved.setdefault(value, empty)
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:

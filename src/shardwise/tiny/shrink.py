@@ -90,7 +90,7 @@ def apply_repeatable(config: PreTrainedConfig, *, without_dropout: bool = True) 
         if hasattr(part, "use_cache"):
             vars(part)["use_cache"] = False
         for name, value in fields_of(part).items() if without_dropout else ():
-            if name.endswith(_RANDOM) and value:
+            if name.endswith(_RANDOM) and value and not isinstance(value, bool):  # a switch is no chance
                 vars(part)[name] = _zero(value)
     return config
 
