@@ -10,12 +10,14 @@ import transformers
 
 from shardwise.api.verifying import Proof
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import objective_of
+from shardwise.topology.shape import MeshShape
 from sweep.known import architectures, default_config, model_class
 
 __all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
@@ -108,12 +110,14 @@ def _tiny_config(case: Case) -> tuple[Any, bool]:
 
 def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:
     variant = case.variant
+    spec = ParallelSpec(sequence_parallel=variant.sequence_parallel)
     proof = Proof(
         config=config,
         model_class=model_class(case.class_name),
         layout=variant.layout,
         drops=drops,
-        spec=ParallelSpec(sequence_parallel=variant.sequence_parallel),
+        spec=spec,
+        num_microbatches=fewest_microbatches(spec.pipeline, MeshShape.parse(variant.layout)),
     )
     try:
         report = proof.run(case.class_name, timeout_seconds=timeout_seconds)

@@ -119,6 +119,12 @@ def test_what_crosses_is_what_is_needed():
     assert crossing("mixtral") == [["output:model.layers.0.mlp.gate:0:0", hidden]]
 
 
+def test_attention_weights_that_nothing_uses_need_no_code_to_run():
+    config = transformers.BloomConfig(vocab_size=96, hidden_size=64, n_layer=2, n_head=4)
+    order = find_layer_order(build_tiny_model(config, transformers.BloomForCausalLM, seed=0))
+    assert set(order.calls) <= order.returns.keys()
+
+
 def test_one_layer_that_runs_again_and_again_has_as_many_segments():
     order = find_layer_order(model_of("albert"))
     assert len(order.calls) > len(set(order.calls)) == 1

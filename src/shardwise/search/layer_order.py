@@ -32,7 +32,7 @@ __all__ = ["find_layer_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 2
+_SEARCH = 3
 """Raised with every change of what is found."""
 
 _SMALL_ENOUGH = 8_000_000

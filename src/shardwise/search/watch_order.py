@@ -47,6 +47,7 @@ class _Value:
         number: how many such tensors there were before it.
         born: the segment that made it.
         used: the last segment that used it.
+        count: how often it was used.
         written: the last segment that changed it in place, before the first one where none did.
         anchor: where it is found; empty while that is not known.
         place: what made it, for who reads an error.
@@ -58,6 +59,7 @@ class _Value:
     used: int
     anchor: str = ""
     place: str = ""
+    count: int = 0
     written: int = -1
 
 
@@ -84,7 +86,7 @@ class _Watcher(TorchFunctionMode):
         self.entries: list[dict[int, str]] = []  # for every segment, the tensors in its layer's arguments
         self.stack: list[_Call] = []
         self.numbers: dict[str, int] = {}
-        self.returns: dict[str, Returned | None] = {}
+        self.returned: dict[str, list[tuple[bool, list[str | tuple[int, int] | None]]]] = {}
         self.told: dict[str, Returned] = {}
         self.num_glue = 0
 
@@ -134,6 +136,7 @@ class _Watcher(TorchFunctionMode):
             elif id(value) in self.values:
                 known = self.values[id(value)]
                 known.used = max(known.used, self.segment)
+                known.count += 1
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -180,18 +183,15 @@ class _Watcher(TorchFunctionMode):
 
     def _note_returned(self, call: _Call, output: Any) -> None:
         after = (value for _, value in named_tensors(call.arguments) if self._depends(value))
-        is_told = all(id(value) in call.given for value in after)  # else it puts tensors into its arguments
-        returned = self._returned(call.arguments, output) if is_told else None
-        if self.returns.setdefault(call.fqn, returned) != returned:
-            self.returns[call.fqn] = None
-
-    def _returned(self, arguments: Mapping[str, Any], output: Any) -> Returned | None:
-        """What a module returned, in terms of its arguments; None where that cannot be said."""
+        if any(id(value) not in call.given for value in after):  # it puts tensors into its arguments
+            self.returned.setdefault(call.fqn, []).append((False, [None]))
+            return
         is_tuple = type(output) is tuple
-        like = [self._like(arguments, value) for value in (output if is_tuple else (output,))]
-        return None if None in like else Returned(like=tuple(map(str, like)), is_tuple=is_tuple)
+        like = [self._like(call.arguments, value) for value in (output if is_tuple else (output,))]
+        self.returned.setdefault(call.fqn, []).append((is_tuple, like))
 
-    def _like(self, arguments: Mapping[str, Any], value: Any) -> str | None:
+    def _like(self, arguments: Mapping[str, Any], value: Any) -> str | tuple[int, int] | None:
+        """What a value looks like, see `Returned`; else which it is and how often it has been used, None if nothing."""
         if value is None:
             return ""
         if not isinstance(value, Tensor):
@@ -200,7 +200,25 @@ class _Watcher(TorchFunctionMode):
         if same is not None or not self._depends(value):
             return same
         given = ((name, each) for name, each in arguments.items() if isinstance(each, Tensor))
-        return next((name for name, each in given if (each.shape, each.dtype) == (value.shape, value.dtype)), None)
+        name = next((name for name, each in given if (each.shape, each.dtype) == (value.shape, value.dtype)), None)
+        return (id(value), self.values[id(value)].count) if name is None and id(value) in self.values else name
+
+    def _told(self) -> dict[str, Returned]:
+        """What modules return, of those that say the same in all calls; nothing for what is never used."""
+        found: dict[str, Returned] = {}
+        for fqn, calls in self.returned.items():
+            told = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
+            (is_tuple, values), *others = told
+            names = tuple(value for value in values if value is not None)
+            if not others and len(names) == len(values):
+                found[fqn] = Returned(like=names, is_tuple=is_tuple)
+        return found
+
+    def _if_used(self, like: str | tuple[int, int] | None) -> str | None:
+        if not isinstance(like, tuple):
+            return like
+        key, count = like
+        return None if self.values[key].count > count else ""
 
     def order(self, tiny: nn.Module) -> LayerOrder:
         """What was seen.
@@ -250,7 +268,7 @@ class _Watcher(TorchFunctionMode):
     def _kept_returns(self, crossings: tuple[tuple[Crossing, ...], ...]) -> dict[str, Returned]:
         crossing = [each.anchor.split(":")[1] for cut in crossings for each in cut if each.anchor.startswith("output:")]
         holding = {name for inner in crossing if inner not in self.layers for name in upwards(inner)}
-        self.told = {name: each for name, each in self.returns.items() if each is not None and name not in holding}
+        self.told = {name: each for name, each in self._told().items() if name not in holding}
         return {name: each for name, each in self.told.items() if name in self.layers}
 
 
