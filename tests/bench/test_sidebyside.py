@@ -47,3 +47,9 @@ def test_loads_are_compared(run):
     ours = run("load", "--rounds", "2")["contenders"]["shardwise"]
     assert ours["requested_to_owned"] == pytest.approx(1.0, abs=0.05)
     assert ours["time_to_transformers"]["median"] > 0
+
+
+def test_checkpoints_are_compared(tmp_path):
+    record = run("checkpoint.py", tmp_path, "--rounds", "1")
+    assert record["contenders"]["save"]["ratio"]["median"] > 0
+    assert record["contenders"]["async stall"]["seconds"] > 0

@@ -64,7 +64,9 @@ def write_pretrained(
         every = _wholes(model, dtypes)
         wholes = {name: every[own] for name, own in base.names.items()}
         groups = plan_export(model, wholes)
-        writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) if registry.mesh.rank == 0 else None
+        planned = [each for group in groups for each in group.described]
+        is_first = registry.mesh.rank == 0
+        writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) if is_first else None
     try:
         fault = _stream(model, groups, wholes, writer, base)
         with raise_on_all_ranks(registry.mesh.group(), "writing the export"):

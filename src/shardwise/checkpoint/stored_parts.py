@@ -22,7 +22,7 @@ from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy, Source, copies
 from shardwise.weights.tensor_file import crc_of
 
-__all__ = ["StoredParts", "check_files"]
+__all__ = ["StoredParts", "check_companion", "check_files"]
 
 _PICKLES = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes"}
 
@@ -49,6 +49,17 @@ def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> No
                 why="it was cut short, or is another file",
                 fix="load an older tag, or copy the file again",
             )
+
+
+def check_companion(directory: Path, manifest: Manifest, name: str) -> None:
+    """Raises unless a file that holds no tensors is as it was written.
+
+    Raises:
+        LoadError: it is missing, no file, or damaged.
+    """
+    check_files(directory, manifest, [name])
+    if zlib.crc32((directory / name).read_bytes()) != manifest.files[name].crc:
+        raise LoadError(f"{name} is damaged", at=str(directory / name), why="its checksum is another")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import shardwise
-from shardwise.cli import check, doctor, launch, plan, train, verify
+from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, verify
 from shardwise.cli.config_file import config_reference
 from shardwise.cli.output import Output, lasting_stdout
 from shardwise.errors import ShardwiseError, did_you_mean
@@ -41,6 +41,8 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "plan": (plan, "print how a model is split"),
     "check": (check, "list every problem of a run before it starts"),
     "verify": (verify, "prove on a tiny model that a split computes the same numbers"),
+    "inspect": (inspect, "say what is in a checkpoint, and whether it is whole"),
+    "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "look over this machine"),
 }
 

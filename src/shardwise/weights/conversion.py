@@ -227,6 +227,11 @@ class ExportGroup:
     _made: tuple[LazyTensor, ...]
     _store: "_StateStore"
 
+    @property
+    def described(self) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+        """Name, dtype and shape of every tensor that `build` gives, in its order."""
+        return tuple((name, lazy.dtype, tuple(lazy.shape)) for name, lazy in zip(self.names, self._made, strict=True))
+
     def build(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors by name, from the canonical tensors `state` of all `fqns`.
 

@@ -87,6 +87,10 @@ class TensorFileWriter:
         while data:
             data = data[self._file.write(data) or 0 :]
 
+    def close(self) -> None:
+        """Closes the file, which nothing has flushed yet."""
+        self._file.close()
+
     def __enter__(self) -> TensorFileWriter:
         return self
 

@@ -1,0 +1,118 @@
+"""A checkpoint as a plain Hugging Face directory, made by one process without ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shardwise.checkpoint.content import model_key
+from shardwise.checkpoint.directory import find_tag
+from shardwise.checkpoint.load import open_checkpoint
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.stored_parts import StoredParts, check_companion
+from shardwise.errors import LoadError, UnsupportedError
+from shardwise.parallel.build import build_meta_model, read_config
+from shardwise.weights.conversion import plan_export
+from shardwise.weights.write import PretrainedWriter
+
+__all__ = ["convert_to_hf", "open_anywhere"]
+
+
+def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
+    """Opens a checkpoint by the directory of checkpoints and a tag (by default the newest), or by its own directory.
+
+    Raises:
+        LoadError: there is none, or it is damaged.
+    """
+    directory = Path(path).absolute()
+    if tag is None and (directory / MANIFEST).is_file():
+        return open_checkpoint(directory)
+    return open_checkpoint(find_tag(directory, tag))
+
+
+def convert_to_hf(
+    stored: StoredParts,
+    directory: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: Any = None,
+) -> None:
+    """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor: it holds one in memory at a time (those
+    of one tensor of the result, where the format of the model's checkpoints puts several together).
+
+    Args:
+        stored: the checkpoint.
+        directory: where to; it appears complete or not at all.
+        dtype: of floating-point tensors; by default as they were saved.
+        max_shard_bytes: of tensors per file.
+        tokenizer: saved with the weights.
+
+    Raises:
+        LoadError: the checkpoint is damaged or not complete, or the directory cannot be written.
+        UnsupportedError: it holds the trained parameters of a frozen model, or of no transformers model.
+    """
+    model = _meta_model(stored)
+    tensors = {
+        name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
+        for key, each in stored.index.tensors.items()
+        if key.startswith("model/")
+        for name in (key.removeprefix("model/"), *_aliases(stored, key.removeprefix("model/")))
+    }
+    expected = {name for name in model.state_dict() if name not in (model._keys_to_ignore_on_save or ())}
+    if missing := sorted(expected - tensors.keys()):
+        raise LoadError(f"the checkpoint has no {', '.join(missing[:5])}", at=str(stored.directory))
+    groups = plan_export(model, tensors)
+    planned = [each for group in groups for each in group.described]
+    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) as writer:
+        for group in groups:
+            state = {name: _read(stored, name, dtype) for name in group.fqns}
+            for name, tensor in group.build(state).items():
+                writer.add(name, tensor)
+            stored.drop()
+        model.config.save_pretrained(writer.staging)
+        if (stored.directory / "generation_config.json").is_file() and model.can_generate():
+            transformers.GenerationConfig.from_pretrained(stored.directory).save_pretrained(writer.staging)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writer.staging)
+        ties = stored.index.tied
+        writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in ties)})
+
+
+def _meta_model(stored: StoredParts) -> Any:
+    """The model without its values."""
+    if stored.manifest.content != "all":
+        raise UnsupportedError(
+            f"{stored.manifest.tag} holds only the parameters that were trained",
+            at=str(stored.directory),
+            fix="load it into the model that they belong to, and use shardwise.export_pretrained",
+        )
+    if "config.json" not in stored.manifest.files:
+        raise UnsupportedError(
+            f"{stored.manifest.tag} is of a {stored.manifest.model}, which is no transformers model",
+            at=str(stored.directory),
+            fix="load it into the model, and use shardwise.full_state_dict",
+        )
+    check_companion(stored.directory, stored.manifest, "config.json")
+    config, _ = read_config(stored.directory, {})
+    chosen = getattr(transformers, stored.manifest.model, None)
+    model = build_meta_model(config, chosen, dtype=None, options={})
+    model.config.architectures = [stored.manifest.model]
+    return model
+
+
+def _aliases(stored: StoredParts, name: str) -> list[str]:
+    return [alias for alias, canonical in stored.index.tied.items() if canonical == name]
+
+
+def _read(stored: StoredParts, name: str, dtype: torch.dtype | None) -> torch.Tensor:
+    tensor = stored.read(model_key(stored.index.tied.get(name, name)))
+    return tensor.to(_converted(tensor.dtype, dtype))
+
+
+def _converted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own

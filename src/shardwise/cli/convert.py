@@ -1,0 +1,48 @@
+"""`shardwise convert`: a checkpoint as a plain Hugging Face directory, without ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shardwise.errors import ConfigError
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = """\
+Write the model of a checkpoint as a directory that `from_pretrained` loads. Needs neither the ranks that saved it nor
+their memory: tensors are copied one by one.
+
+  shardwise convert runs/first/checkpoints --to hf out
+  shardwise convert runs/first/checkpoints --tag step-200 --to hf out --dtype bfloat16 --tokenizer path/or/hub-id
+"""
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardwise convert`."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a directory of checkpoints, or one of them")
+    parser.add_argument("out", metavar="OUT", help="where to; it must be empty or not there")
+    parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf, which transformers loads")
+    parser.add_argument("--tag", help="which checkpoint; by default the newest")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
+    parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id, written beside them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    out = Path(arguments.out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} is not empty", fix="remove it or name another; nothing is overwritten")
+    import torch  # slow to import, as are the next
+    from transformers import AutoTokenizer
+
+    from shardwise.api.converting import convert_to_hf, open_anywhere
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    with open_anywhere(arguments.checkpoint, arguments.tag) as stored:
+        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+        convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)
+        print(f"{stored.directory} converted to {out}")
+    return 0

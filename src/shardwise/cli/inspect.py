@@ -1,0 +1,104 @@
+"""`shardwise inspect`: what is in a checkpoint, and whether it is whole."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import LoadError
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.stored_parts import StoredParts
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = """\
+List the checkpoints of a directory, the newest last, and say what the newest (or --tag) holds. With --verify every byte
+is held against its checksum. The exit code is 1 if something is damaged.
+
+  shardwise inspect runs/first/checkpoints
+  shardwise inspect runs/first/checkpoints --tag step-200 --verify --tensors
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `shardwise inspect`."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a directory of checkpoints, or one of them")
+    parser.add_argument("--tag", help="which checkpoint; by default the newest")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--verify", action="store_true", help="read everything, and verify its checksums")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    from shardwise.api.converting import open_anywhere  # torch and transformers are slow to import
+    from shardwise.checkpoint.directory import list_checkpoints
+    from shardwise.checkpoint.manifest import MANIFEST
+
+    directory, num_broken = Path(arguments.checkpoint), 0
+    if not (directory / MANIFEST).is_file():
+        for tag, _, manifest in list_checkpoints(directory):
+            if isinstance(manifest, LoadError):
+                num_broken += 1
+                print(f"{tag:<16} damaged: {manifest.summary}")
+                continue
+            size = sum(each.num_bytes for each in manifest.files.values())
+            saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+            step = "" if manifest.step is None else f"step {manifest.step:,}"
+            print(f"{tag:<16} {step:<12} {saved}  {size / 1e6:>10,.1f} MB  {manifest.layout}")
+        print()
+    with open_anywhere(directory, arguments.tag) as stored:
+        _describe(stored, with_tensors=arguments.tensors)
+        if arguments.verify:
+            num_broken += _verify(stored)
+    return 1 if num_broken else 0
+
+
+def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
+    manifest, index = stored.manifest, stored.index
+    kinds: dict[str, list[Any]] = {}
+    for key, tensor in index.tensors.items():
+        kinds.setdefault(key.partition("/")[0], []).append(tensor)
+    print(f"{manifest.tag}: a {manifest.model}, saved by {manifest.layout}")
+    print(f"  content    {'all parameters' if manifest.content == 'all' else 'the parameters that were trained'}")
+    for kind, tensors in kinds.items():
+        num_elements = sum(math.prod(each.shape) for each in tensors)
+        print(f"  {kind:<10} {len(tensors):,} tensors, {num_elements:,} elements")
+    if index.optimizer is not None:
+        groups = len(index.optimizer["groups"])
+        print(f"  states of  {index.optimizer['class']}, {groups} group(s) of options")
+    print(f"  values     {', '.join(sorted(index.values))}")
+    size = sum(each.num_bytes for each in manifest.files.values())
+    print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")
+    print(f"  versions   {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
+    for key, tensor in index.tensors.items() if with_tensors else ():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        print(f"  {key}  {list(tensor.shape)} {dtype}, {len(tensor.parts)} part(s)")
+
+
+def _verify(stored: StoredParts) -> int:
+    """Reads everything; returns how many tensors or files are damaged, each of which it names."""
+    from shardwise.checkpoint.stored_parts import check_companion, check_files
+
+    faults = []
+    for name in stored.manifest.files:
+        try:
+            if name in stored.index.files:
+                check_files(stored.directory, stored.manifest, [name])
+            else:
+                check_companion(stored.directory, stored.manifest, name)
+        except LoadError as error:
+            faults.append(error)
+    for key in stored.index.tensors if not faults else ():
+        try:
+            stored.read(key)
+        except LoadError as error:
+            faults.append(error)
+        stored.drop()
+    for fault in faults:
+        print(f"  damaged    {fault.summary} ({fault.at})")
+    print("  verified   everything is as it was written" if not faults else f"  {len(faults)} damaged")
+    return len(faults)

@@ -1,0 +1,53 @@
+"""Checkpoints told and converted on the command line, without ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import shardwise
+from shardwise.cli.main import main
+from tests.checkpoint.training import Training
+
+pytestmark = pytest.mark.single
+
+
+@pytest.mark.parametrize("family", ["llama-1kv", "phi3", "mixtral"])
+def test_a_converted_checkpoint_is_what_an_export_writes(tmp_path, family, capsys):
+    training = Training(shardwise.Mesh.open("tp1"), family)
+    training.steps(1)
+    training.save(tmp_path / "saved", extra={"step": 1})
+    shardwise.export_pretrained(training.model, tmp_path / "exported")
+    assert main(["convert", str(tmp_path / "saved"), "--to", "hf", str(tmp_path / "out")]) == 0
+    exported, found = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "out"))
+    assert exported.keys() == found.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in found.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in training.model.state_dict().items())
+    half = str(tmp_path / "half")
+    assert main(["convert", str(tmp_path / "saved" / "step-1"), "--to", "hf", half, "--dtype", "bfloat16"]) == 0
+    assert {value.dtype for value in load_file(f"{half}/model.safetensors").values()} == {torch.bfloat16}
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "saved"), "--to", "hf", half]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_told_and_verified(tmp_path, capsys):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    training.steps(1)
+    for step in (1, 2):
+        training.save(tmp_path, extra={"step": step})
+    assert main(["inspect", str(tmp_path), "--tag", "step-1", "--verify", "--tensors"]) == 0
+    told = capsys.readouterr().out
+    for words in ("step-2 ", "a LlamaForCausalLM, saved by tp1", "torch.optim.adamw.AdamW", "everything is as it was"):
+        assert words in told
+    assert "optimizer/model.norm.weight/exp_avg  [64] float32, 1 part(s)" in told
+    for name in ("rank-00000.safetensors", "config.json"):
+        path = tmp_path / "step-2" / name
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 1
+        path.write_bytes(content)
+        assert main(["inspect", str(tmp_path), "--verify"]) == 1
+        assert f"is damaged ({path.parent}" in capsys.readouterr().out
