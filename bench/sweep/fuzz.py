@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import tempfile
@@ -35,6 +36,9 @@ __all__ = ["FuzzCase", "draw_cases", "prove_random"]
 WAYS = ("auto", "shrunk", "loaded")
 """How the split model comes about: as a user's would; with a plan derived on a tiny model of other sizes than its own;
 read from a directory, with such a plan."""
+
+_NOTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+"""What saving and loading note in a config."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,8 @@ def _derive_once() -> None:
 
 
 def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn.Module:
+    if model.training:  # what its modules drop is not all in its config, and some build no dropout where that has none
+        return shardwise.parallelize(model, mesh, **vars(spec))
     with tempfile.TemporaryDirectory() as own:
         directory = all_gather_objects(_saved(model, own) if mesh.rank == 0 else None, mesh.group())[0]
         if directory is None:
@@ -139,11 +145,11 @@ def _saved_and_loaded(model: nn.Module, mesh: Mesh, *, spec: ParallelSpec) -> nn
 def _saved(model: Any, directory: str) -> str | None:
     """Where the model is saved, as it was before it ran; None where transformers does not read what it writes."""
     try:
-        build_tiny_model(model.config, type(model), seed=0).to(model.dtype).save_pretrained(directory)
+        own = copy.deepcopy(model.config)  # saving notes the class in it, on this rank alone
+        build_tiny_model(own, type(model), seed=0).to(model.dtype).save_pretrained(directory)
         read = type(model.config).from_pretrained(directory)
     except Exception:  # noqa: BLE001 - that is all there is to know
         return None
-    is_same = all(
-        getattr(read, name, value) == value for name, value in vars(model.config).items() if not name.startswith("_")
-    )
+    kept = {name: value for name, value in model.config.to_dict().items() if name not in _NOTED}
+    is_same = all(read.to_dict().get(name, value) == value for name, value in kept.items())
     return directory if is_same else None
