@@ -12,7 +12,10 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
-from shardwise.errors import RankError
+from shardwise.cli.plan import _draw_step
+from shardwise.errors import ConfigError, RankError
+from shardwise.plan.options import ParallelSpec
+from shardwise.topology.shape import MeshShape
 
 pytestmark = pytest.mark.single
 
@@ -134,3 +137,16 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     shown = f"{sys.executable} -m shardwise doctor | true; exit ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("name", ["steps.svg", "steps.json"])
+def test_a_step_of_the_pipeline_is_drawn(tmp_path, capsys, name):
+    _draw_step(tmp_path / name, MeshShape(pp_size=2), ParallelSpec(), 4)
+    assert "0F0" in capsys.readouterr().out
+    assert "1B3" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize(("name", "layout"), [("steps.png", "pp2"), ("steps.svg", "tp2")])
+def test_what_cannot_be_drawn_is_an_error(tmp_path, name, layout):
+    with pytest.raises(ConfigError, match="--timeline"):
+        _draw_step(tmp_path / name, MeshShape.parse(layout), ParallelSpec(), None)

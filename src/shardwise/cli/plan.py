@@ -10,7 +10,10 @@ from typing import Any
 
 from shardwise.cli.config_file import read_config
 from shardwise.errors import ConfigError
-from shardwise.plan.options import ParallelSpec, Precision, Recompute
+from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
+from shardwise.plan.options import ParallelSpec, Pipeline, Precision, Recompute
+from shardwise.schedule.build import build_schedule
+from shardwise.schedule.timeline import describe_schedule, timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -22,7 +25,10 @@ replicated and why. Reads the model's configuration, not its weights.
 
   shardwise plan path/or/hub-id --layout tp2
   shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full
+  shardwise plan path/or/hub-id --layout pp4 --timeline steps.svg
   shardwise plan run.yaml
+
+With --timeline a step of the pipeline is drawn, and shown as text, where all stages cost alike.
 
 With --batch (a run's file says it itself) a forward on fake tensors also tells what a rank holds between forward and
 backward of one microbatch.
@@ -46,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="ROWSxTOKENS", help="one microbatch of a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention or selective")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="draw a step of the pipeline there: .svg, or .json for Perfetto"
+    )
     parser.add_argument(
         "--adapter", metavar="DIRECTORY", help="a PEFT adapter that is to be trained on the frozen model"
     )
@@ -74,7 +83,27 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         describe(model, shape, batch=batch, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))
     )
+    if arguments.timeline is not None:
+        _draw_step(arguments.timeline, shape, spec, num_microbatches)
     return 0
+
+
+def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
+    """Draws a step of the pipeline to `file`, and prints it."""
+    if shape.pp_size == 1:
+        raise ConfigError(f"--timeline with the layout {shape}", why="it has no pipeline", fix="use a layout with pp")
+    if file.suffix not in (".svg", ".json"):
+        raise ConfigError(f"--timeline {file} is no .svg and no .json", fix="write --timeline steps.svg")
+    chosen = spec.pipeline or Pipeline()
+    schedule = build_schedule(
+        chosen.schedule,
+        pp_size=shape.pp_size,
+        num_microbatches=num_microbatches or fewest_microbatches(chosen, shape),
+        num_stages_per_rank=len(smallest_schedule(chosen, shape.pp_size).rank_of) // shape.pp_size,
+    )
+    drawn = timeline(schedule)
+    file.write_text(drawn.to_svg() if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
+    print(f"\n{describe_schedule(drawn)}")
 
 
 def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, ParallelSpec, TrainConfig | None]:
