@@ -29,8 +29,15 @@ def beside_the_input(x, p):
     return hidden * x + hidden, p[2].exp() @ p[1]
 
 
+def with_a_hook(x, p):
+    """A hook changes the gradient of what the second weight is added to the input's path in (a row-split bias)."""
+    reduced = x @ p[0] + p[1][0]
+    reduced.register_hook(lambda gradient: gradient * 2)
+    return (reduced.tanh() * p[2],)
+
+
 @pytest.mark.parametrize("finds_all_uses", [True, False], ids=["torch's groups", "before torch 2.13"])
-@pytest.mark.parametrize("stage", [shared_between_two_meetings, used_again_after_others, beside_the_input])
+@pytest.mark.parametrize("stage", [shared_between_two_meetings, used_again_after_others, beside_the_input, with_a_hook])
 def test_two_parts_are_one_backward(stage, finds_all_uses, monkeypatch):
     if finds_all_uses and not split_backward._FINDS_ALL_USES:
         pytest.skip("this torch finds one use of a weight")

@@ -18,7 +18,7 @@ gradients of the activations again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,18 @@ def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _noted(group: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """The nodes of a group with the gradients that have arrived there."""
+    return zip(group["intermediates"], group["grads"], strict=True)
+
+
+def _hold(node: Any, saved: Any) -> Any:
+    """Has the second part begin at a node with the gradients that were noted there: hooks on the tensor that it made
+    have changed those in the first part, and would do so again.
+    """
+    return node.register_prehook(lambda _: saved)
+
+
 class SecondPart:
     """The second part: adds the gradients of weights to `.grad` when it is called, once."""
 
@@ -116,7 +128,12 @@ class SecondPart:
 
     def __call__(self) -> None:
         if self.groups is not None:
-            torch_backward.stage_backward_weight(iter(self.weights), self.groups, retain_graph=True)
+            handles = [_hold(node, saved) for group in self.groups for node, saved in _noted(group)]
+            try:
+                torch_backward.stage_backward_weight(iter(self.weights), self.groups, retain_graph=True)
+            finally:
+                for handle in handles:
+                    handle.remove()
             self.groups = []
         elif trained := [weight for weight in self.weights if weight.requires_grad]:
             torch.autograd.backward(self._outputs, self._gradients, inputs=trained)
