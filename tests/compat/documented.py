@@ -158,20 +158,19 @@ def _items() -> list[Item]:
     found += [Item(1, f"{nxd}.xm.{name}", text) for name, text in _XM.items()]
     for home in (nxd, f"{nxd}.trainer"):
         found += [
-            Item(2, f"{home}.neuronx_distributed_config", _CONFIG, DOORS),
-            Item(2, f"{home}.initialize_parallel_model", "(nxd_config, model_fn, *model_args, **model_kwargs)", DOORS),
+            Item(2, f"{home}.neuronx_distributed_config", _CONFIG),
+            Item(2, f"{home}.initialize_parallel_model", "(nxd_config, model_fn, *model_args, **model_kwargs)"),
             Item(
                 2,
                 f"{home}.initialize_parallel_optimizer",
                 "(nxd_config, optimizer_class, parameters, **defaults)",
-                DOORS,
             ),
-            Item(2, f"{home}.save_checkpoint", _SAVE, CHECKPOINTS),
-            Item(2, f"{home}.load_checkpoint", _LOAD, CHECKPOINTS),
+            Item(2, f"{home}.save_checkpoint", _SAVE),
+            Item(2, f"{home}.load_checkpoint", _LOAD),
         ]
     model = f"{nxd}.trainer.model.NxDModel"
     found += [
-        Item(2, f"{model}.{name}", text, DOORS)
+        Item(2, f"{model}.{name}", text)
         for name, text in {
             "local_module": "()",
             "run_train": "(*args, **kwargs)",

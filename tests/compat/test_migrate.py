@@ -14,7 +14,11 @@ pytestmark = pytest.mark.single
 
 HOMES = {
     "nemo_automodel": ["nemo_automodel.distributed.parallelizer"],
-    "neuronx_distributed": ["neuronx_distributed", "neuronx_distributed.parallel_layers.parallel_state"],
+    "neuronx_distributed": [
+        "neuronx_distributed",
+        "neuronx_distributed.parallel_layers.parallel_state",
+        "neuronx_distributed.trainer.model.NxDModel",
+    ],
 }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
+from shardwise.compat.meta_models import initialize_meta
 from shardwise.compat.nemo_automodel import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -30,7 +31,6 @@ from shardwise.compat.nemo_automodel import (
     translate_to_torch_parallel_style,
 )
 from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_dist_connection
-from shardwise.compat.nemo_automodel.nvfsdp import initialize_meta
 from shardwise.compat.nemo_automodel.plans import RuleStyle, read_plan
 from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, GradientError, MeshError, PlanError, ShardwiseError, UnsupportedError

@@ -7,13 +7,20 @@ this kind saves them rank by rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from shardwise.api.prepare import open_subgroups
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import check_unsplit
+from shardwise.parallel.facts import read_facts
+from shardwise.parallel.fsdp import apply_data_parallelism
+from shardwise.parallel.recompute import apply_recomputation
+from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.plan.rule import ParameterRule
 from shardwise.runtime.registry import ParameterEntry, Registry, attach_registry
 from shardwise.runtime.split_module import SplitModule, context_of, layout_of
@@ -26,12 +33,16 @@ from shardwise.train.optimizer import watch_optimizers
 __all__ = ["adopt_model"]
 
 
-def adopt_model(model: nn.Module, mesh: Mesh) -> Registry:
+def adopt_model(
+    model: nn.Module, mesh: Mesh, *, policy: FsdpPolicy | None = None, recompute: Recompute | None = None
+) -> Registry:
     """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp.
 
     Args:
         model: with `shardwise.runtime.split_module` modules over `mesh`, and any others; a parameter with the attribute
             `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over tp.
+        policy: how `fsdp` shards it; by default every data rank holds all of it.
+        recompute: what backward computes again.
 
     Raises:
         PlanError: it has been split or adopted already.
@@ -42,13 +53,19 @@ def adopt_model(model: nn.Module, mesh: Mesh) -> Registry:
     """
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
-    plan = _plan(model, mesh)
+    facts = read_facts(model)
+    plan = replace(_plan(model, mesh, policy), stacks=facts.stacks)
+    if policy is not None:
+        plan = with_data_axes(plan, facts, mesh.shape)
     registry = Registry(mesh=mesh, plan=plan, context=context_of(mesh), tied=plan.tied, local_state=True)
     for fqn, planned in plan.parameters.items():
         registry.entries[fqn] = ParameterEntry(
             fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
         )
     attach_registry(model, registry)
+    apply_recomputation(model, registry, recompute or Recompute())
+    if policy is not None:
+        apply_data_parallelism(model, registry, policy)
     open_subgroups(registry)
     track_gradients(model, registry)
     watch_optimizers()
@@ -57,7 +74,7 @@ def adopt_model(model: nn.Module, mesh: Mesh) -> Registry:
     return registry
 
 
-def _plan(model: nn.Module, mesh: Mesh) -> SplitPlan:
+def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters: dict[str, ParameterPlan] = {}
@@ -75,14 +92,14 @@ def _plan(model: nn.Module, mesh: Mesh) -> SplitPlan:
             shape = list(parameter.shape)
             if split is not None:
                 shape[split.dim] = split.size
-            layout = layout_of(shape, split, mesh)
+            layout = layout_of(shape, split, mesh, data_axes=policy is None)
             is_partial = mesh.size("tp") > 1 and bool(getattr(parameter, "sequence_parallel_enabled", False))
             parameters[fqn] = ParameterPlan(
                 fqn=fqn,
                 layout=Layout(layout.shape, (*stage, *layout.steps)),
                 rule=ParameterRule(fqn, "replicate" if split is None else f"split({split.dim})", source="module"),
                 gradient="partial" if is_partial else "full",
-                data="reduced" if mesh.data_size > 1 else "",
+                data="reduced" if mesh.data_size > 1 and policy is None else "",
                 stages=(mesh.coord("pp"),),
             )
     return SplitPlan(shape=mesh.shape, parameters=parameters, tied=tied)

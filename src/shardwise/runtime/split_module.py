@@ -121,10 +121,12 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: An
             state[f"{prefix}{name}"] = local_tensor(value, entry.tensor_layout, entry.registry.mesh.coords)
 
 
-def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh) -> Layout:
-    """How a parameter of a hand-written model is stored: divided over tp, or replicated; every data rank has it all."""
+def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
+    """How a parameter of a hand-written model is stored: divided over tp, or replicated, and replicated over data
+    ranks, unless the `data_axes` are left out.
+    """
     placements: list[tuple[str, Split | Replicate]] = [("tp", Replicate() if split is None else split)]
-    placements += [(axis, Replicate()) for axis in reversed(DATA_AXES)]
+    placements += [(axis, Replicate()) for axis in reversed(DATA_AXES) if data_axes]
     return Layout(
         tuple(shape),
         tuple(Step(axis, mesh.size(axis), placement) for axis, placement in placements if mesh.size(axis) > 1),

@@ -1,0 +1,107 @@
+"""`save_checkpoint` and `load_checkpoint`, over ours: any degrees to any."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import checkpoints
+from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
+from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
+from shardwise.compat.spelling import also_spelled
+from shardwise.compat.warned import warn_once
+from shardwise.errors import ConfigError
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+Path = str | os.PathLike[str]
+
+
+@also_spelled(checkpoint_dir_str="path")
+def save_checkpoint(
+    path: Path,
+    tag: str = "",
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    user_content: Any = None,
+    num_workers: int = 8,
+    use_xser: bool = False,
+    num_kept_ckpts: int | None = None,
+    async_save: bool = False,
+    zero1_optimizer: bool = False,
+    nxd_config: Any = None,
+    use_zero1_dcp: bool = False,
+    avoid_saving_lower_precision_weights: bool = False,
+) -> None:
+    """Saves a checkpoint that any degrees can load; see `shardwise.save_checkpoint`.
+
+    Args:
+        tag: its name; by default one that counts.
+        num_workers: files that a rank writes at the same time.
+        num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
+        async_save: write while training goes on, decided anew by every call.
+        others: without meaning here.
+
+    Raises:
+        ConfigError: there is no model, or `num_kept_ckpts` is 0.
+        LoadError: it cannot be written, or the asynchronous save before failed.
+    """
+    if model is None:
+        raise ConfigError(
+            "save_checkpoint without a model", why="a checkpoint says whose state it is", fix="pass model="
+        )
+    for name, is_given in {"use_xser": use_xser, "use_zero1_dcp": use_zero1_dcp}.items():
+        if is_given:
+            warn_once(f"save_checkpoint: {name} changes nothing: tensors are streamed in one format")
+    checkpoints.save_checkpoint(
+        path,
+        model=_model(model),
+        optimizer=_optimizer(optimizer),
+        scheduler=scheduler,
+        extra=user_content,
+        tag=tag or None,
+        async_save=async_save,
+        keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
+        num_writers=num_workers,
+    )
+
+
+def load_checkpoint(
+    path: Path,
+    tag: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    num_workers: int = 8,
+    strict: bool = True,
+    use_zero1_dcp: bool = False,
+) -> Any:
+    """Loads a checkpoint of any degrees, model before optimizer; returns its `user_content`.
+
+    Args:
+        tag: by default the newest complete one.
+        strict: whether names that only the model or only the checkpoint has are an error.
+
+    Raises:
+        LoadError: there is none, or it is damaged or of another model; the same on every rank, nothing is changed.
+    """
+    return checkpoints.load_checkpoint(
+        path,
+        tag or None,
+        model=None if model is None else _model(model),
+        optimizer=_optimizer(optimizer),
+        scheduler=scheduler,
+        strict=strict,
+    )
+
+
+def _model(model: nn.Module) -> nn.Module:
+    return model.local_module() if isinstance(model, NxDModel) else model
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer

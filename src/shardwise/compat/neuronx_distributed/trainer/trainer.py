@@ -1,0 +1,129 @@
+"""Models and optimizers of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise.api.by_hand import adopt_model
+from shardwise.api.prepare import prepare
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.compat.meta_models import initialize_meta
+from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
+from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer, grouped
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.runtime.split_module import SplitModule
+
+__all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
+
+
+def initialize_parallel_model(
+    nxd_config: Mapping[str, Any], model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
+) -> NxDModel:
+    """Builds a model and splits it as the config says.
+
+    A model with parallel layers is taken as it is written; a transformers model without any is split by its automatic
+    plan; any other is replicated over tp.
+
+    Args:
+        model_fn: returns the model, the same on every rank. `model_init_config` says how many ranks call it at a time,
+            and whether it builds on the meta device.
+
+    Raises:
+        PlanError: the model cannot be split.
+        UnsupportedError: the config asks for what does not exist yet.
+
+    Communicates: as `shardwise.parallelize`.
+    """
+    mesh = current_mesh()
+    if nxd_config["lora_config"] is not None:
+        raise UnsupportedError(
+            "lora_config", why="adapters of this API are to come", fix="use peft before model_fn returns"
+        )
+    model = _build(nxd_config["model_init_config"], model_fn, model_args, model_kwargs, mesh)
+    model.to(mesh.device)
+    recompute = _recompute(model, nxd_config["activation_checkpoint_config"])
+    shards = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
+    by_hand = any(isinstance(module, SplitModule) for module in model.modules())
+    if by_hand or not isinstance(model, PreTrainedModel):
+        adopt_model(model, mesh, policy=FsdpPolicy(zero_stage=1) if shards else None, recompute=recompute)
+    else:
+        virtual = nxd_config["pipeline_config"].get("virtual_pipeline_size")
+        spec = ParallelSpec(
+            sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
+            fsdp=FsdpPolicy(zero_stage=1),
+            recompute=recompute,
+            pipeline=Pipeline(num_stages_per_rank=virtual) if mesh.size("pp") > 1 else None,
+        )
+        prepare(model, mesh, spec)
+    return NxDModel(model, nxd_config)
+
+
+def initialize_parallel_optimizer(
+    nxd_config: Mapping[str, Any],
+    optimizer_class: type[torch.optim.Optimizer],
+    parameters: Iterable[Any],
+    **defaults: Any,
+) -> NxDOptimizer:
+    """An optimizer whose step clips by the norm of the full gradients; with ZeRO-1 its states are sharded over data
+    ranks, as the parameters of the model are then.
+
+    Args:
+        parameters: of the model, or groups of them.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    defaults.pop("decoupled_weight_decay", None)
+    groups = grouped(parameters)
+    if not groups:
+        raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
+    return NxDOptimizer(optimizer_class(groups, **defaults), nxd_config)
+
+
+def _build(
+    options: Mapping[str, Any], model_fn: Callable[..., nn.Module], args: Any, kwargs: Any, mesh: Mesh
+) -> nn.Module:
+    """The model, built by so many ranks at a time."""
+    at_a_time = options["sequential_move_factor"]
+    on_meta = options["meta_device_init"]
+    model: nn.Module | None = None
+    for turn in range(-(-mesh.shape.world_size // at_a_time)):
+        with raise_on_all_ranks(mesh.group(), "building the model"):
+            if mesh.rank // at_a_time == turn:
+                with torch.device("meta") if on_meta else nullcontext():
+                    model = model_fn(*args, **kwargs)
+    assert model is not None
+    init = options["param_init_fn"]
+    if on_meta and init is not None:
+        model.to_empty(device=mesh.device)
+        for module in model.modules():
+            init(module, mesh.device)
+        if isinstance(model, PreTrainedModel):
+            model.tie_weights()
+    elif on_meta:
+        initialize_meta(model)
+    return model
+
+
+def _recompute(model: nn.Module, asked: Any) -> Recompute:
+    if asked is None:
+        return Recompute()
+    if asked == "full":
+        return Recompute(mode="full")
+    classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
+    if not all(isinstance(each, type) for each in classes):
+        raise ConfigError(f"activation_checkpoint_config is {asked!r}", fix='use None, "full", or module classes')
+    names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
+    outer = tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    if not outer:
+        raise ConfigError(f"activation_checkpoint_config: the model has no {' or '.join(c.__name__ for c in classes)}")
+    return Recompute(mode="full", modules=outer)
