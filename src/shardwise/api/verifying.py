@@ -195,7 +195,8 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             split=_splitter(replace(proof.exact_spec, compilation=None)),  # of compiled code nobody sees what it draws
             step=step,
             loss_of=loss_of,
-            drops=proof.drops,
+            drops=proof.drops and _draws_in_order(proof.spec, mesh),
+            num_microbatches=proof.num_microbatches if is_labelled else 1,
             tolerance=proof.tolerance,
         )
         found = replace(found, in_training=in_training)
@@ -204,6 +205,12 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         dtype, split = getattr(torch, proof.narrow_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
         narrow = measure_narrow(full, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
         return replace(found, narrow=narrow)
+
+
+def _draws_in_order(spec: ParallelSpec, mesh: Mesh) -> bool:
+    """Whether a rank drops for one microbatch after the other: of several stages it would not be known which did."""
+    pp_size = mesh.shape.pp_size
+    return pp_size == 1 or len(smallest_schedule(spec.pipeline or Pipeline(), pp_size).rank_of) == pp_size
 
 
 def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[[nn.Module, Mesh], nn.Module]:

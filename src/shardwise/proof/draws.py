@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.runtime.absent import Absent
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["Draws", "Redraws", "seeded", "set_dropout", "training_copy"]
+__all__ = ["Draws", "Redraws", "in_order", "seeded", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
@@ -45,9 +46,24 @@ class Draws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_draw(func, kwargs) and isinstance(out, Tensor):
+        if _is_draw(func, kwargs) and isinstance(out, Tensor) and not isinstance(out, Absent):
             self.values.append(out.detach().clone())
         return out
+
+
+def in_order(stages: Sequence[Sequence[Tensor]], num_microbatches: int) -> list[Tensor]:
+    """What the stages of a pipeline drew, one a rank, as the whole model draws it: one microbatch after the other.
+
+    Args:
+        stages: what each drew, of its microbatches in their order, as often for each.
+    """
+    sizes = [len(drawn) // num_microbatches for drawn in stages]
+    return [
+        value
+        for number in range(num_microbatches)
+        for drawn, size in zip(stages, sizes, strict=True)
+        for value in drawn[number * size : (number + 1) * size]
+    ]
 
 
 class Redraws(TorchDispatchMode):

@@ -18,7 +18,7 @@ from shardwise.mesh import Mesh
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
+from shardwise.proof.draws import Draws, Redraws, in_order, seeded, training_copy
 from shardwise.runtime.canonical import canonical_tensors
 from shardwise.runtime.registry import ParameterEntry, find_parameters, registry_of
 from shardwise.runtime.replicas import find_unequal_replicas
@@ -207,7 +207,7 @@ def _without_rounding(
     return replace(found, parameter=replace(exact, name=f"{exact.name}, in float64"))
 
 
-def measure_in_training(
+def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is told of its draws
     full: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
@@ -216,6 +216,7 @@ def measure_in_training(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
     drops: bool = True,
+    num_microbatches: int = 1,
     tolerance: Tolerance = Tolerance(),
 ) -> Difference | None:
     """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
@@ -227,8 +228,9 @@ def measure_in_training(
         split, step: as in `measure`.
         loss_of: computes the loss of the full model, given what was drawn on each data rank.
         drops: whether with dropout; without it the row is trained on in the mode that the model is in.
+        num_microbatches: of a step, in which the stages of a pipeline draw one after the other.
 
-    Communicates: what was drawn, over tp and the data ranks.
+    Communicates: what was drawn, over pp, tp and the data ranks.
     """
     reference = training_copy(full, batch, drops=drops)
     if reference is None:
@@ -237,7 +239,8 @@ def measure_in_training(
     with seeded():
         with Draws() as draws:
             loss = step(model, mesh, copied(batch))
-        on_tp = all_gather_objects((draws.values, torch.get_rng_state()), mesh.group("tp"))
+        drawn = in_order(all_gather_objects(draws.values, mesh.group("pp")), num_microbatches)
+        on_tp = all_gather_objects((drawn, torch.get_rng_state()), mesh.group("tp"))
     given = [
         Redraws([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])
         for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))

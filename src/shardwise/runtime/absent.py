@@ -31,6 +31,7 @@ _FACTORIES = frozenset(
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
     )
 )
+_DROPOUTS = frozenset(("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"))
 
 
 class Absent(Tensor):
@@ -69,6 +70,10 @@ class Absent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         args, kwargs = tree_map_only(Absent, _bound, (args, dict(kwargs or {})))
+        if getattr(func, "__name__", "") in _DROPOUTS and args and isinstance(args[0], Absent):
+            return Absent(args[0].meta, args[0].device)  # it draws nothing
+        if any(isinstance(each, Absent) for each in args) and "dropout_p" in kwargs:
+            kwargs = {**kwargs, "dropout_p": 0.0}
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
