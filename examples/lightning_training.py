@@ -10,9 +10,9 @@ import tempfile
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTQDMProgressBar
 
@@ -53,13 +53,12 @@ class Model(pl.LightningModule):
 
 
 class Adapted(Model):
-    """PEFT's LoRA; only the adapters are trained."""
+    """LoRA: only the adapters are trained."""
 
     def configure_model(self):
         if self.model is None:
-            torch.manual_seed(0)
-            base = LlamaForCausalLM(CONFIG)
-            self.model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+            adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+            self.model = self.trainer.strategy.load(CONFIG, adapter=adapter, seed=0)
 
 
 def build_trainer(layout: str, **options) -> pl.Trainer:

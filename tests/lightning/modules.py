@@ -36,7 +36,7 @@ class Rows(Dataset):
 
 def small_model():
     """One key/value head, which tp ranks share, and norms in heads, whose gradients are partial."""
-    return tiny_model("qwen3", num_hidden_layers=1, num_key_value_heads=1)
+    return tiny_model("qwen3", num_hidden_layers=2, num_key_value_heads=1)
 
 
 class Automatic(pl.LightningModule):

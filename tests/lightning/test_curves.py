@@ -29,6 +29,8 @@ CASES = {
     "fsdp2": (A, B, E),
     "ddp2": (C, D),
     "fsdp2.tp2": (B, D),
+    "pp2": (A, E),
+    "pp2.ddp2": (C,),
 }
 
 

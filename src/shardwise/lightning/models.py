@@ -24,7 +24,9 @@ _SPEC = "_shardwise_lightning_spec"
 
 def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
     """Notes with which of a strategy's options a model was split."""
-    model.__dict__[_SPEC] = spec
+    root = registry_of(model).model()
+    assert root is not None
+    root.__dict__[_SPEC] = spec
 
 
 class SplitModels:
@@ -64,9 +66,11 @@ class SplitModels:
             )
         for root in self._roots:
             _check_root(root, mesh, spec)
-            is_trained = trains and any(value.requires_grad for value in root.parameters())
-            if is_trained and not any(each.training for each in root.modules()):
-                root.train()
+        for model in _outermost(module) if trains else ():
+            if any(value.requires_grad for value in model.parameters()) and not any(
+                each.training for each in model.modules()
+            ):
+                model.train()
         self._move_others(module, mesh)
         self.gradients: Gradients = gradients_of(module)
         self.gradients.parameters()  # says now which of them cannot be trained
