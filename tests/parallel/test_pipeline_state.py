@@ -10,6 +10,7 @@ import transformers
 
 import shardwise
 from shardwise.errors import UnsupportedError
+from shardwise.parallel import precision
 from shardwise.runtime.registry import canonical_entries, local_part, registry_of
 from shardwise.runtime.replicas import find_unequal_replicas
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -151,6 +152,38 @@ def test_a_stage_may_have_nothing_to_train(on_ranks, layout, trained):
     losses, names = first
     assert losses[2] < losses[0]
     assert names and all(name.startswith(trained) for name in names)
+
+
+def casts_of_a_step(mesh, schedule):
+    """How often a step casts a parameter, how many this rank holds, and how far losses are off float32's."""
+    whole = tiny_model("llama", num_hidden_layers=4, tied=True)
+    options = {"pipeline": shardwise.Pipeline(schedule=schedule), "precision": shardwise.Precision()}
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options)
+    batch, count, cast = tiny_batch(whole, rows=4), [], precision._cast
+    step = shardwise.TrainStep(model, mesh, num_microbatches=4)
+    step(batch)  # the first one also finds out the shapes of what stages send
+    model.zero_grad()
+    precision._cast = lambda value, dtype: count.append(value) or cast(value, dtype)
+    try:
+        loss = step(batch).loss
+    finally:
+        precision._cast = cast
+    expected = whole(**batch).loss
+    expected.backward()
+    gradients = shardwise.full_gradients(model)
+    off = {
+        name: float((gradients[name] - each.grad).norm() / each.grad.norm()) for name, each in whole.named_parameters()
+    }
+    num_cast = sum(isinstance(value, torch.nn.Parameter) for value in count)
+    return num_cast, len(list(model.parameters())), abs(float(loss) - expected.item()), max(off.values())
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_microbatches_share_what_is_cast_for_them(on_ranks, layout, schedule):
+    for num_cast, num_held, loss, gradient in on_ranks(casts_of_a_step):
+        assert num_cast == num_held
+        assert loss < 0.02 and gradient < 0.1
 
 
 def random_values(mesh, seed, tied):

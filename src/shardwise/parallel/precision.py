@@ -2,6 +2,7 @@
 
 A unit's forward runs with its parameters cast; autograd takes the gradients back to the parameters at rest. The casts
 live as long as backward needs them, as FSDP2's gathered parameters do between forward and backward at ZeRO stage 2.
+In a pipeline the microbatches of a step share them: there are as many between forward and backward as there are stages.
 """
 
 from __future__ import annotations
@@ -25,18 +26,28 @@ class Cast:
 
     _cast_to: torch.dtype
     _cast_parameters: list[tuple[nn.Module, str]]
+    _cast_registry: Registry
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own, with parameters and floating-point inputs cast."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         at_rest = [(module, name, module._parameters[name]) for module, name in self._cast_parameters]
         for module, name, parameter in at_rest:
-            module._parameters[name] = _cast(parameter, self._cast_to)
+            module._parameters[name] = self._cast_once(parameter)
         try:
             return own(*_cast(args, self._cast_to), **_cast(kwargs, self._cast_to))
         finally:
             for module, name, parameter in at_rest:
                 module._parameters[name] = parameter
+
+    def _cast_once(self, parameter: Any) -> Any:
+        """The parameter cast, or what has been cast of it in this step of a pipeline."""
+        shared = self._cast_registry.casts
+        if shared is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return _cast(parameter, self._cast_to)
+        if id(parameter) not in shared:
+            shared[id(parameter)] = _cast(parameter, self._cast_to)
+        return shared[id(parameter)]
 
 
 def apply_precision(model: nn.Module, registry: Registry, precision: Precision | None) -> None:
@@ -63,7 +74,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         owners = [(owner, name) for owner in module.modules() if id(owner) not in taken for name in _floats(owner)]
         taken |= {id(owner) for owner in module.modules()}
-        apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=owners)
+        apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=owners, _cast_registry=registry)
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, dtype: torch.dtype) -> None:
@@ -72,7 +83,8 @@ def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, dtype: torc
         fqns = {own: f"{name}.{own}" if name else own for own in _floats(module)}
         kept = [own for own, fqn in fqns.items() if registry.entry(fqn).data == "reduced"]
         if kept := [own for own in kept if registry.entry(fqns[own]).layout.shape]:
-            apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=[(module, own) for own in kept])
+            parameters = [(module, own) for own in kept]
+            apply_mixin(module, Cast, _cast_to=dtype, _cast_parameters=parameters, _cast_registry=registry)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -89,8 +89,7 @@ class ParameterEntry:
     @functools.cached_property
     def stage_coords(self) -> tuple[int, ...]:
         """The coords on pp that hold it; none without a pipeline."""
-        found = (step.placement.coords for step in self.layout.steps if isinstance(step.placement, Held))
-        return next(found, ())
+        return next((step.placement.coords for step in self.layout.steps if isinstance(step.placement, Held)), ())
 
     @functools.cached_property
     def is_held(self) -> bool:
@@ -184,6 +183,7 @@ class Registry:
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
         stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
         mapped: FQNs of parameters that are still stored in private pages of the files they came from.
+        casts: parameters in the dtype of computation by their ids, while the microbatches of a pipeline share them.
         model: the split model, once it is attached.
         stages: what runs this rank's stages of a pipeline; None without one.
     """
@@ -198,6 +198,7 @@ class Registry:
     data_root: nn.Module | None = None
     stage_roots: dict[int, nn.Module] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
+    casts: dict[int, Tensor] | None = None
     model: Callable[[], nn.Module | None] = lambda: None
     reads_names: bool = False
     local_state: bool = False
@@ -250,9 +251,9 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
             fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
         )
     for name, module in model.named_modules():
-        own = [each for each, parameter in module._parameters.items() if parameter is not None]
-        entries = {each: registry.entry(f"{name}.{each}" if name else each) for each in own}
-        module.__dict__.setdefault(_ENTRIES, {}).update(entries)
+        own = (each for each, parameter in module._parameters.items() if parameter is not None)
+        entries = module.__dict__.setdefault(_ENTRIES, {})
+        entries |= {each: registry.entry(f"{name}.{each}" if name else each) for each in own}
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
@@ -277,8 +278,7 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
     """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
-    found: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
-    return found
+    return cast("Mapping[str, ParameterEntry]", owner.__dict__.get(_ENTRIES, {}))
 
 
 def knows(owner: nn.Module, name: str) -> bool:

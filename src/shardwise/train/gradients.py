@@ -127,12 +127,15 @@ class Gradients:
         Communicates: what `complete` does.
         """
         self.is_put_off = self.is_in_step = True
-        if self._is_pipeline and not self._is_partial:
-            self._begin_partial()
+        if self._is_pipeline:
+            self.registry.casts = {}
+            if not self._is_partial:
+                self._begin_partial()
         try:
             yield
         finally:
             self.is_put_off = self.is_in_step = False
+            self.registry.casts = None
         self.complete()
 
     def complete(self) -> None:
