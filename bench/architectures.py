@@ -6,6 +6,7 @@ request.
     python bench/architectures.py --layout tp4 --sequence-parallel
     python bench/architectures.py --tasks base vision audio sequence_classification
     python bench/architectures.py --attention eager        instead of the attention each model chooses
+    python bench/architectures.py --adapters all-linear    with LoRA, on simulated ranks: loss and gradients of a step
 
 Each architecture has a time limit of its own, and one that fails, crashes or cannot be built is listed with its cause.
 What is found is kept by case (architecture, task, layout, sequence parallelism, attention, version of transformers), so
@@ -40,7 +41,10 @@ def main() -> None:
     arguments = _arguments()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     variant = Variant(
-        layout=arguments.layout, sequence_parallel=arguments.sequence_parallel, attention=arguments.attention
+        layout=arguments.layout,
+        sequence_parallel=arguments.sequence_parallel,
+        attention=arguments.attention,
+        adapters=arguments.adapters,
     )
     cases = cases_of(arguments.tasks, variant)
     if arguments.only:
@@ -61,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layout", default="tp2")
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="", help="by default the model chooses")
+    parser.add_argument("--adapters", default="", metavar="TARGETS", help="LoRA's target_modules, such as all-linear")
     parser.add_argument("--tasks", nargs="+", choices=(*GROUPS, *TASKS), default=["text"])
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")

@@ -6,15 +6,22 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import peft
+import torch
 import transformers
 
 from shardwise.api.verifying import Proof
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.estimate.cuts import fewest_microbatches
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
+from shardwise.search.deriving import trial_of
+from shardwise.search.planning import plan_for
+from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import objective_of
 from shardwise.topology.shape import MeshShape
@@ -36,14 +43,17 @@ class Variant:
 
     Attributes:
         attention: the attention implementation; empty where the model chooses.
+        adapters: the modules that LoRA adapts, as PEFT's target_modules; empty without adapters.
     """
 
     layout: str = "tp2"
     sequence_parallel: bool = False
     attention: str = ""
+    adapters: str = ""
 
     def __str__(self) -> str:
-        return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split()))
+        lora = ("LoRA",) if self.adapters else ()
+        return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split(), *lora))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +74,7 @@ class Case:
 
     def is_row(self, row: dict[str, Any]) -> bool:
         """Whether a row of an earlier run is of this case."""
-        return all(row.get(name) == value for name, value in self.fields().items())
+        return all(({"adapters": ""} | row).get(name) == value for name, value in self.fields().items())
 
 
 def cases_of(tasks: list[str], variant: Variant) -> list[Case]:
@@ -91,7 +101,8 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
         row |= {"result": "no tiny model", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
     else:
-        row |= _proved(case, config, timeout_seconds, drops=drops)
+        run = _proved_adapters if case.variant.adapters else _proved
+        row |= run(case, config, timeout_seconds, drops=drops)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
 
 
@@ -136,6 +147,41 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         "whole": found.replicated,
         "split_seconds": round(found.split_seconds, 3),
     }
+
+
+def _proved_adapters(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:
+    """As `_proved`, of a tiny model with adapters of any values, on simulated ranks: one step, also with dropout."""
+    start = time.perf_counter()
+    try:
+        ((result, cause, share),) = spawn(_try_adapters, 1, case, (config, drops), timeout=timeout_seconds)
+    except (PlanError, UnsupportedError) as error:
+        return {"result": "refused", "cause": one_line(error)}
+    except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
+        return {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
+    seconds = round(time.perf_counter() - start, 3)
+    return {"result": result, "cause": cause, "share": share, "block_share": share, "split_seconds": seconds}
+
+
+def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]:
+    """Args: given: what `_tiny_config` returned. Returns the result, its cause, the share of parameters split."""
+    config, drops = given
+    spec = ParallelSpec(sequence_parallel=case.variant.sequence_parallel)
+    shape = MeshShape.parse(case.variant.layout)
+    lora = peft.LoraConfig(r=4, target_modules=case.variant.adapters, init_lora_weights=False)
+    tiny = build_tiny_model(config, model_class(case.class_name), seed=0).eval()
+    torch.manual_seed(0)
+    try:
+        tiny = peft.inject_adapter_in_model(lora, tiny).eval()
+    except ValueError as error:
+        return "refused", f"PEFT: {one_line(error)}", 0.0
+    facts = read_facts(tiny)
+    plan = plan_for(tiny, spec, tp_size=shape.tp_size, facts=facts)
+    decided = decide_split(plan, tiny, facts, shape, sequence_parallel=spec.sequence_parallel)
+    trial = trial_of(tiny, tp_size=shape.tp_size, drops=drops)
+    verdict = trial.run(plan, sequence_parallel=spec.sequence_parallel, in_training=True)
+    own = [each for fqn, each in decided.parameters.items() if ".lora_" in fqn]
+    share = sum(isinstance(each.placement, Split) for each in own) / max(1, len(own))
+    return ("ok" if verdict.passed else "wrong"), verdict.reason, round(share, 4)
 
 
 def _failures(report: Report) -> str:

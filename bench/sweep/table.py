@@ -75,7 +75,8 @@ def _groups(rows: list[Row]) -> dict[str, tuple[str, ...]]:
 
 
 def _variant(row: Row) -> str:
-    return str(Variant(**{name: row[name] for name in ("layout", "sequence_parallel", "attention")}))
+    own = {name: row[name] for name in ("layout", "sequence_parallel", "attention")}
+    return str(Variant(**own, adapters=row.get("adapters", "")))
 
 
 def _variants(rows: list[Row]) -> list[str]:

@@ -29,7 +29,12 @@ def test_what_was_found_for_one_case_is_not_taken_for_another():
     row = json.loads(json.dumps(row_of()))
     plain = cases_of(["masked_lm"], Variant())
     assert [case.class_name for case in plain if case.is_row(row)] == ["BertForMaskedLM"]
-    for other in (Variant(layout="tp4"), Variant(sequence_parallel=True), Variant(attention="eager")):
+    for other in (
+        Variant(layout="tp4"),
+        Variant(sequence_parallel=True),
+        Variant(attention="eager"),
+        Variant(adapters="all-linear"),
+    ):
         assert not any(case.is_row(row) for case in cases_of(["masked_lm"], other))
     assert not any(case.is_row(row | {"transformers_version": "1.0"}) for case in plain)
 

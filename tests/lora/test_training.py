@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.plan.options import Recompute
 from shardwise.runtime.registry import registry_of
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -21,7 +22,6 @@ from tests.oracle import differing, differing_gradients
 pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 ADAM = {"lr": 1e-3, "eps": 1e-4}
-LAYOUTS = ["tp2", "tp4", "tp2+sp", "fsdp2", "ddp2", "fsdp2.tp2"]
 
 
 def with_lora(family, **options):
@@ -41,7 +41,8 @@ def train(mesh, layout, family, options, place):
     full = with_lora(family, **options)
     split = copy.deepcopy(full)
     frozen = {name: value.data_ptr() for name, value in split.named_parameters() if not value.requires_grad}
-    split = shardwise.parallelize(split, mesh, sequence_parallel=layout.endswith("+sp"))
+    is_split, again = layout.endswith("+sp"), Recompute(mode="full")  # also of layers whose input needs no gradient
+    split = shardwise.parallelize(split, mesh, sequence_parallel=is_split, recompute=again if is_split else None)
     batch = batch_of(full)
     theirs = torch.optim.AdamW([each for each in full.parameters() if each.requires_grad], **ADAM)
     ours = shardwise.build_optimizer(split, torch.optim.AdamW, **ADAM)
