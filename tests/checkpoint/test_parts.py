@@ -1,0 +1,93 @@
+"""Ranks that hold some layers, and models of which some parameters are trained: saved and loaded as any other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import shardwise
+from shardwise.errors import LoadError
+from shardwise.ranks.spawn import spawn
+from shardwise.topology.shape import MeshShape
+from tests.families import rows_of, tiny_batch, tiny_model
+
+pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
+
+ROWS = 8
+
+
+def build(mesh, *, tied=False, adapted=False, lost=False):
+    """A model, its optimizer, and a function that trains them for some steps and returns the losses."""
+    model = tiny_model("llama", tied=tied)
+    batch = tiny_batch(model, rows=ROWS)
+    if adapted:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    for parameter in model.parameters() if lost else ():
+        if parameter.requires_grad:
+            parameter.data.mul_(1.5)
+    shardwise.parallelize(model, mesh)
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-6)
+    step = shardwise.TrainStep(model, mesh, num_microbatches=2)
+
+    def train(number):
+        losses = []
+        for _ in range(number):
+            losses.append(float(step(rows_of(batch, mesh)).loss))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    return model, optimizer, train
+
+
+def go_on(layout, base, tied=False, adapted=False):
+    """Goes on with what one process saved, and saves what comes of it."""
+    case = f"{tied}-{adapted}"
+    with shardwise.Mesh.open(layout) as mesh:
+        return _go_on(mesh, base, case, tied=tied, adapted=adapted)
+
+
+def _go_on(mesh, base, case, *, tied, adapted):
+    model, optimizer, train = build(mesh, tied=tied, adapted=adapted, lost=True)
+    shardwise.load_checkpoint(f"{base}/start-{case}", model=model, optimizer=optimizer)
+    losses = train(2)
+    shardwise.save_checkpoint(f"{base}/{mesh.shape}-{case}", model=model, optimizer=optimizer, extra={"step": 4})
+    return losses, shardwise.full_state_dict(model), train(2)
+
+
+def check(base, layout, **case):
+    mesh, name = shardwise.Mesh.open("tp1"), "-".join(str(case.get(key, False)) for key in ("tied", "adapted"))
+    model, optimizer, train = build(mesh, **case)
+    train(2)
+    shardwise.save_checkpoint(base / f"start-{name}", model=model, optimizer=optimizer, extra={"step": 2})
+    expected = train(2)
+    ranks = spawn(go_on, MeshShape.parse(layout).world_size, layout, str(base), **case)
+    for losses, _, _ in ranks:
+        assert losses == pytest.approx(expected, abs=1e-5)
+    _, full, next_losses = ranks[0]
+    model, optimizer, train = build(mesh, lost=True, **case)
+    shardwise.load_checkpoint(base / f"{layout}-{name}", model=model, optimizer=optimizer)
+    found = shardwise.full_state_dict(model)
+    assert found.keys() == full.keys()
+    assert all(torch.equal(value, full[name]) for name, value in found.items())
+    assert train(2) == pytest.approx(next_losses, abs=1e-5)
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("pp2", True), ("pp2.tp2", False), ("pp2.fsdp2", True)])
+def test_stages_save_and_load_what_they_hold(tmp_path, layout, tied):
+    check(tmp_path, layout, tied=tied)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_adapters_are_saved_without_the_base(tmp_path, layout):
+    check(tmp_path, layout, adapted=True)
+    directory = tmp_path / "start-False-True" / "step-2"
+    assert json.loads((directory / "manifest.json").read_text())["content"] == "trained"
+    assert all("lora_" in key for key in json.loads((directory / "tensors.json").read_text())["tensors"]
+               if key.startswith("model/"))  # fmt: skip
+    plain, _, _ = build(shardwise.Mesh.open("tp1"))
+    with pytest.raises(LoadError, match=r"missing: model.embed_tokens.weight.*\n.*unexpected: .*lora_A"):
+        shardwise.load_checkpoint(tmp_path / "start-False-True", model=plain)
