@@ -19,7 +19,7 @@ from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer, grouped
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
 from shardwise.runtime.split_module import SplitModule
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
@@ -48,6 +48,12 @@ def initialize_parallel_model(
         raise UnsupportedError(
             "lora_config", why="adapters of this API are to come", fix="use peft before model_fn returns"
         )
+    if mesh.size("pp") > 1:
+        raise UnsupportedError(
+            f"pipeline_parallel_size {mesh.size('pp')}",
+            why="pipelines of this API are to come",
+            fix="use shardwise.parallelize with pipeline=shardwise.Pipeline(...), or pipeline_parallel_size 1",
+        )
     model = _build(nxd_config["model_init_config"], model_fn, model_args, model_kwargs, mesh)
     model.to(mesh.device)
     recompute = _recompute(model, nxd_config["activation_checkpoint_config"])
@@ -56,12 +62,10 @@ def initialize_parallel_model(
     if by_hand or not isinstance(model, PreTrainedModel):
         adopt_model(model, mesh, policy=FsdpPolicy(zero_stage=1) if shards else None, recompute=recompute)
     else:
-        virtual = nxd_config["pipeline_config"].get("virtual_pipeline_size")
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
             fsdp=FsdpPolicy(zero_stage=1),
             recompute=recompute,
-            pipeline=Pipeline(num_stages_per_rank=virtual) if mesh.size("pp") > 1 else None,
         )
         prepare(model, mesh, spec)
     return NxDModel(model, nxd_config)
