@@ -199,6 +199,19 @@ def test_no_layer_runs():
         find_layer_order(model)
 
 
+def test_dropout_that_every_stage_would_draw_for_itself_is_refused():
+    def model_with(dropout):
+        config = shrink_config(transformers.FunnelConfig(block_sizes=[2]), without_dropout=not dropout)
+        return build_tiny_model(config, transformers.FunnelForMaskedLM, seed=0)
+
+    with pytest.raises(PlanError, match="would drop") as raised:
+        find_layer_order(model_with(dropout=True))
+    assert raised.value.at == "funnel.encoder.attention_structure.sin_dropout"
+    assert find_layer_order(model_with(dropout=False)).calls
+    bert = shrink_config(transformers.BertConfig())  # its layers drop what depends on parameters
+    assert find_layer_order(build_tiny_model(bert, transformers.BertForMaskedLM, seed=0)).calls
+
+
 def test_order_goes_through_json():
     order = find_layer_order(model_of("t5"))
     assert LayerOrder.from_json(order.to_json()) == order

@@ -191,7 +191,8 @@ class StageRun:
         """The stage's own segments begin: what was received takes the place of what is absent."""
         for crossing, value in zip(self.crossings(self.first), self.received, strict=True):
             absent = self.found[crossing.anchor]
-            assert isinstance(absent, Absent), crossing
+            if not isinstance(absent, Absent):
+                raise _not_found(crossing)
             absent.bind(value.clone() if crossing.is_written else value)
             if crossing.anchor == self.hidden:
                 self._enter_stack(absent)
@@ -216,7 +217,8 @@ class StageRun:
             raise _StageEnd
 
     def _travelling(self, crossing: Crossing, value: Tensor | None) -> Travelling:
-        assert value is not None, crossing
+        if value is None:
+            raise _not_found(crossing)
         shape = list(value.shape)
         context = self.stages.context
         if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
@@ -268,6 +270,14 @@ class StageRun:
             why="all layers must run, always in the same order (none skipped at random, or left out)",
             fix="set layerdrop to 0, or use pp1",
         )
+
+
+def _not_found(crossing: Crossing) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model does not compute {crossing.anchor.replace(':', ' ')} where it did when it was cut into stages",
+        why="it runs otherwise in this mode, or with these arguments",
+        fix="run it in the other mode (train or eval), pass fewer arguments, or use pp1",
+    )
 
 
 _CAPTURING = "transformers.utils.output_capturing"

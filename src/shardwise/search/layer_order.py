@@ -21,6 +21,7 @@ from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.proof.draws import seeded, set_dropout
+from shardwise.runtime.modes import has_dropout
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.search.trial import failed
 from shardwise.search.watch_order import watch_order
@@ -32,7 +33,7 @@ __all__ = ["find_layer_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 3
+_SEARCH = 4
 """Raised with every change of what is found."""
 
 _SMALL_ENOUGH = 8_000_000
@@ -77,7 +78,7 @@ def _find(model: PreTrainedModel) -> LayerOrder:
     tiny = _tiny_model(model)
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
-    order, told = watch_order(tiny, batch)
+    order, told = watch_order(tiny, batch, drops=has_dropout(model))
     order = replace(order, returns={**order.returns, **_of_many(tiny, order, told)})
     while True:
         try:

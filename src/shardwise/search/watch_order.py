@@ -7,7 +7,7 @@ later one, it crosses every cut between the two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,17 +24,31 @@ from shardwise.runtime.anchors import made_by, named_arguments, named_tensors, u
 __all__ = ["watch_order"]
 
 
-def watch_order(tiny: nn.Module, batch: Mapping[str, Any]) -> tuple[LayerOrder, dict[str, Returned]]:
+def watch_order(
+    tiny: nn.Module, batch: Mapping[str, Any], *, drops: bool = False
+) -> tuple[LayerOrder, dict[str, Returned]]:
     """Runs a tiny model once and returns what its layers did, and what all of its modules return that can be told.
 
+    Args:
+        drops: whether the model that it stands for has dropout.
+
     Raises:
-        PlanError: no layer runs, or what a layer computes inside is used after it.
+        PlanError: no layer runs, or what a layer computes inside is used after it, or several layers are given what
+            depends on no parameters and was dropped at random: every stage would draw it for itself.
     """
     model = _untied(tiny)
     watcher = _Watcher(model)
     with watcher.hooked(), watcher:
         output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
         watcher.use(value for _, value in named_tensors(output))
+    if drops and watcher.dropped_for_later:
+        raise PlanError(
+            f"{type(tiny).__name__} cannot be cut into stages",
+            at=watcher.dropped_for_later,
+            why="what is dropped there at random depends on no parameters and is used by later layers, and every stage "
+            "would drop other elements of it",
+            fix="set dropout to 0 in the config, or use pp1",
+        )
     return watcher.order(tiny), watcher.told
 
 
@@ -89,6 +103,8 @@ class _Watcher(TorchFunctionMode):
         self.returned: dict[str, list[tuple[bool, list[str | tuple[int, int] | None]]]] = {}
         self.told: dict[str, Returned] = {}
         self.num_glue = 0
+        self.dropped: dict[int, tuple[Tensor, int, str]] = {}  # what depends on no parameters: segment and place
+        self.dropped_for_later = ""
 
     @property
     def segment(self) -> int:
@@ -100,7 +116,9 @@ class _Watcher(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         given = [value for value in used_by(func, args, kwargs) if self._depends(value)]
         if not given:
+            self._note_dropped(name, func, args, kwargs, out)
             return out
+        self._use_dropped(used_by(func, args, kwargs))
         made = made_by(func, args, out)
         if made or name in _READING:
             self.use(given)
@@ -117,6 +135,22 @@ class _Watcher(TorchFunctionMode):
                 self._add(value, f"{anchor}{path}" if in_glue else "", place)
         self.num_glue += in_glue and bool(made)
         return out
+
+    def _note_dropped(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """What dropout makes of a tensor that depends on no parameters, and what is computed from that."""
+        used = list(used_by(func, args, kwargs))
+        self._use_dropped(used)
+        known = next((self.dropped[id(value)] for value in used if id(value) in self.dropped), None)
+        place = self.stack[-1].fqn if self.stack else "the model"
+        segment, place = known[1:] if known is not None else (self.segment, place)
+        if known is not None or "dropout" in name:
+            self.dropped |= {id(value): (value, segment, place) for _, value in made_by(func, args, out)}
+
+    def _use_dropped(self, values: Iterable[Tensor]) -> None:
+        for value in values:
+            _, segment, place = self.dropped.get(id(value), (None, self.segment, ""))
+            if segment < self.segment and not self.dropped_for_later:
+                self.dropped_for_later = place
 
     def _depends(self, value: Tensor) -> bool:
         return id(value) in self.values or self._is_parameter(value) or value.requires_grad
@@ -162,6 +196,7 @@ class _Watcher(TorchFunctionMode):
                 self.num_glue = 0
                 self.entries.append({id(value): path for path, value in reversed(list(named_tensors(arguments)))})
                 self.use(value for _, value in named_tensors(arguments))
+                self._use_dropped(value for _, value in named_tensors(arguments))
             given = frozenset(id(value) for _, value in named_tensors(arguments))
             self.stack.append(_Call(fqn, number, arguments, given, len(self.values)))
 
