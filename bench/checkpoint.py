@@ -78,7 +78,7 @@ def show(record: dict[str, Any], console: Console) -> None:
         console.print(f"{name} to {RATIOS[name]}: {mark(record['contenders'][name]['ratio']['median'], most)}")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model")
     parser.add_argument("--rounds", type=int, default=5)
@@ -92,6 +92,7 @@ def main() -> None:
     record = {"layout": options.layout, "rounds": options.rounds, **judge(ranks), **describe_machine("cpu")}
     show(record, Console(soft_wrap=True))
     write_json(options.json, record)
+    return 0
 
 
 if __name__ == "__main__":

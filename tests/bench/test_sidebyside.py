@@ -49,7 +49,7 @@ def test_loads_are_compared(run):
     assert ours["time_to_transformers"]["median"] > 0
 
 
-def test_checkpoints_are_compared(tmp_path):
-    record = run("checkpoint.py", tmp_path, "--rounds", "1")
+def test_checkpoints_are_compared(run):
+    record = run("checkpoint", "--rounds", "1")
     assert record["contenders"]["save"]["ratio"]["median"] > 0
     assert record["contenders"]["async stall"]["seconds"] > 0
