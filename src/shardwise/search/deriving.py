@@ -189,8 +189,8 @@ def _is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
 
 
-def build_tried_model(model: PreTrainedModel, *, tp_size: int) -> PreTrainedModel:
-    """The model with other weights, or a tiny one of its architecture where the model is large."""
+def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
+    """The model with other weights, or where it is large a tiny one, made by `shrink_config` with these options."""
     own_size = _is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         tiny = copy.deepcopy(model).float().eval()
@@ -201,7 +201,7 @@ def build_tried_model(model: PreTrainedModel, *, tp_size: int) -> PreTrainedMode
     if own_size:
         config = apply_repeatable(copy.deepcopy(model.config))
     else:
-        config = shrink_config(model.config, without_dropout=True, tp_size=tp_size)
+        config = shrink_config(model.config, without_dropout=True, **shrinking)
     return build_tiny_model(config, type(model), seed=0).eval()
 
 

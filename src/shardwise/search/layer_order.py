@@ -20,14 +20,14 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
-from shardwise.proof.draws import seeded, set_dropout
+from shardwise.proof.draws import seeded
 from shardwise.runtime.modes import has_dropout
+from shardwise.search.deriving import build_tried_model
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.search.trial import failed
 from shardwise.search.watch_order import watch_order
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
+from shardwise.tiny.models import choose_mode, make_batch
 from shardwise.tiny.objective import copied, objective_of
-from shardwise.tiny.shrink import apply_repeatable
 
 __all__ = ["find_layer_order"]
 
@@ -36,7 +36,6 @@ logger = logging.getLogger("shardwise.plan")
 _SEARCH = 4
 """Raised with every change of what is found."""
 
-_SMALL_ENOUGH = 8_000_000
 _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
@@ -75,7 +74,7 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
 
 
 def _find(model: PreTrainedModel) -> LayerOrder:
-    tiny = _tiny_model(model)
+    tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     order, told = watch_order(tiny, batch, drops=has_dropout(model))
@@ -119,22 +118,6 @@ def _passed_through(tiny: nn.Module, at: str, order: LayerOrder, told: Mapping[s
 
 def _no_stages(name: str, why: str, *, at: str) -> PlanError:
     return PlanError(f"{name} cannot be cut into stages", at=at or None, why=why, fix="use pp1")
-
-
-def _tiny_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with other weights, or a narrow one with all of its layers where the model is large."""
-    own_size = sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = copy.deepcopy(model).float().eval()
-        set_dropout(tiny, 0.0)
-        apply_repeatable(tiny.config)
-        perturb_parameters(tiny, torch.Generator().manual_seed(0))
-        return tiny
-    if own_size:
-        config = apply_repeatable(copy.deepcopy(model.config))
-    else:
-        config = shrink_config(model.config, num_layers=None, without_dropout=True)
-    return build_tiny_model(config, type(model), seed=0).eval()
 
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
