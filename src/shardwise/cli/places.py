@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from shardwise.cli.config_file import Problems
@@ -43,7 +43,7 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
 
 
 def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) -> None:
-    """Makes `directory`, writes a file in it and measures the room there; leaves nothing after.
+    """Tries whether `directory` can be made and written, and measures the room there; leaves nothing after.
 
     Args:
         directory: the place.
@@ -54,31 +54,38 @@ def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) 
         LoadError: it cannot be made, or not be written to, or has no room.
     """
     path = Path(f"{directory}.probe" if is_beside else directory)
-    made: list[Path] = []
     try:
-        for each in (*reversed(path.parents), path):
-            if not each.is_dir():
-                each.mkdir()
-                made.append(each)
-        with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-        free = shutil.disk_usage(path).free
+        free = _free_bytes(path)
     except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
         why = f"{error.strerror}: {str(error.filename)[:100]!r}" if isinstance(error, OSError) else str(error)
         fix = "name a directory that can be made and written"
         raise LoadError(f"cannot write to {directory[:100]!r}", why=why, fix=fix) from error
-    finally:
-        for each in reversed(made):
-            with suppress(OSError):
-                each.rmdir()
     if free < num_bytes:
         raise LoadError(
             f"no room for the export to {directory!r}",
             why=f"the model takes {num_bytes / 2**30:,.2f} GiB, and {free / 2**30:,.2f} GiB are free",
             fix="make room, or name a directory on another disk",
         )
+
+
+def _free_bytes(path: Path) -> int:
+    """The room at `path`, where a file can be written. What is not there is made below a name of this process's own:
+    others may try the same place at the same time.
+
+    Raises:
+        OSError, ValueError: it cannot be made or written.
+    """
+    existing = next(each for each in (path, *path.parents) if each.is_dir())
+    missing = path.relative_to(existing)
+    if missing.parts and os.path.lexists(existing / missing.parts[0]):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(existing / missing.parts[0]))
+    with tempfile.TemporaryDirectory(prefix=".probe-", dir=existing) as own:
+        (Path(own) / missing).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=Path(own) / missing) as file:
+            file.write(bytes(4096))
+            file.flush()
+            os.fsync(file.fileno())
+    return shutil.disk_usage(existing).free
 
 
 def unexported(log_dir: str) -> Path:
