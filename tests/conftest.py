@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # its own processes share the one d
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
+os.environ.setdefault("SHARDWISE_DEVICE", "cpu")  # also where there are cards, fewer than ranks perhaps
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us again: compiling us each time takes longer
 

@@ -46,7 +46,7 @@ class Held:
 
 def measure_data(size: Size, layout: str, rounds: int, device: str) -> dict[str, Held]:
     """Runs on every rank of `layout`; the contenders by hand run on all ranks as data-parallel ones."""
-    with shardwise.Mesh.open(layout, device=None if device == "cuda" else "cpu") as mesh:
+    with shardwise.Mesh.open(layout, device=device) as mesh:
         ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=torch.Generator().manual_seed(0))
         batches = {
             name: _rows(ids, rank, count, mesh.device)

@@ -99,7 +99,7 @@ def measure(
     """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with shardwise.Mesh.open(f"tp{tp_size}", device=None if device == "cuda" else "cpu") as mesh:
+    with shardwise.Mesh.open(f"tp{tp_size}", device=device) as mesh:
         contenders = dict(_contenders(size, mesh, optimizer, backend))
         ids = torch.randint(size.vocabulary, (size.rows, size.length), generator=torch.Generator().manual_seed(0))
         batch = {"input_ids": ids.to(mesh.device), "labels": ids.to(mesh.device)}

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError
 from shardwise.job.adopted import read_device_mesh, read_groups
+from shardwise.job.devices import pick_device
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
 from shardwise.job.missing import explain
-from shardwise.job.processes import calm_gloo_loops, current_watch, end_processes, pick_device, start_processes
+from shardwise.job.processes import calm_gloo_loops, current_watch, end_processes, start_processes
 from shardwise.job.rendezvous import read_world_size
+from shardwise.job.slurm import adopt_slurm
 from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -84,17 +86,19 @@ class Mesh:
         backend: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> Mesh:
-        """Opens the mesh for `layout`, reading the environment that torchrun sets (`RANK`, `WORLD_SIZE`, …).
+        """Opens the mesh for `layout`, reading the environment that torchrun sets (`RANK`, `WORLD_SIZE`, …), or srun.
 
         Args:
             layout: `"fsdp2.tp4"` or a `MeshShape`; its product must equal the number of processes.
-            device: device of this rank; by default this rank's GPU where there is one per local rank, else the CPU.
-            backend: torch.distributed backend; by default `nccl` on GPUs and `gloo` on CPUs.
+            device: device of this rank; by default what `SHARDWISE_DEVICE` says, or a GPU where there are any (of
+                several that of the local rank), or the CPU.
+            backend: torch.distributed backend; by default `nccl` on GPUs and `gloo` on CPUs. Several ranks may share a
+                card, for a trial, over `gloo` alone.
             timeout_seconds: after how long a collective that some rank never joins fails.
 
         Raises:
             MeshError: the text is no layout, the world has another size than the layout, the environment holds
-                impossible numbers, or some rank did not come in time.
+                impossible numbers, some rank did not come in time, or has no device of its own.
 
         Communicates: the rendezvous, and the creation of one process group for each axis larger than 1.
         """
@@ -105,6 +109,7 @@ class Mesh:
         if not 0 < timeout_seconds < 10**9:
             raise MeshError(f"timeout_seconds is {timeout_seconds}", fix="use a positive number of seconds")
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+        adopt_slurm()
         started = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if started else read_world_size()
         if shape.world_size > 1 and world_size == 1 and not started and "WORLD_SIZE" not in os.environ:
@@ -273,7 +278,7 @@ class Mesh:
             watch.note_end(explained or error)
         self.close()
         if error is not None and self._owns_processes:
-            end_processes()  # others may wait for this rank in a collective: now they hear of it
+            end_processes(explained or error)  # others may wait for this rank in a collective: now they hear of it
         if explained is not None:
             raise explained from error
 

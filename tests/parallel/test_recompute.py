@@ -152,3 +152,19 @@ def test_a_head_that_hands_on_unnamed_whether_to_cache_builds_none():
             assert model(input_ids=ids).past_key_values is not None
         with pytest.raises(ConfigError, match="use_cache=True"):
             model(input_ids=ids, use_cache=True)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
+def test_random_numbers_are_kept_for_the_device_of_arguments_by_name(monkeypatch, mode):
+    """An attention is called with its hidden states by name; torch looks for devices among what comes by position."""
+    seen = []
+    monkeypatch.setattr(
+        torch.utils.checkpoint,
+        "_infer_device_type",
+        lambda *args: seen.append(torch.utils._pytree.tree_leaves(args)) or "cpu",
+    )
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh, recompute=shardwise.Recompute(mode=mode))
+        model(**tiny_batch(model)).loss.backward()
+    assert seen and all(any(isinstance(each, torch.Tensor) for each in leaves) for leaves in seen)

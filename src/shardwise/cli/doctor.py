@@ -83,6 +83,11 @@ def _check_machine() -> Iterator[Finding]:
         yield "ok", f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
     if not has_gpu:
         yield "note", "devices", "no GPU; ranks run on the CPU"
+    if has_gpu:
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        yield "ok", "NCCL", f"{version}, between {torch.cuda.device_count()} card(s)"
+        kernels = [name for name in ("flash", "mem_efficient", "cudnn", "math") if _is_enabled(name)]
+        yield "ok" if kernels[:-1] else "note", "attention kernels", ", ".join(kernels)
     for backend in ("gloo", "nccl") if has_gpu else ("gloo",):
         is_there = dist.is_available() and dist.is_backend_available(backend)
         lacks = "this build of torch lacks it; install one from PyPI"
@@ -110,6 +115,13 @@ def _check_machine() -> Iterator[Finding]:
         needs, has = "triton", importlib.util.find_spec("triton") is not None
     text = f"{needs} found" if has else f"{needs} is missing, and inductor needs it; everything else works without"
     yield "ok" if has else "note", "torch.compile", text
+
+
+def _is_enabled(kernel: str) -> bool:
+    """Whether torch may compute attention by `kernel`."""
+    import torch
+
+    return bool(getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")())
 
 
 def _check_all_reduce() -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from shardwise.cli.launch import (
     record_failures,
 )
 from shardwise.errors import ConfigError
+from shardwise.job.slurm import adopt_slurm
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -31,6 +32,7 @@ Train a model on text, over as many ranks as the layout names.
   shardwise train run.yaml                          # ranks as the layout says, on this machine
   shardwise train run.yaml layout=tp4 optimizer.lr=1e-4
   torchrun --nnodes 2 --nproc-per-node 8 -m shardwise train run.yaml    # ranks of your own
+  srun --nodes 2 --ntasks-per-node 8 shardwise train run.yaml           # Slurm's tasks are ranks
 
 A small run.yaml:
 
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     exit_on_terminate()
+    adopt_slurm()
     if is_rank():
         end_with_launcher()
         with record_failures():

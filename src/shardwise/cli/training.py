@@ -58,7 +58,10 @@ def train(config: TrainConfig) -> StepRecord | None:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
         SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
-    with Mesh.open(config.layout, timeout_seconds=config.timeout_seconds) as mesh, ExitStack() as open_logs:
+    with (
+        Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds) as mesh,
+        ExitStack() as open_logs,
+    ):
         console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
         if mesh.rank != 0:
             transformers.logging.set_verbosity_error()

@@ -27,36 +27,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import MeshError
+from shardwise.job.devices import check_own_cards
 from shardwise.job.rendezvous import meet, read_place
 from shardwise.job.watch import Watch
 
-__all__ = ["CALM_VARIABLE", "calm_gloo_loops", "end_processes", "pick_device", "start_processes"]
+__all__ = ["CALM_VARIABLE", "calm_gloo_loops", "end_processes", "start_processes"]
 
 _SECONDS_TO_LET_GO = 0.1
 CALM_VARIABLE = "SHARDWISE_CALM_GLOO"
 _GLOO_LOOP = "gloo_tcp_loop"
 _LOOP_NICENESS = 5
-
-
-def pick_device(device: str | torch.device | None) -> torch.device:
-    """This rank's device, made current where it is a GPU."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device is None:
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if 0 < available < local_world:
-            raise MeshError(
-                f"{local_world} ranks on this machine but {available} GPU(s)",
-                why="each rank takes one GPU",
-                fix=f'start at most {available} ranks here, or pass Mesh.open(..., device="cpu")',
-            )
-        device = f"cuda:{local_rank}" if available else "cpu"
-    picked = torch.device(device)
-    if picked.type == "cuda":
-        picked = torch.device("cuda", local_rank if picked.index is None else picked.index)
-        torch.cuda.set_device(picked)
-    return picked
 
 
 def start_processes(device: torch.device, backend: str | None, timeout: datetime.timedelta) -> None:
@@ -66,6 +46,8 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
     """
     place = read_place()
     store = meet(place, timeout_seconds=timeout.total_seconds())
+    if device.type == "cuda" and backend != "gloo":
+        check_own_cards(store, place, device)
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
         store=store,
@@ -108,12 +90,21 @@ def calm_gloo_loops() -> None:
             continue
 
 
-def end_processes() -> None:
-    """Runs while Python still works, when the process ends."""
+def end_processes(error: BaseException | None = None) -> None:
+    """Lets go of what `start_processes` began, while Python still works; also when the process ends.
+
+    After an error that nobody caught the groups of NCCL stay as they are: to destroy them waits for peers, which may
+    wait for this rank, and what went wrong would never be told.
+    """
+    error = error or getattr(sys, "last_value", None)
     while _WATCHES:
-        _WATCHES.pop().note_end(getattr(sys, "last_value", None))  # of an error that nobody caught
-    if dist.is_initialized():
-        uses_gloo = "gloo" in dist.get_backend()
-        dist.destroy_process_group()
-        if uses_gloo:
-            time.sleep(_SECONDS_TO_LET_GO)  # [Note: the last collective]
+        _WATCHES.pop().note_end(error)
+    if not dist.is_initialized():
+        return
+    if error is not None and "nccl" in dist.get_backend():
+        atexit.unregister(end_processes)
+        return
+    uses_gloo = "gloo" in dist.get_backend()
+    dist.destroy_process_group()
+    if uses_gloo:
+        time.sleep(_SECONDS_TO_LET_GO)  # [Note: the last collective]

@@ -57,11 +57,12 @@ class _Resuming:
             return self.run(own, *args, **kwargs)
         state = self.context.state
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(kwargs: dict[str, Any], *args: Any) -> Any:
             with self.context.resumed(state):
                 return own(*args, **kwargs)
 
-        return self.run(forward, *args, **kwargs)
+        # By position: only there does `checkpoint` look for the device whose random numbers are drawn again.
+        return self.run(forward, kwargs, *args)
 
 
 class Recomputed:

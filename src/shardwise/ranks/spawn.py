@@ -71,9 +71,9 @@ def spawn(
     """Run `fn(*args, **kwargs)` on `world_size` ranks and return their results in rank order.
 
     Each rank finds torchrun's variables (`RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`,
-    `MASTER_PORT`) and one thread (`OMP_NUM_THREADS`). `fn` joins the process group itself, through `Mesh.open`; a group
-    it leaves open is taken down after all ranks have returned. What ranks print is passed on afterwards, or shown in
-    the error.
+    `MASTER_PORT`), one thread (`OMP_NUM_THREADS`) and `SHARDWISE_DEVICE=cpu`, unless the caller has another. `fn` joins
+    the process group itself, through `Mesh.open`; a group it leaves open is taken down after all ranks have returned.
+    What ranks print is passed on afterwards, or shown in the error.
 
     Args:
         fn: a module-level function; arguments and results travel by pickle, so tensors must be on the CPU.
@@ -312,6 +312,7 @@ def _rank_variables(world_size: int, port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         "SHARDWISE_CALM_GLOO": "1",  # [Note: gloo's loop spins], job/processes.py
         "OMP_NUM_THREADS": "1",
+        "SHARDWISE_DEVICE": os.environ.get("SHARDWISE_DEVICE") or "cpu",
     }
 
 

@@ -218,6 +218,9 @@ class TrainConfig:
     recompute: Recompute = field(default_factory=Recompute)
     pipeline: Pipeline = field(default_factory=Pipeline)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] | None = None
+    """Where ranks compute: `cpu`, or `cuda`, a card each. By default what SHARDWISE_DEVICE says, or cards where there
+    are any."""
     layout: str = "tp1"
     """Ranks along each axis, outermost first, such as `tp2`."""
     sequence_parallel: bool = False

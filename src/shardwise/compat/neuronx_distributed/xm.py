@@ -13,7 +13,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
     model_parallel_is_initialized,
 )
 from shardwise.errors import ConfigError
-from shardwise.job.processes import pick_device
+from shardwise.job.devices import pick_device
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.average import average_gradients
 
