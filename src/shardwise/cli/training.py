@@ -58,14 +58,10 @@ def train(config: TrainConfig) -> StepRecord | None:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
         SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
-    with (
-        Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds) as mesh,
-        ExitStack() as open_logs,
-    ):
+    options: dict[str, Any] = {"device": config.device, "timeout_seconds": config.timeout_seconds}
+    with Mesh.open(config.layout, **options) as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
-        if mesh.rank != 0:
-            transformers.logging.set_verbosity_error()
-            transformers.logging.disable_progress_bar()
+        _silence_others(mesh)
         with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
@@ -90,8 +86,8 @@ def train(config: TrainConfig) -> StepRecord | None:
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
-            goes_on = num_done if saved is not None else None
-            reporters = _open_reporters(config, open_logs, console, goes_on) if mesh.rank == 0 else []
+            done = num_done if saved is not None else None
+            reporters = _open_reporters(config, open_logs, console, done) if mesh.rank == 0 else []
         _print_head(console, config, model, batches)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
             record = run_loop(
@@ -111,6 +107,13 @@ def train(config: TrainConfig) -> StepRecord | None:
     if checkpoints.ended_by is not None:
         raise SystemExit(128 + checkpoints.ended_by)
     return record
+
+
+def _silence_others(mesh: Mesh) -> None:
+    """What transformers has to say is said by rank 0."""
+    if mesh.rank != 0:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
 
 
 def _finish(
