@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
-from shardwise.compat.meta_models import initialize_meta
 from shardwise.compat.nemo_automodel import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -34,6 +33,7 @@ from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_di
 from shardwise.compat.nemo_automodel.plans import RuleStyle, read_plan
 from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, GradientError, MeshError, PlanError, ShardwiseError, UnsupportedError
+from shardwise.parallel.starting_values import initialize_meta
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
 

@@ -208,7 +208,7 @@ def test_what_is_refused_and_the_small_print(on_ranks, layout):
         "checkpointing": "did you mean 'full'?",
         "factor": "sequential_move_factor is 0",
         "sizes": "tensor_parallel_size 1 and pipeline_parallel_size 1 on tp2",
-        "class": "the model has no Conv2d",
+        "class": "has no Conv2d",
         "lora": "lora_config",
         "no model": "without a model",
         "no parameters": "no parameter that is trained",

@@ -7,17 +7,23 @@ this kind saves them rank by rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.api.prepare import open_subgroups
-from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.recompute import apply_recomputation
+from shardwise.parallel.starting_values import initialize_meta
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.options import FsdpPolicy, Recompute
@@ -30,7 +36,46 @@ from shardwise.sharding.placement import Held
 from shardwise.train.gradients import track_gradients
 from shardwise.train.optimizer import watch_optimizers
 
-__all__ = ["adopt_model"]
+__all__ = ["adopt_model", "build_in_turns"]
+
+
+def build_in_turns(
+    build: Callable[[], nn.Module],
+    mesh: Mesh,
+    *,
+    ranks_at_a_time: int,
+    on_meta: bool = False,
+    fill: Callable[[nn.Module, torch.device], Any] | None = None,
+) -> nn.Module:
+    """The model that `build` gives, on the mesh's device; only so many ranks build theirs at the same time.
+
+    Args:
+        build: does not communicate.
+        on_meta: build on the meta device, where nothing takes memory, and give parameters their values afterwards:
+            `fill(module, device)` for every module, or without it those that the modules start with.
+
+    Raises:
+        Exception: what `build` raised on some rank, on all of them.
+
+    Communicates: one gather of a small object over all ranks for every turn.
+    """
+
+    def built() -> nn.Module:
+        with torch.device("meta") if on_meta else nullcontext():
+            return build()
+
+    turn, num_turns = mesh.rank // ranks_at_a_time, -(-mesh.shape.world_size // ranks_at_a_time)
+    model = run_in_turns(built, mesh.group(), turn=turn, num_turns=num_turns, doing="building the model")
+    assert model is not None
+    if on_meta and fill is not None:
+        model.to_empty(device=mesh.device)
+        for module in model.modules():
+            fill(module, mesh.device)
+        if isinstance(model, PreTrainedModel):
+            model.tie_weights()
+    elif on_meta:
+        initialize_meta(model)
+    return model.to(mesh.device)
 
 
 def adopt_model(

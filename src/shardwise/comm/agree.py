@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from shardwise.comm.operations import Group, all_gather_objects, all_gather_sing
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.failure import Failure
 
-__all__ = ["check_equal", "meet", "raise_on_all_ranks", "sum_of"]
+__all__ = ["check_equal", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
+
+_Result = TypeVar("_Result")
 
 
 @contextmanager
@@ -44,6 +47,28 @@ def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
     raise first.restore() or RankError(
         f"rank {rank} failed while {doing}", why=f"{first.name}: {first.message}"
     ) from error
+
+
+def run_in_turns(
+    work: Callable[[], _Result], group: Group | None, *, turn: int, num_turns: int, doing: str
+) -> _Result | None:
+    """Runs `work` on the ranks of turn 0, then on those of turn 1, and so on: not all at the same time. It must not
+    communicate, and a rank whose `turn` is none of them does not run it.
+
+    Returns:
+        What `work` did; None where it was not run.
+
+    Raises:
+        Exception: what `work` raised on some rank, on all of them; see `raise_on_all_ranks`.
+
+    Communicates: one gather of a small object over the group for every turn.
+    """
+    result: _Result | None = None
+    for current in range(num_turns):
+        with raise_on_all_ranks(group, doing):
+            if current == turn:
+                result = work()
+    return result
 
 
 def check_equal(

@@ -29,7 +29,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
 
-__all__ = ["apply_recomputation"]
+__all__ = ["apply_recomputation", "recompute_classes"]
 
 _aten = torch.ops.aten
 _EXPENSIVE_OPS = frozenset(
@@ -74,6 +74,23 @@ class Recomputed:
         """As the module's own, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
+
+
+def recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Recompute:
+    """Recomputation of the outermost modules of these classes.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
+    outer = tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    if not outer:
+        raise ConfigError(
+            f"{type(model).__name__} has no {' or '.join(each.__name__ for each in classes)}",
+            at="what is to be recomputed",
+            fix="name classes of its modules",
+        )
+    return Recompute(mode="full", modules=outer)
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:

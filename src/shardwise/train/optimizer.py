@@ -21,7 +21,7 @@ from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.elementwise import check_optimizer
 from shardwise.train.gradients import Gradients, gradients_of
 
-__all__ = ["build_optimizer", "watch_optimizers"]
+__all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
 
@@ -154,6 +154,22 @@ def _grouped(
         key = (isinstance(parameter, DTensor), *sorted((option, repr(value)) for option, value in chosen.items()))
         found.setdefault(key, {"params": [], **chosen})["params"].append(parameter)
     return list(found.values()) or [{"params": []}]
+
+
+def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them as torch's optimizers take them, as groups of those that are trained: apart what
+    FSDP2 holds from what it does not, as above.
+    """
+    groups = list(parameters)
+    if not groups or not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    found = []
+    for group in groups:
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for kind in (True, False):
+            own = [each for each in given if each.requires_grad and isinstance(each, DTensor) is kind]
+            found += [{**group, "params": own}] if own else []
+    return found
 
 
 class _Rules:

@@ -20,13 +20,13 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from shardwise.api.prepare import prepare
 from shardwise.compat.mesh_names import adopt_device_mesh
-from shardwise.compat.meta_models import initialize_meta
 from shardwise.compat.nemo_automodel.imports import import_from_path
 from shardwise.compat.nemo_automodel.nvfsdp import Strategy, read_strategy, warn_of_unused
 from shardwise.compat.nemo_automodel.plans import hf_plan, read_plan, style_of
 from shardwise.compat.nemo_automodel.precision import cast_output, own_dtype, precision_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
+from shardwise.parallel.starting_values import initialize_meta
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.runtime.canonical import canonical_tensor
 from shardwise.runtime.registry import entry_of

@@ -17,18 +17,13 @@ __all__ = ["clip_grad_norm", "get_grad_norm"]
 
 
 def clip_grad_norm(
-    parameters: Iterable[Tensor] | Tensor,
-    max_norm: float,
-    norm_type: float | str = 2,
-    zero1_optimizer: Any = False,
-    zero1_optimizer_groups: Any = None,
-    force_spmd: Any = True,
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float | str = 2, *args: Any, **options: Any
 ) -> Tensor:
     """Clips the gradients of `parameters`, an iterable of any kind or one tensor, by the norm of the full ones.
 
     Args:
         norm_type: p of the p-norm; "inf" or `math.inf` for the largest entry.
-        others: without meaning here: every element counts once, however it is stored.
+        args, options: without meaning here: every element counts once, however it is stored.
 
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.

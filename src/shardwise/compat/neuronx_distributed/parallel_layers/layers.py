@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,17 +14,20 @@ from shardwise.runtime.split_module import SplitModule
 from shardwise.runtime.standalone_embedding import StandaloneEmbedding
 from shardwise.runtime.standalone_linears import ColumnLinear, RowLinear
 
-__all__ = [
-    "ColumnParallelLinear",
-    "LayerNorm",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-    "mark_parallel",
-    "sequence_dim",
-]
+__all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
 
-Init = Callable[[Tensor], Any] | None
-Device = torch.device | str | None
+_LINEAR = ("dtype", "device", "stride", "init_method", "sequence_parallel_enabled", "sequence_dimension")
+_EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "init_method", "device", "dtype")
+_OURS: dict[str, str] = {
+    "init_method": "init_weight",
+    "reduce_output": "reduces",
+    "shard_across_embedding": "by_features",
+    "skip_bias_add": "returns_bias",
+    "stride": "num_sections",
+}
+_IDLE = {"keep_master_weight", "keep_padded_output", "norm_type", "pad", "pad_alignment_size_per_rank"}
+_REFUSED = {"collect_output": True, "max_norm": None, "rank_ordering": None, "sparse": False}
+_REFUSED |= {"tensor_model_parallel_group": None}
 
 
 class ColumnParallelLinear(ColumnLinear):
@@ -34,10 +37,10 @@ class ColumnParallelLinear(ColumnLinear):
     its outputs are. Gradients of narrow dtypes are summed in `reduce_dtype` (theirs dropped that sum).
 
     Args:
-        stride: number of sections of a fused weight, each divided on its own.
-        sequence_dimension: where each rank is given a part of the sequence (`sequence_parallel_enabled`); 0 by default.
-        skip_bias_add: return (output, bias).
-        others: accepted, without meaning here.
+        options: `dtype=torch.float32, device, stride, init_method, sequence_parallel_enabled, sequence_dimension`,
+            which may be given by place, `skip_bias_add`, `reduce_dtype`, and those that change nothing. `stride` is the
+            number of sections of a fused weight; `sequence_dimension` (0) where each rank is given a part of the
+            sequence; `skip_bias_add` returns (output, bias).
     """
 
     def __init__(
@@ -46,38 +49,13 @@ class ColumnParallelLinear(ColumnLinear):
         output_size: int,
         bias: bool = True,
         gather_output: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: Device = None,
-        stride: int = 1,
-        init_method: Init = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        keep_master_weight: bool = False,
-        skip_bias_add: bool = False,
-        pad: bool = False,
-        pad_alignment_size_per_rank: int = 1,
-        keep_padded_output: bool = False,
-        tensor_model_parallel_group: Any = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-        rank_ordering: Any = None,
+        *args: Any,
+        **options: Any,
     ) -> None:
-        _refuse_group(tensor_model_parallel_group, rank_ordering)
-        super().__init__(
-            input_size,
-            output_size,
-            current_mesh(),
-            bias=bias,
-            gathers=gather_output,
-            num_sections=stride,
-            sequence_dim=sequence_dim(sequence_parallel_enabled, sequence_dimension),
-            dtype=dtype,
-            device=device,
-            init_weight=init_method,
-            reduce_dtype=reduce_dtype,
-            returns_bias=skip_bias_add,
-        )
+        chosen = own_options(_LINEAR, args, options)
+        super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
-        mark_parallel(self, stride=stride)
+        mark(self)
 
 
 class RowParallelLinear(RowLinear):
@@ -92,40 +70,15 @@ class RowParallelLinear(RowLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         reduce_output: bool = True,
-        dtype: torch.dtype = torch.float32,
-        device: Device = None,
-        stride: int = 1,
-        init_method: Init = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        keep_master_weight: bool = False,
-        skip_bias_add: bool = False,
-        pad: bool = False,
-        tensor_model_parallel_group: Any = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-        rank_ordering: Any = None,
+        *args: Any,
+        **options: Any,
     ) -> None:
-        _refuse_group(tensor_model_parallel_group, rank_ordering)
-        dim = sequence_dim(sequence_parallel_enabled, sequence_dimension)
-        super().__init__(
-            input_size,
-            output_size,
-            current_mesh(),
-            bias=bias,
-            input_is_split=input_is_parallel,
-            reduces=reduce_output,
-            num_sections=stride,
-            sequence_dim=dim,
-            dtype=dtype,
-            device=device,
-            init_weight=init_method,
-            reduce_dtype=reduce_dtype,
-            returns_bias=skip_bias_add,
-        )
+        chosen = own_options(_LINEAR, args, options) | {"input_is_split": input_is_parallel, "reduces": reduce_output}
+        super().__init__(input_size, output_size, current_mesh(), bias=bias, **chosen)
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
-        if dim is not None and self.bias is not None:
+        if self.sequence_dim is not None and self.bias is not None:
             self.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]
-        mark_parallel(self, stride=stride)
+        mark(self)
 
 
 class ParallelEmbedding(StandaloneEmbedding):
@@ -135,45 +88,10 @@ class ParallelEmbedding(StandaloneEmbedding):
     `sequence_dimension` 1. `max_norm` is refused: it rewrites rows that other ranks cannot see.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Init = None,
-        device: Device = None,
-        dtype: torch.dtype = torch.float32,
-        shard_across_embedding: bool = False,
-        pad: bool = False,
-        sequence_parallel_enabled: bool = False,
-        tensor_model_parallel_group: Any = None,
-        sequence_dimension: int | None = None,
-        collect_output: bool = True,
-    ) -> None:
-        _refuse_group(tensor_model_parallel_group, None if collect_output else "collect_output=False")
-        if max_norm is not None or sparse:
-            raise UnsupportedError(
-                "max_norm or sparse gradients in a ParallelEmbedding",
-                why="they change, or hold, rows that other ranks have",
-                fix="leave them out, or use torch.nn.Embedding, which is replicated",
-            )
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            current_mesh(),
-            padding_idx=padding_idx,
-            scale_grad_by_freq=scale_grad_by_freq,
-            by_features=shard_across_embedding,
-            sequence_dim=sequence_dim(sequence_parallel_enabled, sequence_dimension),
-            dtype=dtype,
-            device=device,
-            init_weight=init_method,
-        )
-        mark_parallel(self)
+    def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
+        chosen = own_options(_EMBEDDING, args, options)
+        super().__init__(num_embeddings, embedding_dim, current_mesh(), **chosen)
+        mark(self)
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[b, s]`. Returns `[b, s, h]`; `[s / tp, b, h]` or `[b, s / tp, h]` of sequence parallelism."""
@@ -189,24 +107,33 @@ class LayerNorm(nn.LayerNorm):
             parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
-def sequence_dim(enabled: bool, dim: int | None) -> int | None:
-    """Along which dim a rank has a part of the sequence; None where it has all of it."""
-    return (dim or 0) if enabled else None
+def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """NxD's options of a layer as ours: those that change nothing left out, unknown ones left to raise a TypeError.
+
+    Args:
+        order: of what may be given by place.
+
+    Raises:
+        UnsupportedError: one is given that cannot be followed.
+    """
+    if len(args) > len(order):
+        raise TypeError(f"{len(args) - len(order)} arguments too many after {order[-1]}: give them by name")
+    given: dict[str, Any] = {"dtype": torch.float32} | dict(zip(order, args, strict=False)) | options
+    for name, default in _REFUSED.items():
+        if given.pop(name, default) != default:
+            raise UnsupportedError(
+                f"{name} of a parallel layer",
+                why="layers are divided over the tp ranks of initialize_model_parallel, which see their own rows alone",
+                fix="leave it out; torch's own layers, which are replicated, take it",
+            )
+    enabled, dim = given.pop("sequence_parallel_enabled", False), given.pop("sequence_dimension", None)
+    given["sequence_dim"] = (dim or 0) if enabled else None
+    return {_OURS.get(name, name): value for name, value in given.items() if name not in _IDLE}
 
 
-def mark_parallel(module: SplitModule, *, stride: int = 1) -> None:
+def mark(module: SplitModule) -> None:
     """Puts NxD's attributes on parameters that are divided, for code that reads them; nothing here does."""
-    parts = current_mesh().size("tp")
     for name, split in module.placements.items():
         parameter: Any = module._parameters[name]
         parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
-        parameter.partition_stride, parameter.num_partitions = stride, parts
-
-
-def _refuse_group(group: Any, ordering: Any) -> None:
-    if group is not None or ordering is not None:
-        raise UnsupportedError(
-            "a tensor_model_parallel_group, rank_ordering or collect_output of a layer's own",
-            why="layers are divided over the tp ranks that initialize_model_parallel arranges",
-            fix="leave the argument out",
-        )
+        parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts

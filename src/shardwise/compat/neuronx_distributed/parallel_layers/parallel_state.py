@@ -60,26 +60,30 @@ def initialize_model_parallel(
             why="only tensor, data and pipeline parallelism are served so far",
             fix="leave them at their defaults",
         )
-    sizes = {"tensor": tensor_model_parallel_size, "pipeline": pipeline_model_parallel_size}
-    bad = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
-    wrong = [f"{name}_model_parallel_size is {size!r}" for name, size in bad.items()]
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
+    shape = shape_of(tensor_model_parallel_size, pipeline_model_parallel_size, world_size, shards=shards)
+    _State.mesh = Mesh.open(shape)
+
+
+def shape_of(tensor: int, pipeline: int, world_size: int, *, shards: bool) -> MeshShape:
+    """The arrangement of so many ranks.
+
+    Raises:
+        MeshError: there is none.
+    """
+    sizes = {"tensor": tensor, "pipeline": pipeline}
+    wrong = [f"{n}_model_parallel_size is {size!r}" for n, size in sizes.items() if type(size) is not int or size < 1]
     if wrong:
         raise MeshError("; ".join(wrong), fix="use integers of at least 1")
-    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
-    asked = tensor_model_parallel_size * pipeline_model_parallel_size
+    asked = tensor * pipeline
     if world_size % asked:
         raise MeshError(
-            f"tensor_model_parallel_size {tensor_model_parallel_size} x pipeline_model_parallel_size "
-            f"{pipeline_model_parallel_size} = {asked} does not divide {world_size} ranks",
+            f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} = {asked} does not divide "
+            f"{world_size} ranks",
             fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
         )
-    _State.mesh = Mesh.open(
-        MeshShape(
-            tp_size=tensor_model_parallel_size,
-            pp_size=pipeline_model_parallel_size,
-            **{"fsdp_size" if shards else "dp_replicate_size": world_size // asked},
-        )
-    )
+    data = {"fsdp_size" if shards else "dp_replicate_size": world_size // asked}
+    return MeshShape(tp_size=tensor, pp_size=pipeline, **data)
 
 
 def model_parallel_is_initialized() -> bool:
@@ -109,45 +113,32 @@ def current_mesh() -> Mesh:
     return _State.mesh
 
 
-def _named(name: str, doc: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"{doc}\n\nRaises:\n    MeshError: model parallel is not initialised."
-    globals()[name] = function
-    __all__.append(name)
-    return function
-
-
 def _define_getters(kind: str, axes: tuple[str, ...]) -> None:
-    """The functions that NxD has for every direction of its groups."""
+    """The functions that NxD has for every direction of its groups; each raises MeshError before initialisation."""
 
-    def get_size() -> int:
-        shape = current_mesh().shape
-        return len(shape.groups(*axes)[0]) if axes else 1
+    def lines() -> list[list[int]]:
+        return [list(line) for line in current_mesh().shape.groups(*axes)]
 
-    def get_rank() -> int:
-        own = current_mesh().rank
-        return next(group.index(own) for group in current_mesh().shape.groups(*axes) if own in group)
+    def line() -> list[int]:
+        return next(each for each in lines() if current_mesh().rank in each)
 
-    def get_replica_groups() -> list[list[int]]:
-        return [list(group) for group in current_mesh().shape.groups(*axes)]
+    def group(as_list: bool = False) -> Any:
+        own = current_mesh().group(*axes) if axes else None
+        return lines() if as_list else own or _own_group()
 
-    def get_group(as_list: bool = False) -> Any:
-        if as_list:
-            return get_replica_groups()
-        group = current_mesh().group(*axes) if axes else None
-        return _own_group() if group is None else group
-
-    def get_src_rank() -> int:
-        own = current_mesh().rank
-        return next(group[0] for group in current_mesh().shape.groups(*axes) if own in group)
-
-    prefix = f"get_{kind}_parallel"
-    where = f"the {kind.replace('_', ' ')} parallel group of this rank"
-    _named(f"{prefix}_size", f"Number of ranks in {where}.", get_size)
-    _named(f"{prefix}_rank", f"This rank's place in {where}.", get_rank)
-    _named(f"{prefix}_src_rank", f"The first rank in {where}.", get_src_rank)
-    _named(f"{prefix}_replica_groups", f"The ranks of all groups like {where}.", get_replica_groups)
-    _named(f"{prefix}_group", f"{where[0].upper()}{where[1:]}; as_list: the ranks of all of them.", get_group)
+    functions: dict[str, Callable[..., Any]] = {
+        "size": lambda: len(line()),
+        "rank": lambda: line().index(current_mesh().rank),
+        "src_rank": lambda: line()[0],
+        "replica_groups": lines,
+        "group": group,
+    }
+    for what, function in functions.items():
+        name = f"get_{kind}_parallel_{what}"
+        function.__name__ = function.__qualname__ = name
+        function.__doc__ = f"{what.replace('_', ' ')} of the ranks that are {kind.replace('_', ' ')} parallel to this."
+        globals()[name] = function
+        __all__.append(name)
 
 
 def _own_group() -> dist.ProcessGroup | None:
@@ -169,46 +160,26 @@ for _kind, _axes in {
 
 get_tensor_parallel_size = globals()["get_tensor_model_parallel_size"]
 get_data_parallel_world_size = globals()["get_data_parallel_size"]
-__all__ += ["get_data_parallel_world_size", "get_tensor_parallel_size"]
+get_zero1_sharding_groups = globals()["get_data_parallel_replica_groups"]
 
 
 def get_world_group() -> dist.ProcessGroup | None:
     """The group of all ranks."""
-    group = current_mesh().group()
-    return _own_group() if group is None else group
+    return current_mesh().group() or _own_group()
 
 
-def get_pipeline_model_parallel_next_rank() -> int:
+def get_pipeline_model_parallel_next_rank(step: int = 1) -> int:
     """The rank after this one along the pipeline; the first after the last."""
-    return _along_the_pipeline(1)
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """The rank before this one along the pipeline; the last before the first."""
-    return _along_the_pipeline(-1)
-
-
-def _along_the_pipeline(step: int) -> int:
     mesh = current_mesh()
     return mesh.shape.rank(**{**mesh.coords, "pp": (mesh.coord("pp") + step) % mesh.size("pp")})
 
 
-def get_zero1_sharding_groups() -> list[list[int]]:
-    """The ranks over which ZeRO-1 shards optimizer states, for every such group."""
-    groups: list[list[int]] = globals()["get_data_parallel_replica_groups"]()
-    return groups
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The rank before this one along the pipeline; the last before the first."""
+    return get_pipeline_model_parallel_next_rank(-1)
 
 
 def rmsg(msg: str) -> str:
     """`msg` with this rank's place before it."""
-    coords = current_mesh().coords if _State.mesh is not None else {}
-    return f"[rank_{_State.mesh.rank if _State.mesh is not None else 0} {coords}] {msg}"
-
-
-__all__ += [
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_world_group",
-    "get_zero1_sharding_groups",
-    "rmsg",
-]
+    mesh = _State.mesh
+    return f"[rank_{mesh.rank if mesh else 0} {mesh.coords if mesh else {}}] {msg}"

@@ -2,50 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy
-import torch
-
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.runtime.random_streams import RandomStreams as RNGStatesTracker
+from shardwise.runtime.random_streams import seed_by_coords
 
 __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 
-_TENSOR, _DATA = 2718, 1_000_003
-
-
-class RNGStatesTracker:
-    """Named streams of torch's random numbers."""
-
-    def __init__(self) -> None:
-        self._states: dict[str, torch.Tensor] = {}
-
-    def reset(self) -> None:
-        """Forgets every stream."""
-        self._states.clear()
-
-    def add(self, name: str, seed: int) -> None:
-        """Begins a stream; one of that name begins anew."""
-        self._states[name] = torch.Generator().manual_seed(seed).get_state()
-
-    @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Inside, torch draws from the stream of that name on the CPU; afterwards as before.
-
-        Raises:
-            KeyError: there is none.
-        """
-        before = torch.get_rng_state()
-        torch.set_rng_state(self._states[name])
-        try:
-            yield
-        finally:
-            self._states[name] = torch.get_rng_state()
-            torch.set_rng_state(before)
-
-
+_TENSOR = 2718
 _TRACKER = RNGStatesTracker()
 
 
@@ -58,10 +21,6 @@ def model_parallel_xla_manual_seed(seed: int) -> None:
     """Seeds torch, numpy and Python alike on the tp ranks of one data rank, and a stream that differs between tp ranks
     for `get_xla_rng_tracker().fork()`. Data ranks draw differently (theirs dropped the same on all of them).
     """
-    mesh = current_mesh()
-    own = seed + _DATA * mesh.data_rank
-    torch.manual_seed(own)
-    numpy.random.seed(own % 2**32)
-    random.seed(own)
+    own = seed_by_coords(seed, current_mesh())
     _TRACKER.reset()
-    _TRACKER.add("model-parallel-rng", own + _TENSOR + mesh.coord("tp"))
+    _TRACKER.add("model-parallel-rng", own + _TENSOR + current_mesh().coord("tp"))

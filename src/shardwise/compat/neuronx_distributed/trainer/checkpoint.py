@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
-from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.spelling import also_spelled
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
+from shardwise.runtime.transparent import seen_through
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -59,7 +59,7 @@ def save_checkpoint(
             warn_once(f"save_checkpoint: {name} changes nothing: tensors are streamed in one format")
     checkpoints.save_checkpoint(
         path,
-        model=_model(model),
+        model=seen_through(model),
         optimizer=_optimizer(optimizer),
         scheduler=scheduler,
         extra=user_content,
@@ -92,15 +92,11 @@ def load_checkpoint(
     return checkpoints.load_checkpoint(
         path,
         tag or None,
-        model=None if model is None else _model(model),
+        model=None if model is None else seen_through(model),
         optimizer=_optimizer(optimizer),
         scheduler=scheduler,
         strict=strict,
     )
-
-
-def _model(model: nn.Module) -> nn.Module:
-    return model.local_module() if isinstance(model, NxDModel) else model
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.by_hand import adopt_model
+from shardwise.api.by_hand import adopt_model, build_in_turns
 from shardwise.api.prepare import prepare
-from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.compat.meta_models import initialize_meta
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer, grouped
+from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.mesh import Mesh
+from shardwise.parallel.recompute import recompute_classes
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
 from shardwise.runtime.split_module import SplitModule
+from shardwise.train.optimizer import divided_groups
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 
@@ -54,9 +52,15 @@ def initialize_parallel_model(
             why="pipelines of this API are to come",
             fix="use shardwise.parallelize with pipeline=shardwise.Pipeline(...), or pipeline_parallel_size 1",
         )
-    model = _build(nxd_config["model_init_config"], model_fn, model_args, model_kwargs, mesh)
-    model.to(mesh.device)
-    recompute = _recompute(model, nxd_config["activation_checkpoint_config"])
+    options = nxd_config["model_init_config"]
+    model = build_in_turns(
+        lambda: model_fn(*model_args, **model_kwargs),
+        mesh,
+        ranks_at_a_time=options["sequential_move_factor"],
+        on_meta=options["meta_device_init"],
+        fill=options["param_init_fn"],
+    )
+    recompute = recompute_of(model, nxd_config["activation_checkpoint_config"])
     shards = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     by_hand = any(isinstance(module, SplitModule) for module in model.modules())
     if by_hand or not isinstance(model, PreTrainedModel):
@@ -87,47 +91,17 @@ def initialize_parallel_optimizer(
         ConfigError: there are none.
     """
     defaults.pop("decoupled_weight_decay", None)
-    groups = grouped(parameters)
+    groups = divided_groups(parameters)
     if not groups:
         raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
     return NxDOptimizer(optimizer_class(groups, **defaults), nxd_config)
 
 
-def _build(
-    options: Mapping[str, Any], model_fn: Callable[..., nn.Module], args: Any, kwargs: Any, mesh: Mesh
-) -> nn.Module:
-    """The model, built by so many ranks at a time."""
-    at_a_time = options["sequential_move_factor"]
-    on_meta = options["meta_device_init"]
-    model: nn.Module | None = None
-    for turn in range(-(-mesh.shape.world_size // at_a_time)):
-        with raise_on_all_ranks(mesh.group(), "building the model"):
-            if mesh.rank // at_a_time == turn:
-                with torch.device("meta") if on_meta else nullcontext():
-                    model = model_fn(*args, **kwargs)
-    assert model is not None
-    init = options["param_init_fn"]
-    if on_meta and init is not None:
-        model.to_empty(device=mesh.device)
-        for module in model.modules():
-            init(module, mesh.device)
-        if isinstance(model, PreTrainedModel):
-            model.tie_weights()
-    elif on_meta:
-        initialize_meta(model)
-    return model
-
-
-def _recompute(model: nn.Module, asked: Any) -> Recompute:
-    if asked is None:
-        return Recompute()
-    if asked == "full":
-        return Recompute(mode="full")
+def recompute_of(model: nn.Module, asked: Any) -> Recompute:
+    """What `activation_checkpoint_config` means."""
+    if asked is None or asked == "full":
+        return Recompute(mode=asked or "none")
     classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
     if not all(isinstance(each, type) for each in classes):
         raise ConfigError(f"activation_checkpoint_config is {asked!r}", fix='use None, "full", or module classes')
-    names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
-    outer = tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
-    if not outer:
-        raise ConfigError(f"activation_checkpoint_config: the model has no {' or '.join(c.__name__ for c in classes)}")
-    return Recompute(mode="full", modules=outer)
+    return recompute_classes(model, classes)
