@@ -27,7 +27,7 @@ help:
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
-	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs (an hour)'
+	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
 	@echo 'make coverage  prove every architecture at tp2, tp4 and fsdp2.tp2, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
@@ -73,10 +73,10 @@ demo: $(READY)
 	$(PY) examples/demo.py
 
 bench: $(READY)
-	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py; do echo "== $$file"; $(PY) "$$file"; done
+	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/train/drill_pipelines.py
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \

@@ -48,6 +48,7 @@ EXPECTED = {
     "cuts past the end": (ConfigError, "Pipeline layers (0, 3) cut past the end", "the model runs 3 layers"),
     "too few layers": (ConfigError, "they are 2 together, and the model runs 3"),
     "recompute and split backward": (ConfigError, "recomputation (full) with the schedule zbv"),
+    "schedule of a load": (ConfigError, "unknown pipeline schedule 'zbw'", "did you mean 'zbv'"),
     "axis cp": (UnsupportedError, "cp2", "fsdp2 or tp2"),
     "zero stage": (ConfigError, "zero_stage is 4", "use 1, 2 or 3"),
     "precision": (ConfigError, "'bf16'", "use one of float32, bfloat16"),
@@ -98,12 +99,12 @@ EXPECTED = {
     "export to a file": (LoadError, "a-file is a file", "pass a directory"),
     "shard size": (ConfigError, "max_shard_bytes is -1", "positive"),
 }
-# What reads or writes files, and what plans, fails together, so it communicates: one gather of small objects. Batches
-# are compared before they are read. A target outside the vocabulary is found where the loss is, at the same point on
-# every rank.
+# What reads or writes files, and what plans, fails together, so it communicates: one gather of small objects. Options
+# that fit no model, and cuts that do not fit this one, are errors of every rank by itself. Batches are compared before
+# they are read: where one rank's is at fault, the others must not wait for it. A target outside the vocabulary is found
+# where the loss is, at the same point on every rank.
 TOGETHER = {
-    "axis cp", "cuts without pp", "unknown schedule", "more stages than layers", "cuts out of order",
-    "cuts past the end", "too few layers", "recompute and split backward", "heads", "key/value heads", "plan name",
+    "heads", "key/value heads", "plan name",
     "plan type", "rule without match", "style", "pattern", "tied apart", "split twice",
     "no directory", "no config", "unknown model type", "no weights", "pickled weights", "shard missing", "truncated",
     "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized", "export to a file",
@@ -174,6 +175,9 @@ def plan_cases(mesh, whole):
         "cuts past the end": lambda: on("pp2", layers=(0, 3)),
         "too few layers": lambda: on("pp2", layers=(1, 1)),
         "recompute and split backward": lambda: on("pp2", schedule="zbv", recompute=shardwise.Recompute(mode="full")),
+        "schedule of a load": lambda: shardwise.load(
+            whole.config, shardwise.Mesh.open("pp2"), pipeline=shardwise.Pipeline(schedule="zbw")
+        ),
         "zero stage": lambda: shardwise.FsdpPolicy(zero_stage=4),
         "precision": lambda: shardwise.Precision(compute="bf16"),
         "recompute": lambda: shardwise.Recompute(mode="blocks"),

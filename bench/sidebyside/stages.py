@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.registry import Registry
 from shardwise.runtime.stages import Stages, Travelling
-from shardwise.schedule.action import Kind
 from shardwise.schedule.build import build_schedule
-from shardwise.schedule.timeline import Timeline, timeline
 from shardwise.train.pipeline import PipelineRunner
 from shardwise.train.pipeline_stage import Microbatch
 from sidebyside.steps import Contender, Size, seconds_of
@@ -139,32 +136,12 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
         schedule=name,
         num_microbatches=num_microbatches,
         measured=found.bubble,
-        theory=_expected(found).bubble,
+        theory=found.computed().bubble,
         most_received=(max(stage.most_received for stage in runner.kept_stages()),),
         in_flight=held,
         svg=found.to_svg(),
         trace=found.to_chrome_trace(),
     )
-
-
-def _expected(measured: Timeline) -> Timeline:
-    """The same schedule where every action of a stage takes as long as it did in the mean, and sending nothing."""
-    num_stages = len(measured.schedule.rank_of)
-    spans = [span for row in measured.spans for span in row]
-
-    def mean(kind: Kind, stage: int) -> float:
-        found = [span.length for span in spans if span.action.kind is kind and span.action.stage == stage]
-        return statistics.fmean(found) if found else 0.0
-
-    forward, inputs, weights = [], [], []
-    for stage in range(num_stages):
-        forward.append(mean(Kind.FORWARD, stage))
-        split = mean(Kind.BACKWARD_INPUT, stage), mean(Kind.BACKWARD_WEIGHT, stage)
-        full = mean(Kind.BACKWARD, stage)
-        # A schedule may do both; then the parts are what was measured of them, and the full one is their sum.
-        inputs.append(split[0] if sum(split) else full / 2)
-        weights.append(split[1] if sum(split) else full / 2)
-    return timeline(measured.schedule, forward=forward, backward_input=inputs, backward_weight=weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,3 +53,13 @@ def test_checkpoints_are_compared(run):
     record = run("checkpoint", "--rounds", "1")
     assert record["contenders"]["save"]["ratio"]["median"] > 0
     assert record["contenders"]["async stall"]["seconds"] > 0
+
+
+def test_pipelines_are_compared_and_drawn(run, tmp_path):
+    record = run("pipeline", "--rounds", "2", "--timelines", str(tmp_path / "drawn"))
+    assert record["step"]["busy_to_by_hand"]["median"] > 0
+    for each in record["bubbles"]:
+        assert 0 < each["theory"] < 1 and 0 < each["measured"] < 1
+        assert max(each["most_received"]) <= max(each["in_flight"]) + 1
+    drawn = {path.suffix for path in (tmp_path / "drawn").iterdir()}
+    assert drawn == {".svg", ".json"}

@@ -138,6 +138,21 @@ def test_two_ranks_train_as_one_and_export_a_model_that_transformers_loads(tree,
     assert kept["model"]["config"]["model_type"] == "llama" and kept["optimizer"]["lr"] == 0.01
 
 
+def test_a_step_of_a_pipeline_is_timed_and_drawn(tree):
+    staged = {**tree, "layout": "pp2", "sequence_parallel": False, "steps": 3}
+    staged["log"] = {**tree["log"], "timeline": 2}
+    first, second = spawn(train_rank, 2, staged)
+    assert first == second
+    logs = Path(tree["log"]["dir"])
+    assert all((logs / name).read_text().startswith("<svg") for name in ("timeline.svg", "timeline_computed.svg"))
+    events = json.loads((logs / "timeline.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    ran = {(event["pid"], event["tid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert names == ["step 2, measured", "computed from its means"]
+    assert {each[1:] for each in ran if each[0] == 0} == {each[1:] for each in ran if each[0] == 1}
+    assert (0, 0, "0F0") in ran and (0, 1, "1B1") in ran
+
+
 def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_run(tree, tmp_path, monkeypatch):
     alone = {**tree, "layout": "tp1", "sequence_parallel": False}
     train_rank({**alone, "export": str(tmp_path / "exported")})

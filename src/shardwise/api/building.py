@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.prepare import prepare
+from shardwise.api.prepare import check_options, prepare
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.lora.files import load_adapter_weights
 from shardwise.lora.inject import inject
@@ -116,6 +116,7 @@ def _load(  # noqa: PLR0913 - what `load` takes
     options: dict[str, Any],
     fill: Callable[[nn.Module], None] | None = None,
 ) -> Any:
+    check_options(mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "building the model"):
         allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
         where = {name: options[name] for name in HUB_OPTIONS if name in options}

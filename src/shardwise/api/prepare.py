@@ -17,19 +17,19 @@ from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import UnsupportedError
-from shardwise.estimate.cuts import check_pipeline
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import read_facts, read_stacks
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
+from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.runtime.label_use import label_use_of, note_label_use
-from shardwise.runtime.registry import Registry
+from shardwise.runtime.registry import Registry, is_split
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
@@ -40,7 +40,7 @@ from shardwise.train.gradients import track_gradients
 from shardwise.train.optimizer import watch_optimizers
 from shardwise.train.pipeline_forward import apply_pipeline
 
-__all__ = ["decide", "observe_labels", "open_subgroups", "prepare"]
+__all__ = ["check_options", "decide", "observe_labels", "open_subgroups", "prepare"]
 
 
 def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -68,6 +68,18 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     return registry
 
 
+def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
+    """Raises where the options fit no mesh of this shape, whatever the model; every rank sees the same.
+
+    Raises:
+        ConfigError: the schedule is unknown or does not take these stages, a layout without pp is cut, or recomputation
+            is asked for with a backward in two parts.
+        UnsupportedError: the layout has an axis that is not supported yet.
+    """
+    check_axes(shape)
+    check_pipeline(spec.pipeline, shape, spec.recompute)
+
+
 def observe_labels(model: nn.Module) -> None:
     """Notes how a causal language model uses its labels, which its class may be wrong about."""
     if label_use_of(model) is None and (use := probe_label_use(model)) is not None:
@@ -81,8 +93,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
         PlanError: as `prepare`.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
-    check_axes(shape)
-    check_pipeline(spec.pipeline, shape, spec.recompute)
+    check_options(shape, spec)
     check_unsplit(model)
     facts = read_facts(model)
     _check_stages(facts, shape)
@@ -97,6 +108,19 @@ def _check_stages(facts: ModelFacts, shape: MeshShape) -> None:
             why="what every stage holds of them is not decided yet",
             fix="use tp and fsdp for models with adapters",
         )
+
+
+def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
+    """Raises on every rank by itself where the model has fewer layers than stages, or is cut past its end.
+
+    Layers are counted as they are registered; where that does not fit, as they run, which takes longer to find out.
+    """
+    if shape.pp_size == 1 or is_split(model):
+        return
+    try:
+        check_layers(spec.pipeline, len(outermost_layers(read_stacks(model))), pp_size=shape.pp_size)
+    except ConfigError:
+        check_layers(spec.pipeline, len(find_layer_order(model).calls), pp_size=shape.pp_size)
 
 
 def _resolve(
@@ -118,9 +142,9 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     """`decide`, by rank 0 for all ranks, whose models and options are the same."""
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec)
+    check_options(mesh.shape, spec)
+    _check_cuts(model, mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
-        check_axes(mesh.shape)
-        check_pipeline(spec.pipeline, mesh.shape, spec.recompute)
         check_unsplit(model)
         facts = read_facts(model)
         _check_stages(facts, mesh.shape)

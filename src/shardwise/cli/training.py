@@ -28,6 +28,7 @@ from shardwise.cli.models import build_encoder, build_model, load_tokenizer, mak
 from shardwise.cli.places import check_outputs, check_place, unexported
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
 from shardwise.cli.sources import open_source
+from shardwise.cli.timelines import with_timeline
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
@@ -74,8 +75,9 @@ def train(config: TrainConfig) -> StepRecord | None:
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
         optimizer = make_optimizer(config.optimizer, model)
         num_done = saved.go_on(model, optimizer, batches) if saved is not None else 0
+        step = TrainStep(model, mesh, num_microbatches=config.num_microbatches)
         parts = TrainingComponents(
-            step=TrainStep(model, mesh, num_microbatches=config.num_microbatches),
+            step=with_timeline(step, config.log, console, num_done=num_done),
             clip=functools.partial(clip_grad_norm_, model),
             optimizer=optimizer,
             batches=iter(batches),

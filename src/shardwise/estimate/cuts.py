@@ -21,7 +21,7 @@ from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["balance", "check_pipeline", "cut", "fewest_microbatches", "smallest_schedule"]
+__all__ = ["balance", "check_layers", "check_pipeline", "cut", "fewest_microbatches", "smallest_schedule"]
 
 Cost = Callable[[int, int], int]
 """What a stage costs that begins with one segment and ends before another."""
@@ -93,6 +93,23 @@ def takes(name: str, pp_size: int, num_microbatches: int, num_stages_per_rank: i
     return True
 
 
+def check_layers(pipeline: Pipeline | None, num_segments: int, *, pp_size: int) -> None:
+    """Raises `ConfigError` where a model that runs so many layers has too few for its stages, or `layers` does not fit
+    them.
+    """
+    chosen = pipeline or Pipeline()
+    num_stages = len(smallest_schedule(chosen, pp_size).rank_of)
+    if num_stages > num_segments:
+        raise ConfigError(
+            f"{num_stages} stages for a model that runs {num_segments} layers",
+            at="pipeline",
+            why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
+            fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
+        )
+    if chosen.layers is not None:
+        _given_starts(chosen.layers, num_segments)
+
+
 def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_size: int) -> PipelinePlan:
     """How the model with these facts is cut into stages.
 
@@ -102,13 +119,7 @@ def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_s
     chosen = pipeline or Pipeline()
     rank_of = tuple(smallest_schedule(chosen, pp_size).rank_of.values())
     num_stages, num_segments = len(rank_of), len(order.calls)
-    if num_stages > num_segments:
-        raise ConfigError(
-            f"{num_stages} stages for a model that runs {num_segments} layers",
-            at="pipeline",
-            why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
-            fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
-        )
+    check_layers(pipeline, num_segments, pp_size=pp_size)
     if chosen.layers is None:
         starts = balance(_cost(order, facts), num_segments, num_stages)
     else:

@@ -17,7 +17,7 @@ from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
 
-__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "counts_of", "names_read", "read_facts"]
+__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "counts_of", "names_read", "read_facts", "read_stacks"]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -53,7 +53,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     return ModelFacts(
         model_type=getattr(getattr(model, "config", None), "model_type", "") or "",
         modules=modules,
-        stacks=_stacks(model),
+        stacks=read_stacks(model),
         tied=tied,
         head=_name_of(model, "get_output_embeddings"),
         embedding=_name_of(model, "get_input_embeddings"),
@@ -61,7 +61,8 @@ def read_facts(model: nn.Module) -> ModelFacts:
     )
 
 
-def _stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
+    """The stacks of layers of an unsplit model, as registered. Reads shapes only."""
     found: list[LayerStack] = []
     layers: set[str] = set()
     for fqn, module in model.named_modules():

@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import ParameterEntry, Registry, named_entries
 
 __all__ = ["guard_hooks", "guard_state_dict"]
+
+_REFUSAL = "_shardwise_refusal"
 
 _HOOKS = (
     "register_forward_pre_hook",
@@ -36,7 +39,9 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     """
     attributes = dict(vars(model))
     vars(model).clear()
-    vars(model).update({"_shardwise_refusal": _RefusePickle(type(model).__name__), **attributes})
+    vars(model).update({_REFUSAL: _RefusePickle(type(model).__name__), **attributes})
+    if registry.stages is not None:
+        apply_mixin(model, _RefusesPickle)
     if registry.mesh.shape.world_size == 1:
         return
     name, shape = type(model).__name__, registry.plan.shape
@@ -61,6 +66,18 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
+
+
+class _RefusesPickle:
+    """Mixin of a model whose class is none that pickle finds, so that the refusal must come before it."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _build, (self.__dict__[_REFUSAL], type(self)), reduced[2]  # what copies are made by too
+
+
+def _build(refusal: _RefusePickle, kind: type) -> Any:
+    return object.__new__(kind)
 
 
 class _RefusePickle:

@@ -183,6 +183,7 @@ class SplitContext:
         model_name: the model's class, for messages.
         gathered_for: functions for which a forward has had to gather split logits.
         last_look: name of the split logits that were gathered last.
+        idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
 
     # [Note: random numbers]
     All tp ranks start from equal random states, and replicated computations must drop the same: there they draw from
@@ -208,6 +209,7 @@ class SplitContext:
     model_name: str = "the model"
     gathered_for: set[str] = field(default_factory=set)
     last_look: str | None = None
+    idle_stages: tuple[int, ...] = ()
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:

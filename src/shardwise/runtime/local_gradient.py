@@ -77,6 +77,7 @@ def complete_each(shares: Tensor, registry: Registry, order: float) -> tuple[Ten
         another of one value.
     """
     group, num_stages = registry.mesh.group(), registry.mesh.size("pp")
+    _check_no_stage_is_idle(registry, "torch.nn.utils.clip_grad_norm_")
     if num_stages == 1 or group is None:
         completed = complete_norms(shares, registry, order)
         return completed, torch.linalg.vector_norm(completed, order)
@@ -87,6 +88,20 @@ def complete_each(shares: Tensor, registry: Registry, order: float) -> tuple[Ten
     own.copy_(shares)
     table = complete_norms(table, registry, order)
     return table[registry.mesh.coord("pp"), : len(shares)], torch.linalg.vector_norm(table, order)
+
+
+def _check_no_stage_is_idle(registry: Registry, asked: str) -> None:
+    """Raises where some stages train nothing: torch asks nothing of gradients that are not there, and this rank would
+    wait for theirs.
+    """
+    idle = registry.context.idle_stages
+    if idle:
+        raise UnsupportedError(
+            f"{asked} on a pipeline of which a part is frozen as a whole",
+            why=f"the ranks at {', '.join(map(str, idle))} along pp have no gradients, and torch does nothing there",
+            fix="use shardwise.clip_grad_norm_(model, max_norm), and Precision(compute=...) in place of a GradScaler, "
+            "or other cuts: Pipeline(layers=...)",
+        )
 
 
 class _KnowsFull(LocalGradient):
@@ -198,6 +213,7 @@ def _unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scal
     func([local_part(gradient) for gradient in gradients], found_inf, inv_scale)
     entry = next(filter(None, map(entry_of, gradients)))
     group = entry.registry.mesh.group()
+    _check_no_stage_is_idle(entry.registry, "GradScaler")
     if group is not None:
         all_reduce_(found_inf, group, largest=True)
 

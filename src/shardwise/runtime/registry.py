@@ -211,7 +211,7 @@ class Registry:
         if id(model) in memo:
             copied.model = weakref.ref(memo[id(model)])
         copied.entries.update({fqn: copy.deepcopy(entry, memo) for fqn, entry in self.entries.items()})
-        copied.stages = copy.deepcopy(self.stages, memo)
+        copied.stages, copied.stage_roots = copy.deepcopy((self.stages, self.stage_roots), memo)
         return copied
 
     @functools.cached_property

@@ -163,10 +163,13 @@ class Stages:
 def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:
     found = [(tuple(value.shape), value.dtype) for value in values]
     if any(isinstance(value, Absent) for value in values) or found != [(each.shape, each.dtype) for each in expected]:
+        is_converted = [shape for shape, _ in found] == [each.shape for each in expected]
         raise LayoutError(
             f"what is sent to the stage that begins with {layer} is not what that one was told to receive",
             why=f"it is {found}, foreseen was {[(each.shape, each.dtype) for each in expected]}",
-            fix="use other cuts, or pp1",
+            fix="convert the model before it is split (dtype=...), not afterwards"
+            if is_converted
+            else "use other cuts, or pp1",
         )
 
 

@@ -1,16 +1,17 @@
 """When every action of a schedule runs: simulated from costs, or measured; shown as text, SVG and Chrome trace."""
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.drawing import draw_svg, draw_text
 from shardwise.schedule.schedule import Schedule
 
-__all__ = ["Cost", "Span", "Timeline", "describe_schedule", "timeline"]
+__all__ = ["Cost", "Span", "Timeline", "chrome_trace", "describe_schedule", "timeline"]
 
 Cost: TypeAlias = float | Sequence[float]
 """A time in any unit: one for all stages, or one for each."""
@@ -62,19 +63,47 @@ class Timeline:
 
     def to_chrome_trace(self) -> str:
         """Events for chrome://tracing or Perfetto: a track a rank, a unit of time is a second."""
-        events = [
+        return chrome_trace({self.schedule.name: self})
+
+    def computed(self) -> "Timeline":
+        """The same schedule where every action of a stage takes as long as it does here in the mean, and sending no
+        time: how a measured step would have run if ranks waited for nothing but each other's results.
+        """
+        spans = [span for row in self.spans for span in row]
+
+        def mean(kind: Kind, stage: int) -> float:
+            found = [span.length for span in spans if span.action.kind is kind and span.action.stage == stage]
+            return statistics.fmean(found) if found else 0.0
+
+        forward, inputs, weights = [], [], []
+        for stage in range(len(self.schedule.rank_of)):
+            forward.append(mean(Kind.FORWARD, stage))
+            split = mean(Kind.BACKWARD_INPUT, stage), mean(Kind.BACKWARD_WEIGHT, stage)
+            full = mean(Kind.BACKWARD, stage)
+            # A schedule may do both; then the parts are what was measured of them, and the full one is their sum.
+            inputs.append(split[0] if sum(split) else full / 2)
+            weights.append(split[1] if sum(split) else full / 2)
+        return timeline(self.schedule, forward=forward, backward_input=inputs, backward_weight=weights)
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
+    """Events of several timelines for chrome://tracing or Perfetto, each below its name."""
+    events: list[dict[str, Any]] = []
+    for process, (name, shown) in enumerate(timelines.items()):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        events += [
             {
                 "ph": "X",
-                "pid": 0,
+                "pid": process,
                 "tid": rank,
                 "name": str(span.action),
                 "ts": 1e6 * span.start,
                 "dur": 1e6 * span.length,
             }
-            for rank, row in enumerate(self.spans)
+            for rank, row in enumerate(shown.spans)
             for span in row
         ]
-        return json.dumps({"traceEvents": events})
+    return json.dumps({"traceEvents": events})
 
 
 def timeline(

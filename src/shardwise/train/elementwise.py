@@ -35,7 +35,7 @@ _CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKe
 
 def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any] | None = None) -> None:
     """Tries optimizers of the same class and options on tiny tensors, unless that has been done: on parts, as its
-    parameters are parts, and on `DTensor`s where they are.
+    parameters are parts, on some of all parameters where the others are in other stages, and on `DTensor`s.
 
     Args:
         options: what it was built with, and that it makes a step at all is tried too; by default as far as it says.
@@ -60,6 +60,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
             splits = {(len(entry.layout.shape), dim) for entry in entries for dim in _split_dims(entry)}
             for num_dims, dim in sorted(splits):
                 _check_parts(name, build, num_dims=num_dims, dim=dim, device=device)
+            if any(entry.registry.mesh.size("pp") > 1 for entry in entries):
+                _check_apart(name, build, num_dims=len(entries[0].layout.shape), device=device)
             for entry in {len(each.layout.shape): each for each in entries if each.data == "managed"}.values():
                 _check_dtensors(name, build, entry, device=device)
     _CHECKED[optimizer] = len(optimizer.param_groups)
@@ -121,6 +123,29 @@ def _check_parts(name: str, build: _Build, *, num_dims: int, dim: int, device: t
         )
 
 
+def _check_apart(name: str, build: _Build, *, num_dims: int, device: torch.device) -> None:
+    """Raises where it does not update each parameter by itself: of a pipeline every rank has those of its stages."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> Tensor:
+        return torch.randn([_SIZE] * num_dims, generator=generator).to(device)
+
+    starts, *gradients = ([draw(), 3 * draw()] for _ in range(_NUM_STEPS + 1))
+    together = _train_all(build, starts, gradients)
+    error = largest = 0.0
+    for number, (start, found) in enumerate(zip(starts, together, strict=True)):
+        alone = _train(build, start, [each[number] for each in gradients])
+        error = max(error, float((alone - found).abs().max()))
+        largest = max(largest, float((found - start).abs().max()))
+    if not error <= _ALLOWED * largest:
+        raise UnsupportedError(
+            f"{name} on the parameters of one stage of a pipeline",
+            why=f"it updates two tensors together otherwise than each by itself, by up to {error:.1e}, where the\n"
+            f"largest update is {largest:.1e}",
+            fix="use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, …), or pp_size 1",
+        )
+
+
 def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, *, device: torch.device) -> None:
     mesh = entry.registry.mesh.data_mesh
     assert mesh is not None
@@ -143,14 +168,22 @@ def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, *, device: 
 
 def _train(build: _Build, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """What `start` becomes by a step with each of `gradients`."""
-    parameter = nn.Parameter(start.detach().clone())
-    optimizer = build([parameter])
-    for gradient in gradients:
+    return _train_all(build, [start], [[gradient] for gradient in gradients])[0]
 
-        def closure(gradient: Tensor = gradient) -> Any:
-            parameter.grad = gradient.clone()
-            return (parameter.detach() * gradient).sum()
+
+def _train_all(build: _Build, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """What `starts` become by steps, each with one gradient for every one of them."""
+    parameters = [nn.Parameter(start.detach().clone()) for start in starts]
+    optimizer = build(parameters)
+    for same_step in gradients:
+
+        def closure(same_step: Sequence[Tensor] = same_step) -> Any:
+            loss: Any = 0.0
+            for parameter, gradient in zip(parameters, same_step, strict=True):
+                parameter.grad = gradient.clone()
+                loss = loss + (parameter.detach() * gradient).sum()
+            return loss
 
         closure()
         optimizer.step(closure)
-    return parameter.detach()
+    return [parameter.detach() for parameter in parameters]

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardwise.comm.operations import Group, all_reduce_
+from shardwise.comm.operations import Group, all_reduce_, host_device
 from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.runtime.added import adopt_parameters, note_inputs
 from shardwise.runtime.local_gradient import as_local_gradient
@@ -148,17 +148,30 @@ class Gradients:
 
         Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
             ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced;
-            over each group of stages that hold the same, one.
+            over each group of stages that hold the same, one; over pp, one of a number for each stage.
         """
         if self._is_partial:
             self._is_partial = False
             if not self._is_pipeline:
                 self._refuse_functional()
             _sum([_Summand(*each) for each in self._find_summed()], self.registry)
+            if self._is_pipeline:
+                self._note_idle_stages()
         if self.registry.needs_sums or self.registry.mesh.size("tp") > 1 or self._is_pipeline:
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
+
+    def _note_idle_stages(self) -> None:
+        """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""
+        group = self.registry.mesh.group("pp")
+        if group is None:
+            return
+        device = host_device(group, self.registry.mesh.device)
+        trained = torch.zeros(group.size(), device=device)
+        trained[group.rank()] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
+        all_reduce_(trained, group)
+        self.registry.context.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
     def note_change(self) -> None:
         """Gradients have been added to without a backward: what is known of their values holds no longer."""

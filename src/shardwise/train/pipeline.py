@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +32,35 @@ __all__ = ["PipelineRunner", "runner_of"]
 _ATTRIBUTE = "_shardwise_pipeline"
 
 
+@dataclass(eq=False)
+class _Line:
+    """The group on which the stages of a model, and of its copies, send each other tensors.
+
+    Attributes:
+        broken: why it is no longer used.
+        number: of the lines of this process, the same on every rank.
+        users: what runs stages over it.
+    """
+
+    group: dist.ProcessGroup | None
+    number: int
+    broken: str | None = None
+    num_copies: int = 0
+    users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
+
+    def hang_up(self, why: str) -> None:
+        """Closes the connections (see [Note: a line of its own])."""
+        self.broken = why
+        for user in self.users:
+            user.forget_stages()
+        if self.group is not None:
+            dist.distributed_c10d._abort_process_group(self.group)
+            self.group = None
+
+
+_NUMBERS = itertools.count(1)
+
+
 class PipelineRunner:
     """Runs the stages of one model; kept on it. Every rank of the mesh must make it at the same point.
 
@@ -41,6 +74,8 @@ class PipelineRunner:
     Attributes:
         plan: how the model is cut.
         is_first, is_last: whether this rank holds the first or the last stage.
+        times_next: whether the next run notes when which action ran, for `timeline`.
+        name: of this pipeline, the same on every rank and no other's.
     """
 
     def __init__(self, model: nn.Module, registry: Registry, plan: PipelinePlan, stages: Stages) -> None:
@@ -55,10 +90,22 @@ class PipelineRunner:
         self.group = group
         self._model, self._registry = model, registry
         self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
-        self._broken: str | None = None
-        self._line = mesh.new_group("pp")
+        self._line = _Line(mesh.new_group("pp"), next(_NUMBERS))
+        self._line.users.add(self)
+        self.name = str(self._line.number)
         self.last_round = Round(parts=())
         self.last_schedule: Schedule | None = None
+        self.times_next = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
+        # A copied model runs on the same ranks, over the same line.
+        copied = memo[id(self)] = copy.copy(self)
+        copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)
+        copied._kept, copied.last_round, copied.last_schedule = {}, Round(parts=()), None
+        self._line.num_copies += 1
+        copied.name = f"copy {self._line.num_copies} of {self._line.number}"
+        self._line.users.add(copied)
+        return copied
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """The order in which the ranks train on so many microbatches.
@@ -111,8 +158,13 @@ class PipelineRunner:
         context = self._registry.context
         seed = context.draw_seed(self._model)
         current = Round(
-            parts=parts, seed=seed, has_backward=has_backward, keeps_outputs=keeps_outputs, is_timed=is_timed
+            parts=parts,
+            seed=seed,
+            has_backward=has_backward,
+            keeps_outputs=keeps_outputs,
+            is_timed=is_timed or self.times_next,
         )
+        self.times_next = False
         for stage in stages:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
@@ -143,7 +195,7 @@ class PipelineRunner:
         return runtime, stages
 
     def _stage(self, number: int, *, splits: bool) -> PipelineStage:
-        assert self._line is not None
+        assert self._line.group is not None
         root = self._registry.stage_roots.get(number, self._model)
         return PipelineStage(
             self.stages,
@@ -151,16 +203,16 @@ class PipelineRunner:
             rank_of=self.plan.rank_of,
             root=root,
             context=self._registry.context,
-            group=self._line,
+            group=self._line.group,
             splits=splits,
             enters_root=number in self._registry.stage_roots,
         )
 
     def _check_unbroken(self) -> None:
-        if self._broken is not None:
+        if self._line.broken is not None:
             raise RankError(
                 "this pipeline has failed before",
-                why=f"{self._broken}; what ranks had sent each other then would be taken for the next step's",
+                why=f"{self._line.broken}; what ranks had sent each other then would be taken for the next step's",
                 fix="start the job again",
             )
 
@@ -171,19 +223,15 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
-                self._broken = f"{type(error).__name__}: {error}".splitlines()[0]
-                self._hang_up()
+                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
                 raise
 
-    def _hang_up(self) -> None:
-        """Closes the connections over which stages are sent tensors (see [Note: a line of its own])."""
+    def forget_stages(self) -> None:
+        """Lets go of the stages of all schedules, which know the group."""
         for _, stages in self._kept.values():
             for stage in stages:
                 stage.group = None
         self._kept.clear()
-        if self._line is not None:
-            dist.distributed_c10d._abort_process_group(self._line)
-            self._line = None
 
     def kept_stages(self) -> list[PipelineStage]:
         """The stages of all schedules that have been run."""

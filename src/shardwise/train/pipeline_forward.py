@@ -86,15 +86,15 @@ class _Forward:
         self.model, self.runner, self.registry = model, runner, registry
         self.arguments = _named(model, args, kwargs)
         self.targets = [name for name in target_names(model) if isinstance(self.arguments.get(name), Tensor)]
-        self.learns = (
-            bool(self.targets) and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-        )
+        # Not whether this rank has anything to train: all of them must choose alike.
+        self.learns = bool(self.targets) and torch.is_grad_enabled()
         if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
             self.arguments["use_cache"] = self.arguments.get("use_cache") or False
 
     def run(self) -> Any:
         """The output of the whole model."""
-        check_same_batch(self.arguments, self.registry.context)
+        manner = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
+        check_same_batch(self.arguments, self.registry.context, manner=manner)
         self._check()
         if self.learns:
             return self._train()

@@ -181,6 +181,9 @@ class LogConfig:
     """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
+    timeline: PositiveInt | None = None
+    """A step whose pipeline is timed: when every stage ran is drawn in timeline.svg and kept in timeline.json (for
+    chrome://tracing or Perfetto), with how it would have run without waiting for messages in timeline_computed.svg."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +329,10 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
-    chosen = config.pipeline
+    chosen, timed = config.pipeline, config.log.timeline
+    if timed is not None and (shape.pp_size == 1 or timed > config.steps):
+        why = f"there are {config.steps} steps" if shape.pp_size > 1 else f"the layout is {shape}, without pp"
+        yield Problem("log.timeline", f"is {timed}, which is no step of a pipeline: {why}")
     if shape.pp_size == 1:
         if chosen != Pipeline():
             yield Problem("pipeline", f"says how the pp axis works; the layout is {shape}")

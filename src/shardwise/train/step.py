@@ -136,7 +136,9 @@ class TrainStep:
         fault: BatchError | None = None
         rows, counts = 0, [0]
         try:
-            check_same_batch((batch, self.num_microbatches), self._registry.context)
+            manner: dict[str, Any] = {"model.training": self.model.training}
+            manner |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
+            check_same_batch((batch, self.num_microbatches), self._registry.context, manner=manner)
             rows = check_batch(self.model, batch, self.num_microbatches)
             counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
         except BatchError as error:

@@ -1,0 +1,192 @@
+"""Loops by hand over a model in stages: what each rank of a pipeline does to its own part is right, or one error."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import shardwise
+from tests.families import tiny_batch, tiny_model
+from tests.oracle import Oracle, differing_gradients
+
+pytestmark = pytest.mark.spawn
+
+OPTIONS = {"lr": 1e-2, "eps": 1e-4}
+LAST = ("layers.1.", "model.norm", "lm_head")
+
+
+def both(mesh, tied=False):
+    whole = tiny_model("llama", num_hidden_layers=2, tied=tied).train()
+    return whole, shardwise.parallelize(copy.deepcopy(whole), mesh).train()
+
+
+def freeze(models, is_frozen):
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not is_frozen(name))
+
+
+def gradients(whole):
+    return {name: each.grad for name, each in whole.named_parameters() if each.grad is not None}
+
+
+def same_weights(model, whole):
+    state = shardwise.full_state_dict(model)
+    return [name for name, value in whole.state_dict().items() if float((state[name] - value).abs().max()) > 2e-5]
+
+
+def said(call, kinds=(shardwise.ShardwiseError, RuntimeError)):
+    """The first line and the place of the error that a call ends in."""
+    try:
+        call()
+    except kinds as error:
+        return str(error).splitlines()[0], getattr(error, "at", "")
+    return "nothing", ""
+
+
+def clip(mesh):
+    """torch's own clipping and AdamW, and a batch without backward before each step."""
+    whole, model = both(mesh, tied=True)
+    optimizers = [torch.optim.AdamW(each.parameters(), **OPTIONS) for each in (whole, model)]
+    norms = []
+    for seed in range(2):
+        batch = tiny_batch(whole, rows=4 - seed, seed=seed)  # 3 rows: the last, smaller batch
+        model(**tiny_batch(whole, rows=2, seed=9))
+        for each, optimizer in zip((whole, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(**batch).loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5)))
+            optimizer.step()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4) and norms[2] == pytest.approx(norms[3], rel=1e-4)
+    return same_weights(model, whole)
+
+
+def scale(mesh):
+    """`GradScaler` leaves out the step in which one stage has an infinite gradient, on all."""
+    whole, model = both(mesh)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(each.parameters(), **OPTIONS) for each in (whole, model)]
+    for seed in range(2):
+        batch = tiny_batch(whole, rows=2, seed=seed)
+        for each, scaler, optimizer in zip((whole, model), scalers, optimizers, strict=True):
+            scaler.scale(each(**batch).loss).backward()
+            if seed and (each is whole or mesh.coord("pp")):
+                next(p for p in each.parameters() if p.grad is not None).grad.view(-1)[0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[1].get_scale() == 128.0
+    return same_weights(model, whole)
+
+
+def frozen_stage(mesh):
+    """All of the first stage is frozen: gradients are right, and torch's clipping says that it would wait for it."""
+    whole, model = both(mesh)
+    freeze((whole, model), lambda name: not any(each in name for each in LAST))
+    batch = tiny_batch(whole, rows=4)
+    for each in (whole, model):
+        each(**batch).loss.backward()
+    problems = differing_gradients(shardwise.full_gradients(model), gradients(whole))
+    text, _ = said(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    expected = "nothing" if not mesh.coord("pp") else "torch.nn.utils.clip_grad_norm_ on a pipeline"
+    norms = [float(shardwise.clip_grad_norm_(each, 1.0)) for each in (model,)]
+    norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    return problems + ([] if text.startswith(expected) else [text])
+
+
+def frozen_model(mesh):
+    """Nothing but an input is trained: a soft prompt."""
+    whole = tiny_model("llama", num_hidden_layers=2)
+    freeze((whole,), lambda name: True)
+    batch = tiny_batch(whole, rows=2)
+    embeds = whole.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+    return Oracle(whole, {**batch, "inputs_embeds": embeds}).differences(mesh)
+
+
+def copied(mesh):
+    """A copy has weights and gradients of its own, and runs over the same ranks."""
+    whole, model = both(mesh, tied=True)
+    batch = tiny_batch(whole, rows=4)
+    other = copy.deepcopy(model)
+    other_whole = copy.deepcopy(whole)
+    problems = []
+    with torch.no_grad():
+        for parameter in (*other.parameters(), *other_whole.parameters()):
+            parameter.mul_(1.5)
+    for each, expected in ((other, other_whole), (model, whole)):
+        each(**batch).loss.backward()
+        expected(**batch).loss.backward()
+        problems += differing_gradients(shardwise.full_gradients(each), gradients(expected))
+    return problems
+
+
+def two_models(mesh):
+    """Two pipelines in one process, whose losses are added up; evaluation with and without gradients in between."""
+    pairs = [both(mesh), both(mesh, tied=True)]
+    batch = tiny_batch(pairs[0][0], rows=4)
+    for number in range(2):
+        (pairs[0][number](**batch).loss + 2 * pairs[1][number](**batch).loss).backward()
+    problems = []
+    for whole, model in pairs:
+        with torch.no_grad():
+            assert float(model(**batch).loss) == pytest.approx(float(whole(**batch).loss), abs=1e-5)
+        problems += differing_gradients(shardwise.full_gradients(model), gradients(whole))
+    return problems
+
+
+@pytest.mark.parametrize(
+    "loop", [clip, scale, frozen_stage, frozen_model, copied, two_models], ids=lambda x: x.__name__
+)
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_loops_by_hand_are_those_of_the_unsplit_model(on_ranks, layout, loop):
+    for problems in on_ranks(run_loop):
+        assert not problems, problems
+
+
+def run_loop(mesh, loop):
+    return loop(mesh)
+
+
+def refuse(mesh):
+    """What each call says on this rank that some ranks make otherwise, or that no stage can serve."""
+    whole, model = both(mesh)
+    other = shardwise.parallelize(copy.deepcopy(whole), mesh)
+    batch, is_last = tiny_batch(whole, rows=4), bool(mesh.coord("pp"))
+    steps = {each: shardwise.TrainStep(each, mesh, num_microbatches=2) for each in (model, other)}
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def without_gradients_on_one():
+        model.train()
+        with torch.set_grad_enabled(is_last):
+            model(**batch)
+
+    found = {
+        "mode": said(lambda: model.train(is_last)(**batch)),
+        "gradients": said(without_gradients_on_one),
+        "model": said(lambda: steps[other if is_last else model](batch)),
+        "pickle": said(lambda: pickle.dumps(model)),
+    }
+    model.train()
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    found |= {"again": said(loss.backward), "lbfgs": said(lambda: optimizer.step(lambda: model(**batch).loss))}
+    return found
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_what_ranks_do_otherwise_is_the_same_error_on_all(on_ranks, layout):
+    first, second = on_ranks(refuse)
+    assert first == second
+    different = "tp and pp ranks were given different batches"
+    assert [first[name] for name in ("mode", "gradients", "model")] == [
+        (different, "model.training"),
+        (different, "gradients"),
+        (different, "the model"),
+    ]
+    assert "pickling a LlamaForCausalLM that is split" in first["pickle"][0]
+    assert "the gradients of this forward have been added already" in first["again"][0]
+    assert "LBFGS on the parameters of one stage of a pipeline" in first["lbfgs"][0]
