@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,7 +63,14 @@ class Timeline:
 
     def to_chrome_trace(self) -> str:
         """Events for chrome://tracing or Perfetto: a track a rank, a unit of time is a second."""
-        return chrome_trace({self.schedule.name: self})
+        return json.dumps({"traceEvents": list(self.chrome_events())})
+
+    def chrome_events(self, process: int = 0) -> Iterator[dict[str, Any]]:
+        """The events of `to_chrome_trace`, as those of a process."""
+        for rank, row in enumerate(self.spans):
+            for span in row:
+                times = {"ts": 1e6 * span.start, "dur": 1e6 * span.length}
+                yield {"ph": "X", "pid": process, "tid": rank, "name": str(span.action), **times}
 
     def computed(self) -> "Timeline":
         """The same schedule where every action of a stage takes as long as it does here in the mean, and sending no
@@ -91,18 +98,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
     events: list[dict[str, Any]] = []
     for process, (name, shown) in enumerate(timelines.items()):
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
-        events += [
-            {
-                "ph": "X",
-                "pid": process,
-                "tid": rank,
-                "name": str(span.action),
-                "ts": 1e6 * span.start,
-                "dur": 1e6 * span.length,
-            }
-            for rank, row in enumerate(shown.spans)
-            for span in row
-        ]
+        events += shown.chrome_events(process)
     return json.dumps({"traceEvents": events})
 
 
