@@ -7,6 +7,8 @@ request.
     python bench/architectures.py --tasks base vision audio sequence_classification
     python bench/architectures.py --attention eager        instead of the attention each model chooses
     python bench/architectures.py --adapters all-linear    with LoRA, on simulated ranks: loss and gradients of a step
+    python bench/architectures.py --layout pp2             pipelines; so do pp2.tp2 and pp2.fsdp2
+    python bench/architectures.py --every-cut              every layer a stage, all in one process: a step, in a second
 
 Each architecture has a time limit of its own, and one that fails, crashes or cannot be built is listed with its cause.
 What is found is kept by case (architecture, task, layout, sequence parallelism, attention, version of transformers), so
@@ -34,6 +36,7 @@ from sweep.known import TASKS
 from sweep.table import summarize, write_table
 
 ROOT = Path(__file__).resolve().parent.parent
+_STRIDE = 8
 
 
 def main() -> None:
@@ -45,6 +48,7 @@ def main() -> None:
         sequence_parallel=arguments.sequence_parallel,
         attention=arguments.attention,
         adapters=arguments.adapters,
+        every_cut=arguments.every_cut,
     )
     cases = cases_of(arguments.tasks, variant)
     if arguments.only:
@@ -66,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="", help="by default the model chooses")
     parser.add_argument("--adapters", default="", metavar="TARGETS", help="LoRA's target_modules, such as all-linear")
+    parser.add_argument("--every-cut", action="store_true", help="every layer a stage, all in one process; no layout")
     parser.add_argument("--tasks", nargs="+", choices=(*GROUPS, *TASKS), default=["text"])
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")
@@ -85,6 +90,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def _sweep(todo: list[Case], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of the cases, each written to the output as it is found."""
     rows: list[dict[str, Any]] = []
+    todo = [case for first in range(_STRIDE) for case in todo[first::_STRIDE]]  # so that faults show early
     pool = ProcessPoolExecutor(arguments.jobs, mp_context=multiprocessing.get_context("spawn"))
     with pool, arguments.output.open("a") as file, Progress() as progress:
         proofs = [pool.submit(prove, case, timeout_seconds=arguments.limit) for case in todo]

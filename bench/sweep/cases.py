@@ -25,6 +25,7 @@ from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import objective_of
 from shardwise.topology.shape import MeshShape
+from sweep.every_cut import prove_every_cut
 from sweep.known import architectures, default_config, model_class
 
 __all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
@@ -44,14 +45,18 @@ class Variant:
     Attributes:
         attention: the attention implementation; empty where the model chooses.
         adapters: the modules that LoRA adapts, as PEFT's target_modules; empty without adapters.
+        every_cut: whether it is cut in front of every layer instead, all stages in one process.
     """
 
     layout: str = "tp2"
     sequence_parallel: bool = False
     attention: str = ""
     adapters: str = ""
+    every_cut: bool = False
 
     def __str__(self) -> str:
+        if self.every_cut:
+            return "every cut"
         lora = ("LoRA",) if self.adapters else ()
         return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split(), *lora))
 
@@ -74,7 +79,7 @@ class Case:
 
     def is_row(self, row: dict[str, Any]) -> bool:
         """Whether a row of an earlier run is of this case."""
-        return all(({"adapters": ""} | row).get(name) == value for name, value in self.fields().items())
+        return all(({"adapters": "", "every_cut": False} | row).get(name) == value for name, value in self.fields().items())
 
 
 def cases_of(tasks: list[str], variant: Variant) -> list[Case]:
@@ -94,6 +99,8 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     """
     row = case.fields()
     start = time.perf_counter()
+    if case.variant.every_cut:
+        return row | _proved_every_cut(case, timeout_seconds) | {"seconds": round(time.perf_counter() - start, 2)}
     try:
         ((config, drops),) = spawn(_tiny_config, 1, case, timeout=timeout_seconds)
     except ShardwiseError as error:
@@ -147,6 +154,18 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         "whole": found.replicated,
         "split_seconds": round(found.split_seconds, 3),
     }
+
+
+def _proved_every_cut(case: Case, timeout_seconds: float) -> dict[str, Any]:
+    try:
+        (found,) = spawn(prove_every_cut, 1, case.model_type, case.task, case.class_name, timeout=timeout_seconds)
+    except UnsupportedError as error:
+        return {"result": "no tiny model", "cause": one_line(error)}
+    except PlanError as error:
+        return {"result": "refused", "cause": one_line(error)}
+    except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
+        return {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
+    return found
 
 
 def _proved_adapters(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _groups(rows: list[Row]) -> dict[str, tuple[str, ...]]:
 
 def _variant(row: Row) -> str:
     own = {name: row[name] for name in ("layout", "sequence_parallel", "attention")}
-    return str(Variant(**own, adapters=row.get("adapters", "")))
+    return str(Variant(**own, adapters=row.get("adapters", ""), every_cut=row.get("every_cut", False)))
 
 
 def _variants(rows: list[Row]) -> list[str]:

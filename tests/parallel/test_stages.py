@@ -21,10 +21,11 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.runtime.absent import Absent
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
+from shardwise.search.staged import gradients_of, stages_of, train_in_stages
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
-from tests.staged import StageMesh, gradients_of, split_and_train, stages_of, train
+from tests.staged import StageMesh, split_and_train
 
 pytestmark = pytest.mark.single
 
@@ -56,7 +57,7 @@ def test_cut_in_front_of_every_layer(name):
     batch = batch_of(name, model)
     order = find_layer_order(model)
     stages = stages_of(model, order)
-    output, outgoing = train(stages, batch)
+    output, outgoing = train_in_stages(stages, batch)
 
     whole = copy.deepcopy(model)
     expected = whole(**batch)

@@ -24,6 +24,7 @@ from shardwise.proof.draws import seeded
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import build_tried_model
 from shardwise.search.kept import keep, path_of, read_kept
+from shardwise.search.staged import train_in_stages
 from shardwise.search.trial import failed
 from shardwise.search.watch_order import watch_order
 from shardwise.tiny.models import choose_mode, make_batch
@@ -129,14 +130,8 @@ def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) ->
     starts = tuple(range(len(order.calls)))
     plan = PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts)
     stages = keep_stages(cut, plan, own=starts)
-    passed: Any = ()
-    for stage in starts:
-        expected, _ = stages.shapes(stage, copied(batch))
-        if [tuple(each.shape) for each in passed] != [each.shape for each in expected]:
-            return f"what crosses the cut in front of {order.calls[stage]} has other shapes than were foreseen"
-        passed = stages.run(stage, copied(batch), passed)
-    found = objective_of(passed)
-    found.backward()
+    output, _ = train_in_stages([stages] * len(starts), batch)
+    found = objective_of(output)
     if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
         return f"cut in front of every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
     used = {id(each) for name, each in whole.named_parameters(remove_duplicate=False) if order.uses[name]}

@@ -1,0 +1,74 @@
+"""Stages that run one after another in one process, and hand each other detached tensors as ranks do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import PlanError
+from shardwise.parallel.stages import keep_stages
+from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
+from shardwise.runtime.stages import Stages
+from shardwise.tiny.objective import copied, objective_of
+
+__all__ = ["gradients_of", "stages_of", "train_in_stages"]
+
+
+def stages_of(model: nn.Module, order: LayerOrder, starts: Sequence[int] | None = None) -> list[Stages]:
+    """A copy of the model for every stage, by default one for every segment."""
+    starts = tuple(starts or range(len(order.calls)))
+    plan = PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=tuple(range(len(starts))))
+    return [keep_stages(copy.deepcopy(model), plan, own=(stage,)) for stage in range(len(starts))]
+
+
+def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
+    """One forward and backward through all stages.
+
+    Args:
+        stages: those that hold stage 0, 1, …
+
+    Returns:
+        The output of the last one, and what every cut was crossed by.
+
+    Raises:
+        PlanError: a stage sends what the next one was not told to receive.
+    """
+    sent: list[tuple[Tensor, ...]] = []
+    received: list[tuple[Tensor, ...]] = [()]
+    output: Any = None
+    for stage, each in enumerate(stages):
+        output = each.run(stage, copied(batch), received[-1])
+        if stage < len(stages) - 1:
+            expected, _ = stages[stage + 1].shapes(stage + 1, copied(batch))
+            if [(tuple(value.shape), value.dtype) for value in output] != [(x.shape, x.dtype) for x in expected]:
+                order = each.plan.order
+                raise PlanError(
+                    f"what crosses the cut in front of {order.calls[each.plan.starts[stage + 1]]} is not what it was "
+                    f"foreseen to be: {[(tuple(value.shape), value.dtype) for value in output]} instead of "
+                    f"{[(x.shape, x.dtype) for x in expected]}"
+                )
+            sent.append(output)
+            pairs = zip(output, expected, strict=True)
+            received.append(tuple(value.detach().requires_grad_(known.needs_gradient) for value, known in pairs))
+    objective_of(output).backward()
+    for values, copies in zip(reversed(sent), reversed(received), strict=False):
+        given = [(x, y.grad) for x, y in zip(values, copies, strict=True) if x.requires_grad and y.grad is not None]
+        torch.autograd.backward([x for x, _ in given], [gradient for _, gradient in given])
+    return output, sent
+
+
+def gradients_of(stages: Sequence[Stages], whole: nn.Module) -> dict[str, Tensor]:
+    """The gradients of all stages together by the names of the whole model, summed over those that hold a parameter."""
+    first = {id(each): name for name, each in whole.named_parameters()}
+    names = {name: first[id(each)] for name, each in whole.named_parameters(remove_duplicate=False)}
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            if parameter.grad is not None:
+                own = names[name]
+                found[own] = found[own] + parameter.grad if own in found else parameter.grad
+    return found
