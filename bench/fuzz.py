@@ -4,6 +4,7 @@
     python bench/fuzz.py --layout tp4 --number 100
     python bench/fuzz.py --layout tp2 --sequence-parallel --number 100
     python bench/fuzz.py --layout fsdp2.tp2 --number 100
+    python bench/fuzz.py --layout pp2 --number 60
     python bench/fuzz.py --only mamba2 --again                 those of one architecture, as they are now
 
 A configuration is right (loss, logits, every gradient, parameters after three steps, replicas, at the tolerances of

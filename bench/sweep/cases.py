@@ -79,7 +79,8 @@ class Case:
 
     def is_row(self, row: dict[str, Any]) -> bool:
         """Whether a row of an earlier run is of this case."""
-        return all(({"adapters": "", "every_cut": False} | row).get(name) == value for name, value in self.fields().items())
+        known = {"adapters": "", "every_cut": False} | row
+        return all(known.get(name) == value for name, value in self.fields().items())
 
 
 def cases_of(tasks: list[str], variant: Variant) -> list[Case]:

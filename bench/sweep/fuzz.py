@@ -19,6 +19,7 @@ import shardwise
 from shardwise.api import verifying
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.parity import Measurement
@@ -110,7 +111,12 @@ def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement
     """Runs in a process of its own, so that what is patched here stays here."""
     spec = ParallelSpec(plan="auto" if case.way == "auto" else "derived", sequence_parallel=case.sequence_parallel)
     proof = verifying.Proof(
-        config=config, model_class=model_class(case.class_name), layout=case.layout, spec=spec, num_steps=3
+        config=config,
+        model_class=model_class(case.class_name),
+        layout=case.layout,
+        spec=spec,
+        num_microbatches=fewest_microbatches(spec.pipeline, MeshShape.parse(case.layout)),
+        num_steps=3,
     )
     if case.way != "auto":
         deriving._SMALL_ENOUGH = 0

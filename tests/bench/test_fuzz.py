@@ -6,7 +6,7 @@ import pytest
 
 # How many configurations of each layout, of architectures that take a second or two; `make coverage` proves hundreds of
 # all.
-LAYOUTS = {("tp2", False): 12, ("tp4", False): 4, ("tp2", True): 4, ("fsdp2.tp2", False): 4}
+LAYOUTS = {("tp2", False): 11, ("pp2", False): 4, ("tp4", False): 2, ("tp2", True): 4, ("fsdp2.tp2", False): 3}
 
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "glm4", "cohere2", "olmo2", "gpt_neox", "starcoder2"),

@@ -23,6 +23,7 @@ from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.search.staged import gradients_of, stages_of, train_in_stages
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from shardwise.tiny.objective import copied
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
 from tests.staged import StageMesh, split_and_train
@@ -200,17 +201,74 @@ def test_no_layer_runs():
         find_layer_order(model)
 
 
-def test_dropout_that_every_stage_would_draw_for_itself_is_refused():
-    def model_with(dropout):
-        config = shrink_config(transformers.FunnelConfig(block_sizes=[2]), without_dropout=not dropout)
-        return build_tiny_model(config, transformers.FunnelForMaskedLM, seed=0)
+DROPPED_FOR_ALL = {
+    "funnel": (transformers.FunnelConfig(block_sizes=[2]), transformers.FunnelForMaskedLM),
+    "xlnet": (transformers.XLNetConfig(n_layer=2), transformers.XLNetLMHeadModel),
+}
 
-    with pytest.raises(PlanError, match="would drop") as raised:
-        find_layer_order(model_with(dropout=True))
-    assert raised.value.at == "funnel.encoder.attention_structure.sin_dropout"
-    assert find_layer_order(model_with(dropout=False)).calls
+
+@pytest.mark.parametrize("name", DROPPED_FOR_ALL)
+def test_what_all_layers_use_is_dropped_by_one_stage(name):
+    config, own_class = DROPPED_FOR_ALL[name]
+    model = build_tiny_model(shrink_config(config), own_class, seed=0).train()
+    batch = make_batch(model, seed=0)
+    order = find_layer_order(model)
+    assert order.shares_dropped
+    whole = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = whole(**copied(batch))
+    expected.loss.backward()
+    stages = stages_of(model, order)
+    torch.manual_seed(0)
+    output, _ = train_in_stages(stages, batch)
+    assert abs(float((output.loss - expected.loss).detach())) < 1e-5
+    found = gradients_of(stages, whole)
+    for parameter_name, parameter in whole.named_parameters():
+        if parameter.grad is not None and parameter.grad.any():
+            allowed = 1e-4 * float(parameter.grad.abs().max()) + 1e-6
+            assert float((found[parameter_name] - parameter.grad).abs().max()) < allowed, parameter_name
+
+
+def test_only_what_is_dropped_for_other_stages_travels():
     bert = shrink_config(transformers.BertConfig())  # its layers drop what depends on parameters
-    assert find_layer_order(build_tiny_model(bert, transformers.BertForMaskedLM, seed=0)).calls
+    assert not find_layer_order(build_tiny_model(bert, transformers.BertForMaskedLM, seed=0)).shares_dropped
+    plain = shrink_config(DROPPED_FOR_ALL["xlnet"][0], without_dropout=True)
+    assert not find_layer_order(build_tiny_model(plain, transformers.XLNetLMHeadModel, seed=0)).shares_dropped
+
+
+def test_more_is_computed_in_one_mode_than_in_the_other():
+    config = shrink_config(transformers.XLNetConfig(n_layer=2), without_dropout=True)
+    model = build_tiny_model(config, transformers.XLNetLMHeadModel, seed=0).eval()
+    batch = make_batch(model, seed=0)
+    order = find_layer_order(model)
+    crossed = {}
+    for mode in (True, False):
+        whole = copy.deepcopy(model).train(mode)
+        output, sent = train_in_stages(stages_of(whole, order), batch)
+        assert abs(float((output.loss - whole(**batch).loss).detach())) < 1e-5
+        crossed[mode] = [len(each) for each in sent]
+    assert crossed[True] == [1] < crossed[False], "the memory of earlier layers is returned in eval mode alone"
+
+
+def test_code_that_asks_for_values_in_training_only_is_not_run_for_other_stages():
+    config = shrink_config(transformers.IBertConfig(), without_dropout=True)
+    model = build_tiny_model(config, transformers.IBertForMaskedLM, seed=0).eval()
+    batch = make_batch(model, seed=0)
+    order = find_layer_order(model)
+    whole = copy.deepcopy(model).train()
+    output, _ = train_in_stages(stages_of(whole, order), batch)
+    assert abs(float((output.loss - whole(**batch).loss).detach())) < 1e-5
+
+
+def test_layers_that_cannot_be_cut_apart_stay_together(caplog):
+    config = shrink_config(transformers.SqueezeBertConfig(), without_dropout=True)
+    model = build_tiny_model(config, transformers.SqueezeBertForMaskedLM, seed=0).eval()
+    order = find_layer_order(model)
+    assert order.calls == ("transformer.embeddings", "transformer.encoder", "transformer.pooler", "cls")
+    assert "SqueezeBertForMaskedLM is cut only in front of one of" in caplog.text
+    batch = make_batch(model, seed=0)
+    output, _ = train_in_stages(stages_of(model, order), batch)
+    assert abs(float((output.loss - model(**batch).loss).detach())) < 1e-5
 
 
 def test_order_goes_through_json():

@@ -56,12 +56,15 @@ class LayerOrder:
         crossings: for every cut, in front of segment 1, 2, …, what crosses it.
         returns: FQN of a module to what it returns. Who passes it through need not run it: every layer that returns
             what looks like its arguments is here, and of the other modules those whose code asks for values.
+        shares_dropped: whether what dropout makes of tensors that depend on no parameters crosses cuts, too, so that
+            one stage draws for all of them.
     """
 
     calls: tuple[str, ...]
     uses: Mapping[str, tuple[int, ...]]
     crossings: tuple[tuple[Crossing, ...], ...]
     returns: Mapping[str, Returned] = field(default_factory=dict)
+    shares_dropped: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, see `from_json`."""
@@ -72,6 +75,7 @@ class LayerOrder:
                 [[each.anchor, each.needs_gradient, each.is_written] for each in cut] for cut in self.crossings
             ],
             "returns": {name: [list(each.like), each.is_tuple] for name, each in self.returns.items()},
+            "shares_dropped": self.shares_dropped,
         }
 
     @classmethod
@@ -96,6 +100,7 @@ class LayerOrder:
                     name: Returned(like=tuple(like), is_tuple=is_tuple)
                     for name, (like, is_tuple) in value["returns"].items()
                 },
+                shares_dropped=bool(value["shares_dropped"]),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"no layer order: {error}") from error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.runtime.arguments import argument_names
 
-__all__ = ["find_tensor", "made_by", "named_arguments", "named_tensors", "used_by", "writes"]
+__all__ = ["find_tensor", "is_dropout", "made_by", "named_arguments", "named_tensors", "used_by", "writes"]
 
 _WRITING = frozenset(("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__"))
 _OF_FIRST = frozenset(("type_as", "expand_as", "view_as", "reshape_as"))
@@ -49,6 +49,11 @@ def used_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def made_by(func: Any, args: Any, out: Any) -> list[tuple[str, Tensor]]:
     """The tensors that an operation makes or changes, with their paths in what it returns."""
     return [("", args[0])] if writes(func) and args else list(named_tensors(out))
+
+
+def is_dropout(func: Any) -> bool:
+    """Whether an operation drops elements of its first argument at random, in training."""
+    return "dropout" in getattr(func, "__name__", "")
 
 
 def writes(func: Any) -> bool:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
 from shardwise.runtime.absent import Absent, present
-from shardwise.runtime.anchors import find_tensor, made_by, named_arguments, named_tensors, used_by
+from shardwise.runtime.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
 from shardwise.runtime.arguments import hidden_name
 
 if TYPE_CHECKING:
@@ -79,8 +79,14 @@ class _Glue(TorchFunctionMode):
         self.depending: dict[int, Tensor] = {}  # kept, so that nothing else gets their ids
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if any(map(self._depends, used_by(func, args, kwargs))):
+        is_shared = self.run.order.shares_dropped and is_dropout(func)
+        if is_shared and self.run.is_foreign and type(args[0]) is Tensor:  # another stage drops, and sends what is left
+            out: Any = Absent.of(args[0].shape, args[0].dtype, args[0].device)
+        else:
+            out = func(*args, **(kwargs or {}))
+        if self.run.depth:
+            return out
+        if is_shared or any(map(self._depends, used_by(func, args, kwargs))):
             made = made_by(func, args, out)
             calls, number = self.place if self.place[0] == self.run.segment else (self.run.segment, 0)
             for path, value in made:
@@ -103,7 +109,8 @@ class _Glue(TorchFunctionMode):
 
     def left(self) -> AbstractContextManager[Any]:
         """Inside, nothing is counted, and code may be compiled."""
-        return _pop_mode_temporarily()
+        is_needed = self.run.order.shares_dropped and self.run.is_foreign
+        return nullcontext() if is_needed else _pop_mode_temporarily()
 
 
 class StageRun:
@@ -130,7 +137,8 @@ class StageRun:
             wanted = {each.anchor for start in stages.plan.starts[1:] for each in self.crossings(start)}
         self.found: dict[str, Tensor | None] = dict.fromkeys(wanted)
         self.named = {anchor.split(":")[1] for anchor in wanted if anchor.startswith("output:")}
-        self.glue = _Glue(self) if any(anchor.startswith("glue:") for anchor in wanted) else None
+        is_counted = self.order.shares_dropped or any(anchor.startswith("glue:") for anchor in wanted)
+        self.glue = _Glue(self) if is_counted else None
 
     def crossings(self, segment: int | None) -> tuple[Crossing, ...]:
         """What crosses the cut in front of a segment."""
@@ -189,10 +197,12 @@ class StageRun:
 
     def _begin(self) -> None:
         """The stage's own segments begin: what was received takes the place of what is absent."""
-        for crossing, value in zip(self.crossings(self.first), self.received, strict=True):
-            absent = self.found[crossing.anchor]
+        expected = self._computed(self.first)
+        if len(expected) != len(self.received):
+            raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
+        for (crossing, absent), value in zip(expected, self.received, strict=True):
             if not isinstance(absent, Absent):
-                raise _not_found(crossing)
+                raise _not_found(crossing.anchor, 1, 0)
             absent.bind(value.clone() if crossing.is_written else value)
             if crossing.anchor == self.hidden:
                 self._enter_stack(absent)
@@ -208,22 +218,25 @@ class StageRun:
 
     def _leave(self) -> None:
         """A cut: what crosses it is collected, and this stage ends if it is its own."""
-        crossings = self.crossings(self.segment)
-        values = [self.found[crossing.anchor] for crossing in crossings]
+        crossing = self._computed(self.segment)
         if self.measures:
-            self.seen.append(tuple(map(self._travelling, crossings, values)))
+            self.seen.append(tuple(self._travelling(*each) for each in crossing))
         if self.last == self.segment:
-            self.outgoing = tuple(present(value) for value in values)
+            self.outgoing = tuple(present(value) for _, value in crossing)
             raise _StageEnd
 
-    def _travelling(self, crossing: Crossing, value: Tensor | None) -> Travelling:
-        if value is None:
-            raise _not_found(crossing)
+    def _computed(self, segment: int) -> list[tuple[Crossing, Tensor]]:
+        """What crosses a cut in this run: in another mode, and with other arguments, more may be computed or less."""
+        found = ((crossing, self.found[crossing.anchor]) for crossing in self.crossings(segment))
+        return [(crossing, value) for crossing, value in found if value is not None]
+
+    def _travelling(self, crossing: Crossing, value: Tensor) -> Travelling:
         shape = list(value.shape)
         context = self.stages.context
         if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
             shape[1] = -(-shape[1] // context.size)
-        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=crossing.needs_gradient)
+        needs_gradient = crossing.needs_gradient and value.dtype.is_floating_point
+        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs_gradient)
 
     def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = named_arguments(module, args, kwargs)
@@ -272,11 +285,11 @@ class StageRun:
         )
 
 
-def _not_found(crossing: Crossing) -> UnsupportedError:
+def _not_found(what: str, sent: int, computed: int) -> UnsupportedError:
     return UnsupportedError(
-        f"the model does not compute {crossing.anchor.replace(':', ' ')} where it did when it was cut into stages",
-        why="it runs otherwise in this mode, or with these arguments",
-        fix="run it in the other mode (train or eval), pass fewer arguments, or use pp1",
+        f"at {what.replace(':', ' ')} {sent} tensors were sent, and {computed} are to take their places",
+        why="the stages run otherwise than each other: in another mode, or with other arguments",
+        fix="run all ranks in one mode (train or eval) with the same arguments, or use pp1",
     )
 
 

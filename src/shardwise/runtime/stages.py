@@ -104,9 +104,12 @@ class Stages:
 
         Communicates: nothing.
         """
-        key = tuple(
-            (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-            for name, value in arguments.items()
+        key: Any = (
+            self.model.training,
+            *(
+                (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
+                for name, value in arguments.items()
+            ),
         )
         if key not in self._shapes:
             run = StageRun(self, first=len(self.plan.order.calls), last=self.plan.starts[-1], received=())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.proof.draws import seeded
 from shardwise.runtime.modes import has_dropout
+from shardwise.runtime.stages import Stages
 from shardwise.search.deriving import build_tried_model
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.search.staged import train_in_stages
 from shardwise.search.trial import failed
-from shardwise.search.watch_order import watch_order
+from shardwise.search.watch_order import merged, modules_around, watch_order
 from shardwise.tiny.models import choose_mode, make_batch
 from shardwise.tiny.objective import copied, objective_of
 
@@ -34,7 +35,7 @@ __all__ = ["find_layer_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 4
+_SEARCH = 5
 """Raised with every change of what is found."""
 
 _ALLOWED = 1e-3  # of the largest entry of a gradient
@@ -78,11 +79,35 @@ def _find(model: PreTrainedModel) -> LayerOrder:
     tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
-    order, told = watch_order(tiny, batch, drops=has_dropout(model))
+    drops = has_dropout(model)
+    try:
+        return _found(tiny, batch, drops=drops)
+    except Exception as error:
+        around = modules_around(tiny)
+        try:
+            order = _found(tiny, batch, layers=around, drops=drops) if around else None
+        except Exception:  # noqa: BLE001 - the first error says more
+            order = None
+        if order is None:
+            raise
+        name, runs = type(model).__name__, ", ".join(order.calls)
+        logger.warning("%s is cut only in front of one of %s: between its layers, %s", name, runs, _in_a_line(error))
+        return order
+
+
+def _found(tiny: PreTrainedModel, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
+    """What was seen of a tiny model, if it computes the same when it is cut so.
+
+    Raises:
+        PlanError: it does not.
+    """
+    order, told = _watched(tiny, batch, layers=layers, drops=drops)
     order = replace(order, returns={**order.returns, **_of_many(tiny, order, told)})
     while True:
         try:
             reason, at = _difference(tiny, batch, order), ""
+            if not reason:
+                _check_training(tiny, batch, order)
         except Exception as error:  # noqa: BLE001 - as above
             verdict = failed(error)
             reason, at = verdict.reason, verdict.module
@@ -91,8 +116,45 @@ def _find(model: PreTrainedModel) -> LayerOrder:
             break
         order = replace(order, returns={**order.returns, **more})
     if reason:
-        raise _no_stages(type(model).__name__, reason, at=at)
+        raise _no_stages(type(tiny).__name__, reason, at=at)
     return order
+
+
+def _watched(tiny: PreTrainedModel, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
+    """What was seen of a tiny model in its mode, and in training where that runs the same layers."""
+    order, told = watch_order(tiny, batch, **options)
+    if tiny.training:
+        return order, told
+    try:
+        other, other_told = watch_order(copy.deepcopy(tiny).train(), copied(batch), **options)
+    except Exception:  # noqa: BLE001 - it wants other inputs to train
+        return order, told
+    if other.calls != order.calls:
+        return order, told
+    return merged(order, other), {name: each for name, each in told.items() if other_told.get(name) == each}
+
+
+def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: LayerOrder) -> None:
+    """Runs what other stages compute in training mode: raises as a stage would. Nothing where it cannot be trained."""
+    if tiny.training:
+        return
+    trained = copy.deepcopy(tiny).train()
+    try:
+        with torch.no_grad():
+            copy.deepcopy(trained)(**copied(batch))
+    except Exception:  # noqa: BLE001 - it wants other inputs to train
+        return
+    _stages_of_one(trained, order).shapes(0, copied(batch))
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
+    """All stages in one model, one for every segment, in place."""
+    starts = tuple(range(len(order.calls)))
+    return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
 
 
 def _of_many(tiny: nn.Module, order: LayerOrder, told: Mapping[str, Returned]) -> dict[str, Returned]:
@@ -127,10 +189,7 @@ def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) ->
     own = list(cut.parameters())  # before they go
     loss = objective_of(whole(**copied(batch)))
     loss.backward()
-    starts = tuple(range(len(order.calls)))
-    plan = PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts)
-    stages = keep_stages(cut, plan, own=starts)
-    output, _ = train_in_stages([stages] * len(starts), batch)
+    output, _ = train_in_stages([_stages_of_one(cut, order)] * len(order.calls), batch)
     found = objective_of(output)
     if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
         return f"cut in front of every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"

@@ -7,7 +7,7 @@ later one, it crosses every cut between the two.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,37 +19,78 @@ from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
-from shardwise.runtime.anchors import made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.runtime.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 
-__all__ = ["watch_order"]
+__all__ = ["merged", "modules_around", "watch_order"]
 
 
 def watch_order(
-    tiny: nn.Module, batch: Mapping[str, Any], *, drops: bool = False
+    tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False
 ) -> tuple[LayerOrder, dict[str, Returned]]:
     """Runs a tiny model once and returns what its layers did, and what all of its modules return that can be told.
 
+    What dropout makes of a tensor that depends on no parameters, and later segments use, crosses cuts like what depends
+    on parameters: one stage drops, all others are sent what is left.
+
     Args:
+        layers: the modules that are cut apart; by default the outermost layers.
         drops: whether the model that it stands for has dropout.
 
     Raises:
-        PlanError: no layer runs, or what a layer computes inside is used after it, or several layers are given what
-            depends on no parameters and was dropped at random: every stage would draw it for itself.
+        PlanError: no layer runs, or what a layer computes inside is used after it.
     """
     model = _untied(tiny)
-    watcher = _Watcher(model)
+    watcher = _watched(model, batch, layers, shares_dropped=False)
+    if drops and watcher.dropped_for_later:
+        watcher = _watched(model, batch, layers, shares_dropped=True)
+    return watcher.order(tiny), watcher.told
+
+
+def modules_around(model: nn.Module) -> frozenset[str]:
+    """The modules that run the layer stacks of a model, and those with parameters beside them, such as embeddings and
+    heads; none where the model itself runs its layers.
+    """
+    modules = dict(model.named_modules())
+    layers = outermost_layers(read_facts(model).stacks)
+    running = {
+        next(name for name in list(upwards(layer))[1:] if type(modules[name]).forward is not nn.Module.forward)
+        for layer in layers
+    }
+    if "" in running or not running:
+        return frozenset()
+    around = {""} | {name for each in running for name in list(upwards(each))[1:]}
+    beside = {name for name in modules if name.rpartition(".")[0] in around and name not in around}
+    return frozenset(name for name in beside if name in running or any(True for _ in modules[name].parameters()))
+
+
+def merged(order: LayerOrder, other: LayerOrder) -> LayerOrder:
+    """What is known of a model that was watched in both of its modes, in which the same layers ran."""
+    crossings = []
+    for cut, same in zip(order.crossings, other.crossings, strict=True):
+        found = {each.anchor: each for each in cut}
+        for each in same:
+            known = found.get(each.anchor, each)
+            found[each.anchor] = Crossing(
+                anchor=each.anchor,
+                needs_gradient=known.needs_gradient or each.needs_gradient,
+                is_written=known.is_written or each.is_written,
+            )
+        crossings.append(tuple(found.values()))
+    return LayerOrder(
+        calls=order.calls,
+        uses={name: tuple(sorted({*order.uses[name], *other.uses[name]})) for name in order.uses},
+        crossings=tuple(crossings),
+        returns={name: each for name, each in order.returns.items() if other.returns.get(name) == each},
+        shares_dropped=order.shares_dropped or other.shares_dropped,
+    )
+
+
+def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:
+    watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
         output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
         watcher.use(value for _, value in named_tensors(output))
-    if drops and watcher.dropped_for_later:
-        raise PlanError(
-            f"{type(tiny).__name__} cannot be cut into stages",
-            at=watcher.dropped_for_later,
-            why="what is dropped there at random depends on no parameters and is used by later layers, and every stage "
-            "would drop other elements of it",
-            fix="set dropout to 0 in the config, or use pp1",
-        )
-    return watcher.order(tiny), watcher.told
+    return watcher
 
 
 @dataclass(eq=False)
@@ -87,10 +128,11 @@ class _Call:
 
 
 class _Watcher(TorchFunctionMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layers: Collection[str], *, shares_dropped: bool) -> None:
         super().__init__()
         self.model = model
-        self.layers = set(outermost_layers(read_facts(model).stacks))
+        self.layers = set(layers or outermost_layers(read_facts(model).stacks))
+        self.shares_dropped = shares_dropped
         self.around = {""} | {name.rpartition(".")[0] for layer in self.layers for name in upwards(layer)}
         self.parameters = {id(value): name for name, value in model.named_parameters(remove_duplicate=False)}
         self.names: dict[str, str] = {}
@@ -103,8 +145,8 @@ class _Watcher(TorchFunctionMode):
         self.returned: dict[str, list[tuple[bool, list[str | tuple[int, int] | None]]]] = {}
         self.told: dict[str, Returned] = {}
         self.num_glue = 0
-        self.dropped: dict[int, tuple[Tensor, int, str]] = {}  # what depends on no parameters: segment and place
-        self.dropped_for_later = ""
+        self.dropped: dict[int, tuple[Tensor, int]] = {}  # what depends on no parameters, and its segment
+        self.dropped_for_later = False
 
     @property
     def segment(self) -> int:
@@ -114,11 +156,13 @@ class _Watcher(TorchFunctionMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        given = [value for value in used_by(func, args, kwargs) if self._depends(value)]
-        if not given:
-            self._note_dropped(name, func, args, kwargs, out)
+        used = used_by(func, args, kwargs)
+        given = [value for value in used if self._depends(value)]
+        self._use_dropped(used)
+        is_shared = self.shares_dropped and not given and is_dropout(func)
+        if not given and not is_shared:
+            self._note_dropped(func, args, used, out)
             return out
-        self._use_dropped(used_by(func, args, kwargs))
         made = made_by(func, args, out)
         if made or name in _READING:
             self.use(given)
@@ -131,26 +175,22 @@ class _Watcher(TorchFunctionMode):
         anchor = f"glue:{len(self.calls)}:{self.num_glue}:" if in_glue else ""
         place = f"{name} in {self.stack[-1].fqn if self.stack else 'the model'}"
         for path, value in made:
-            if not self._depends(value) or (value.requires_grad and id(value) not in self.values):
+            if is_shared or not self._depends(value) or (value.requires_grad and id(value) not in self.values):
                 self._add(value, f"{anchor}{path}" if in_glue else "", place)
         self.num_glue += in_glue and bool(made)
         return out
 
-    def _note_dropped(self, name: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _note_dropped(self, func: Any, args: Any, used: Iterable[Tensor], out: Any) -> None:
         """What dropout makes of a tensor that depends on no parameters, and what is computed from that."""
-        used = list(used_by(func, args, kwargs))
-        self._use_dropped(used)
-        known = next((self.dropped[id(value)] for value in used if id(value) in self.dropped), None)
-        place = self.stack[-1].fqn if self.stack else "the model"
-        segment, place = known[1:] if known is not None else (self.segment, place)
-        if known is not None or "dropout" in name:
-            self.dropped |= {id(value): (value, segment, place) for _, value in made_by(func, args, out)}
+        known = next((self.dropped[id(value)][1] for value in used if id(value) in self.dropped), None)
+        if known is not None or is_dropout(func):
+            segment = self.segment if known is None else known
+            self.dropped |= {id(value): (value, segment) for _, value in made_by(func, args, out)}
 
     def _use_dropped(self, values: Iterable[Tensor]) -> None:
-        for value in values:
-            _, segment, place = self.dropped.get(id(value), (None, self.segment, ""))
-            if segment < self.segment and not self.dropped_for_later:
-                self.dropped_for_later = place
+        self.dropped_for_later |= any(
+            self.dropped[id(value)][1] < self.segment for value in values if id(value) in self.dropped
+        )
 
     def _depends(self, value: Tensor) -> bool:
         return id(value) in self.values or self._is_parameter(value) or value.requires_grad
@@ -270,7 +310,11 @@ class _Watcher(TorchFunctionMode):
         crossings = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
         uses = {name: tuple(sorted(self.uses.get(name, ()))) for name in self._all_names(tiny)}
         return LayerOrder(
-            calls=tuple(self.calls), uses=uses, crossings=crossings, returns=self._kept_returns(crossings)
+            calls=tuple(self.calls),
+            uses=uses,
+            crossings=crossings,
+            returns=self._kept_returns(crossings),
+            shares_dropped=self.shares_dropped,
         )
 
     def _all_names(self, tiny: nn.Module) -> Iterator[str]:
