@@ -18,7 +18,7 @@ endif
 
 TASKS := text sequence_classification vision audio base
 
-.PHONY: help setup fix check lint types contract pure test demo bench drill coverage real lines clean
+.PHONY: help setup fix check lint types contract pure test demo bench drill coverage real lines cost clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
@@ -31,6 +31,7 @@ help:
 	@echo 'make coverage  prove every architecture at tp2, tp4, fsdp2.tp2 and as pipelines, and every family in every product (hours; resumes)'
 	@echo 'make real      fetch a real BERT (90 MB) and compare its split with the unsplit one'
 	@echo 'make lines     every test with branch coverage, ranks included; report in htmlcov/'
+	@echo 'make cost      every test with its processor seconds, ranks and children included; by file at the end'
 	@echo 'make clean     remove .venv and everything tools left behind'
 	@echo
 	@echo 'One test:      .venv/bin/python -m pytest tests/ranks -k hang'
@@ -100,6 +101,9 @@ lines: $(READY)
 	$(PY) -m coverage combine --quiet
 	$(PY) -m coverage html --quiet
 	$(PY) -m coverage report
+
+cost: $(READY)
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup -p tests.cost
 
 clean:
 	rm -rf .venv build dist htmlcov .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -38,7 +38,7 @@ settings.load_profile("shardwise")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects: every run sees a forgotten marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     forgotten = sorted(
         {item.nodeid.split("[")[0] for item in items if not any(item.get_closest_marker(t) for t in TIERS)}
     )
@@ -48,21 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             f"{len(forgotten)} test(s) say in no way what they need; mark the module with one of {', '.join(TIERS)}, "
             f"for example `pytestmark = pytest.mark.pure`:\n  {shown}"
         )
-    for item in items:
-        if group := _group_of(item):
-            item.add_marker(pytest.mark.xdist_group(group))
+    if hasattr(config, "workerinput"):
+        from tests.together import arrange
+
+        arrange(config, items)
 
 
-def _group_of(item: pytest.Item) -> str | None:
-    """What keeps tests in one process of a parallel run: they share ranks, or a fixture of their module."""
-    if not isinstance(item, pytest.Function):
-        return None
-    module, name = item.nodeid.split("[")[0].split("::")
-    if "on_ranks" in item.fixturenames:
-        return f"{name}-{item.callspec.params.get('layout', '')}" if hasattr(item, "callspec") else None
-    fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
-    is_shared = any(each.scope == "module" and each.baseid.endswith(module) for each in fixtures)
-    return module if is_shared else None
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.together import Groups  # not above: a run in one process does without xdist
+
+    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
