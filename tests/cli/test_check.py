@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -144,6 +145,10 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "1f1b: 2 microbatches through 2 stages on 2 ranks" in shown
     assert "pp 1: stage 1: 1 layer, model.layers.1" in shown and "in flight: 2 activations of" in shown
     assert "stage 0 sends 1 tensor of" in shown
+    assert main(["plan", str(config), "--layout", "pp2.tp2", "--batch", "2x16"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"over tp, a microbatch: stage 0: .*\b5 all-reduces", shown), shown
+    assert "over tp, a microbatch: stage 1: " in shown
     assert main(["plan", str(config), "--layout", "cp2"]) == 1
     assert "only pp, ddp, fsdp and tp" in capsys.readouterr().err
     assert main(["plan", str(config)]) == 1

@@ -31,8 +31,10 @@ CASES = {
 }
 
 
-def build(mesh, schedule, *, tied=False, **options):
+def build(mesh, schedule, *, tied=False, buffers=False, **options):
     whole = tiny_model("llama", num_hidden_layers=4, tied=tied)
+    for layer in whole.model.layers if buffers else ():
+        layer.register_buffer("runs", torch.zeros((), dtype=torch.int64))
     pipeline = shardwise.Pipeline(schedule=schedule)
     return whole, shardwise.parallelize(copy.deepcopy(whole), mesh, pipeline=pipeline, **options)
 
@@ -199,3 +201,22 @@ def test_random_values_do_not_depend_on_stages(on_ranks, layout, seed, tied):
         expected = random_values(mesh, seed, tied)
     for found in on_ranks(random_values):
         assert found == expected
+
+
+def count_runs(mesh):
+    """The full state of buffers in which layers count their runs, of which each rank runs some; and an export's."""
+    whole, model = build(mesh, "1f1b", buffers=True)
+
+    def count(layer, args, output):
+        layer.runs.add_(1)
+
+    for number in (0, 3):
+        model.model.layers[number].register_forward_hook(count)
+    shardwise.TrainStep(model, mesh, num_microbatches=4)(tiny_batch(whole, rows=4))
+    state = shardwise.full_state_dict(model)
+    return [int(state[f"model.layers.{number}.runs"]) for number in range(4)]
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_buffers_are_those_of_the_stage_that_computes_with_them(on_ranks, layout):
+    assert on_ranks(count_runs) == [[4, 0, 0, 4]] * 2

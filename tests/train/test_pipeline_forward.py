@@ -12,6 +12,8 @@ import shardwise
 from shardwise.plan.options import Pipeline
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import Oracle, differing, differing_gradients
+from tests.train.test_pipeline import SEQ2SEQ
+from tests.train.test_pipeline import model_of as seq2seq_of
 
 pytestmark = pytest.mark.spawn
 
@@ -100,7 +102,7 @@ def test_inputs_get_their_gradients(on_ranks, layout):
 
 def write(mesh, family, name):
     """Tokens that the unsplit and the split model write, greedy and sampled."""
-    whole = model_of(family)
+    whole = model_of(family) if family not in SEQ2SEQ else seq2seq_of(family, tied=True)
     whole.config.output_router_logits = False  # transformers cannot weigh them with a mask while it generates
     model = split(whole, mesh, name)
     ids = tiny_batch(whole, rows=2, length=7)["input_ids"]
@@ -122,7 +124,10 @@ def write(mesh, family, name):
         ("pp2", "llama", "1f1b"),
         ("pp2", "gemma3_text", "zbv"),
         ("pp2", "gpt2", "interleaved_1f1b"),
+        ("pp2", "t5", "1f1b"),
+        ("pp2", "bart", "zbv"),
         ("pp2.tp2", "mixtral", "gpipe"),
+        ("pp2.tp2", "t5", "interleaved_1f1b"),
     ],
 )
 def test_every_rank_writes_the_unsplit_model_s_tokens(on_ranks, layout, family, name):

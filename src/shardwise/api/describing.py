@@ -100,6 +100,8 @@ def _explain_stages(
                 for number, step in steps.items()
                 if step.num_sent
             ]
+            if plan.tp_size > 1:
+                lines += [f"over tp, a microbatch: stage {number}: {step.tp}" for number, step in steps.items()]
         except UnsupportedError as error:
             lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
     stages = describe_stages(plan, schedule, itemsize=itemsize, activations=found)

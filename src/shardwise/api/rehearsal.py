@@ -98,7 +98,8 @@ class Rehearsal:
                 return _run_step(model, batch)
 
     def run_stages(self, *, num_rows: int, seq_length: int) -> dict[int, RehearsedStage]:
-        """The forward of one microbatch through each stage of a pipeline, on the first rank that holds it.
+        """One microbatch through each stage of a pipeline, on the first rank that holds it: forward, and over tp
+        backward.
 
         Raises:
             UnsupportedError: what a stage holds depends on values.
@@ -124,11 +125,13 @@ class RehearsedStage:
         held_bytes: what it keeps between forward and backward, what it received and sent included.
         num_sent: tensors that it sends to the next stage.
         sent_bytes: of these together.
+        tp: what its forward and its backward communicate over tp.
     """
 
     held_bytes: int
     num_sent: int
     sent_bytes: int
+    tp: Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +170,22 @@ def told_values_are_missing(model: nn.Module) -> Iterator[None]:
 
 def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str, Any]) -> RehearsedStage:
     incoming, outgoing = stages.shapes(stage, batch)
-    root = registry_of(model).stage_roots.get(stage)
-    with MemoryCount(model) as count, AsOnDevices():
-        received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
-        output = stages.run(stage, batch, received) if root is None else root(batch, received)
-        output = output.loss if hasattr(output, "loss") else output
-        held = count.total().total
-        del output
+    registry = registry_of(model)
+    root, group = registry.stage_roots.get(stage), registry.mesh.group("tp")
+    over_tp = CommunicationCount(group=group)
+    with over_tp if group is not None else nullcontext():
+        with MemoryCount(model) as count, AsOnDevices():
+            received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
+            output = stages.run(stage, batch, received) if root is None else root(batch, received)
+            output = (output.loss,) if hasattr(output, "loss") else output
+            held = count.total().total
+        if group is not None:
+            with AsOnDevices():
+                started = [x for x in output if x.requires_grad]
+                torch.autograd.backward(started, [torch.ones_like(x) for x in started])
+    del output
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in outgoing]
-    return RehearsedStage(held_bytes=held, num_sent=len(sizes), sent_bytes=sum(sizes))
+    return RehearsedStage(held_bytes=held, num_sent=len(sizes), sent_bytes=sum(sizes), tp=over_tp.traffic())
 
 
 def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:

@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.lora.files import adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
 from shardwise.runtime.adapters import find_model, has_adapters
-from shardwise.runtime.canonical import canonical_tensors, state_names
+from shardwise.runtime.canonical import canonical_tensors, computed_buffer, state_names
 from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.runtime.replicas import check_replicas
 from shardwise.train.gradients import gradients_of
@@ -32,7 +32,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
         rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
 
     Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter; over pp, one broadcast
-        (with `rank0_only` a message to rank 0) of each parameter.
+        (with `rank0_only` a message to rank 0) of each parameter, and one broadcast of each persistent buffer.
     """
     registry = registry_of(model)
     reshard(model)
@@ -41,8 +41,9 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     state: dict[str, Tensor] = {}
     for fqn, value in state_names(model, remove_duplicate=False).items():
         full = found.get(entries[fqn].fqn) if fqn in entries else None
-        if fqn not in entries and value is not None and not (rank0_only and registry.mesh.rank):
-            full = value.detach().to("cpu", copy=True)
+        if fqn not in entries and value is not None:
+            buffer = computed_buffer(fqn, value, registry)
+            full = buffer.to("cpu", copy=True) if not (rank0_only and registry.mesh.rank) else None
         if full is not None:
             state[fqn] = full
     return state

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.canonical import canonical_tensor, dtypes_of, state_names
+from shardwise.runtime.canonical import canonical_tensor, computed_buffer, dtypes_of, state_names
 from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
 from shardwise.runtime.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
@@ -108,7 +108,7 @@ def _stream(
                 local, mesh = held.get(entry.fqn), entry.registry.mesh
                 full = canonical_tensor(local, entry.layout, mesh, rank0_only=True, dtype=dtype)
             elif local is not None:
-                full = local.detach().cpu()
+                full = computed_buffer(own, local, registry_of(model)).cpu()
             full = base.change(own, full)
             if full is not None:
                 state[fqn] = full

@@ -140,9 +140,12 @@ def _divide(registry: Registry, everyone: list[dict[str, Any]]) -> dict[str, tup
     layouts: dict[str, Layout] = {name: entry.layout for name, entry in registry.entries.items()}
     holders: dict[str, list[int]] = {}
     buffers = {name for each in everyone for name in each["buffers"]}
+    pipeline = registry.plan.pipeline
     for rank, each in enumerate(everyone):
         for name, layout in each["unknown"].items():
             layouts.setdefault(name, layout)
+            if pipeline is not None and name in buffers and shape.coords(rank)["pp"] != pipeline.coord_computing(name):
+                continue  # what a forward has counted is with the stage that runs it
             if name not in registry.entries and not (name in buffers and name in holders):
                 holders.setdefault(name, []).append(rank)  # of buffers the first rank's: others may have counted more
     if _is_partial(everyone):

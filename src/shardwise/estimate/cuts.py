@@ -2,7 +2,8 @@
 
 # [Note: the cost of a stage]
 A stage costs the parameters that it multiplies with, once for every run of a layer, which is its time for a token; and
-the parameters that it holds, each once, which is its memory and the time of its optimizer. So a head costs twice what
+the parameters that it holds, each once, which is its memory and the time of its optimizer. Of experts a token is
+multiplied with those that its router chooses, and all of them are held. So a head costs twice what
 the embedding does, whose rows are looked up. All numbers are integers: every rank finds the same cuts.
 """
 
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from shardwise.errors import ConfigError
 from shardwise.plan.options import Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
-from shardwise.plan.structure import ModelFacts
+from shardwise.plan.structure import ModelFacts, parent_of, upwards
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
@@ -169,7 +170,8 @@ def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:
             held[segment][facts.tied.get(fqn, fqn)] = size
             # A table of rows is looked up where the model begins, and may be what logits are made with where it ends.
             is_looked_up = facts.modules[module].kind == "embedding" and segment < max(1, num_segments - 1)
-            multiplied[segment] += size if len(shape) > 1 and not is_looked_up else 0
+            num_chosen, num_experts = _experts(facts, module, shape)
+            multiplied[segment] += size * num_chosen // num_experts if len(shape) > 1 and not is_looked_up else 0
     sums = list(itertools.accumulate(multiplied, initial=0))
 
     @functools.cache
@@ -177,6 +179,34 @@ def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:
         return list(_held(held[start:]))
 
     return lambda start, end: sums[end] - sums[start] + held_from(start)[end - start]
+
+
+_CHOSEN = ("top_k", "num_experts_per_tok", "k")
+"""Integers of a router or of the experts, or of their config, that count the experts of a token, as the field calls
+them; values decide."""
+
+
+def _experts(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[int, int]:
+    """How many experts a token goes through, and how many there are, where a module's parameter is that of one expert,
+    or of all of them stacked; (1, 1) elsewhere.
+    """
+    around = [name for name in upwards(module) if name in facts.modules]
+    lists = [name for name in around if facts.modules[name].kind == "list"]
+    if len(shape) == 3:  # all experts as one parameter
+        number, near = shape[0], around[:2]
+    elif lists:
+        items = {name[len(lists[0]) + 1 :].split(".")[0] for name in facts.modules if name.startswith(f"{lists[0]}.")}
+        number, near = len(items), [parent_of(lists[0])]
+    else:
+        return 1, 1
+    for name in near:
+        beside = [name, *(each for each in facts.modules if parent_of(each) == name)]  # a router, for one
+        for each in beside if name in facts.modules else ():
+            found = facts.modules[each].attributes
+            for count in (found.get(key) or found.get(f"config.{key}") for key in _CHOSEN):
+                if count is not None and count < number:
+                    return count, number
+    return 1, 1
 
 
 def _held(segments: Sequence[dict[str, int]]) -> Iterator[int]:

@@ -157,6 +157,13 @@ class PipelinePlan:
                 found[name] = (self._stage_around(name),)
         return found
 
+    def coord_computing(self, name: str) -> int:
+        """The coordinate on pp of the first stage that computes with a buffer, and has what a forward left in it."""
+        module = name.rpartition(".")[0]
+        inside = any(name.startswith(f"{layer}.") for layer in self.order.calls)
+        beside = (min(found) for used, found in self.order.uses.items() if found and used.startswith(f"{module}."))
+        return self.rank_of[self._stage_around(name) if inside else self.stage_of(min(beside, default=0))]
+
     def _stages_using(self, name: str) -> tuple[int, ...]:
         return tuple(sorted({self.stage_of(segment) for segment in self.order.uses.get(name, ())}))
 

@@ -17,7 +17,14 @@ from shardwise.comm.operations import (
     send,
 )
 from shardwise.mesh import Mesh
-from shardwise.runtime.registry import ParameterEntry, canonical_entries, entries_of, local_part, registry_of
+from shardwise.runtime.registry import (
+    ParameterEntry,
+    Registry,
+    canonical_entries,
+    entries_of,
+    local_part,
+    registry_of,
+)
 from shardwise.sharding.boxes import Box
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Held, Replicate
@@ -25,6 +32,7 @@ from shardwise.sharding.placement import Held, Replicate
 __all__ = [
     "canonical_tensor",
     "canonical_tensors",
+    "computed_buffer",
     "dtypes_of",
     "local_tensor",
     "owned_parts",
@@ -46,6 +54,21 @@ def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str,
             if is_known and own not in module._non_persistent_buffers_set:
                 found[f"{name}.{own}" if name else own] = value
     return found
+
+
+def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
+    """A persistent buffer as the stage of a pipeline has it that computes with it; every rank holds all of them.
+
+    Communicates: over pp, one broadcast.
+    """
+    group, pipeline = registry.mesh.group("pp"), getattr(registry.plan, "pipeline", None)
+    if group is None or pipeline is None:
+        return value.detach()
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    broadcast_(
+        value.view(torch.uint8) if value.dtype is torch.bool else value, group, source=pipeline.coord_computing(name)
+    )
+    return value
 
 
 def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:

@@ -42,11 +42,13 @@ class Travelling:
         shape: of what this rank sends or receives: its part of the sequence, under sequence parallelism.
         dtype: under mixed precision that of the computation.
         needs_gradient: whether a gradient of the same shape and dtype comes back for it.
+        anchor: where it is found; see `shardwise.runtime.anchors`.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_gradient: bool
+    anchor: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,17 +121,30 @@ class StageRun:
     Args:
         first: the segment with which it begins; above all of them where nothing is to be computed.
         last: the segment before which it ends; None where it runs to the end of the model.
+        skipped: how many segments do not run, because the caller gives what they compute.
+        travels: of such a run, the anchors of what is sent at the cut in front of each segment; the rest is given.
     """
 
-    def __init__(self, stages: Stages, *, first: int, last: int | None, received: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        first: int,
+        last: int | None,
+        received: Sequence[Tensor],
+        skipped: int = 0,
+        travels: Mapping[int, frozenset[str]] | None = None,
+    ) -> None:
         self.stages, self.order = stages, stages.plan.order
         self.first, self.last, self.received = first, last, received
-        self.segment = 0  # of the next call of a layer
+        self.skipped, self.travels = skipped, travels
+        self.segment = skipped  # of the next call of a layer
         self.depth = 0  # of watched modules
-        self.is_foreign = first > 0
+        self.is_foreign = first > max(0, skipped - 1)
         self.outgoing: tuple[Tensor, ...] = ()
         self.hidden = ""  # anchor of the hidden states at the cut reached last
-        self.seen: list[tuple[Travelling, ...]] = []  # at every cut, of a run that computes nothing
+        # At every cut, of a run that computes nothing.
+        self.seen: list[tuple[Travelling, ...]] = [() for start in stages.plan.starts[1:] if start < skipped]
         self.numbers: dict[str, int] = {}
         wanted = {crossing.anchor for at in (first, last) for crossing in self.crossings(at)}
         self.measures = first >= len(self.order.calls)
@@ -142,7 +157,10 @@ class StageRun:
 
     def crossings(self, segment: int | None) -> tuple[Crossing, ...]:
         """What crosses the cut in front of a segment."""
-        return self.order.crossings[segment - 1] if segment and segment <= len(self.order.crossings) else ()
+        found = self.order.crossings[segment - 1] if segment and segment <= len(self.order.crossings) else ()
+        if self.travels is None or segment is None:
+            return found
+        return tuple(each for each in found if each.anchor in self.travels.get(segment, ()))
 
     def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
         """The model's own forward, as far as this stage goes."""
@@ -220,7 +238,8 @@ class StageRun:
         """A cut: what crosses it is collected, and this stage ends if it is its own."""
         crossing = self._computed(self.segment)
         if self.measures:
-            self.seen.append(tuple(self._travelling(*each) for each in crossing))
+            kept = [pair for pair in crossing if not self.skipped or isinstance(pair[1], Absent)]
+            self.seen.append(tuple(self._travelling(*pair) for pair in kept))
         if self.last == self.segment:
             self.outgoing = tuple(present(value) for _, value in crossing)
             raise _StageEnd
@@ -235,8 +254,8 @@ class StageRun:
         context = self.stages.context
         if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
             shape[1] = -(-shape[1] // context.size)
-        needs_gradient = crossing.needs_gradient and value.dtype.is_floating_point
-        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs_gradient)
+        needs = crossing.needs_gradient and value.dtype.is_floating_point
+        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
 
     def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = named_arguments(module, args, kwargs)

@@ -5,16 +5,19 @@ See [Note: a stage's forward].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.runtime.absent import Absent, present
+from shardwise.runtime.cache_copies import copy_cache
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stage_run import Module, Outgoing, Own, StageRun, Travelling
 
@@ -104,20 +107,38 @@ class Stages:
 
         Communicates: nothing.
         """
-        key: Any = (
-            self.model.training,
-            *(
-                (name, tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (name, repr(value))
-                for name, value in arguments.items()
-            ),
-        )
-        if key not in self._shapes:
-            run = StageRun(self, first=len(self.plan.order.calls), last=self.plan.starts[-1], received=())
-            with torch.no_grad():
-                self._run(run, arguments)
-            self._shapes[key] = [(), *run.seen, ()]
-        cuts = self._shapes[key]
+        cuts = self._cuts(arguments)
         return cuts[stage], cuts[stage + 1]
+
+    def _cuts(self, arguments: Mapping[str, Any]) -> list[tuple[Travelling, ...]]:
+        """What comes into each stage, and after them nothing."""
+        key = self.model.training, _key(arguments)
+        if key not in self._shapes:
+            calls, last = len(self.plan.order.calls), self.plan.starts[-1]
+            run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
+            given = {
+                name: copy_cache(value) if isinstance(value, Cache) else value for name, value in arguments.items()
+            }
+            with torch.no_grad():
+                self._run(run, given)
+            self._shapes[key] = [(), *run.seen, ()]
+        return self._shapes[key]
+
+    def num_skipped(self, arguments: Mapping[str, Any]) -> int:
+        """How many segments, from the first on, do not run: those of an encoder whose output is given."""
+        if arguments.get("encoder_outputs") is None or not self.encoder:
+            return 0
+        calls = self.plan.order.calls
+        return next(
+            (number for number, call in enumerate(calls) if not f"{call}.".startswith(f"{self.encoder}.")), len(calls)
+        )
+
+    @functools.cached_property
+    def encoder(self) -> str:
+        """The name of the module in the model that computes `encoder_outputs`; empty where there is none."""
+        is_one = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        encoder = self.model.get_encoder() if is_one and hasattr(self.model, "get_encoder") else None  # type: ignore[operator]
+        return next((name for name, module in self.model.named_modules() if module is encoder), "")
 
     def run(self, stage: int, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> tuple[Tensor, ...] | Any:
         """Runs one stage's part of the model's forward.
@@ -137,11 +158,17 @@ class Stages:
         """
         segments = self.plan.segments(stage)
         last = None if stage == self.plan.num_stages - 1 else segments.stop
-        run = StageRun(self, first=segments.start, last=last, received=received)
+        skipped, travels = self.num_skipped(arguments), None
+        if skipped:
+            if segments.stop < skipped:
+                return ()
+            starts = zip(self.plan.starts, self._cuts(arguments), strict=False)
+            travels = {start: frozenset(each.anchor for each in cut) for start, cut in starts}
+        run = StageRun(self, first=segments.start, last=last, received=received, skipped=skipped, travels=travels)
+        _, expected = self.shapes(stage, arguments)  # before caches are written to
         output = self._run(run, arguments)
         if not isinstance(output, Outgoing):
             return output
-        _, expected = self.shapes(stage, arguments)
         _check_sent(output.values, expected, self.plan.order.calls[segments.stop])
         return output.values
 
@@ -161,6 +188,17 @@ class Stages:
         finally:
             self.current = around
             run.show_parameters()
+
+
+def _key(value: Any) -> Any:
+    """What shapes depend on of an argument."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Cache):
+        return repr(value), value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each)) for name, each in value.items())
+    return tuple(map(_key, value)) if isinstance(value, list | tuple) else repr(value)
 
 
 def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:

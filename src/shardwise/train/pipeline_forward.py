@@ -31,6 +31,7 @@ from shardwise.train.batch import count_targets, split_rows, target_names
 from shardwise.train.gradients import gradients_of
 from shardwise.train.pipeline import PipelineRunner, attach_runner, runner_of
 from shardwise.train.pipeline_caches import StageCaches, check_caches
+from shardwise.train.pipeline_encoder import apply_pipelined_encoder
 from shardwise.train.pipeline_outputs import hand_out, merge_outputs
 from shardwise.train.pipeline_stage import Microbatch
 
@@ -53,6 +54,7 @@ def apply_pipeline(model: nn.Module, registry: Registry) -> None:
     registry.context.same_rows = registry.mesh.group(*SAME_ROWS_AXES)
     attach_runner(model, PipelineRunner(model, registry, registry.plan.pipeline, registry.stages))
     apply_mixin(model, Pipelined)
+    apply_pipelined_encoder(model, registry.stages)
 
 
 class Pipelined:

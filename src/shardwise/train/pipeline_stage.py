@@ -138,7 +138,9 @@ class PipelineStage(Base):
     # What is received and sent.
 
     def _crossing(self, number: int) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
-        return self._stages.shapes(self.stage_index, self.round.parts[number].arguments)
+        part = self.round.parts[number]
+        before = part.caches.before() if part.caches is not None else {}
+        return self._stages.shapes(self.stage_index, {**part.arguments, **before})
 
     def _receive(self, tensors: Sequence[Tensor | None], source: int) -> list[dist.P2POp]:
         rank = self._rank_of[source]
