@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.agree import meet
 from shardwise.comm.operations import Group, broadcast_, broadcast_object
@@ -53,6 +53,12 @@ class _Own(NamedTuple):
     name: str
 
 
+class _Given(NamedTuple):
+    """Stands for a tensor that the caller has passed (the encoder's output, in generation), by its number."""
+
+    number: int
+
+
 @dataclass(frozen=True)
 class _Fields:
     """Stands for an output object."""
@@ -85,11 +91,17 @@ def hand_out(
     """
     tensors: list[Tensor] = []
     is_source = group.rank() == source
-    described = broadcast_object(_describe(output, tensors) if is_source else None, group, source=source)
-    return _rebuild(described, _Receiver(tensors, own, context, group, source=source, later=later))
+    given = [
+        x for x in tree_leaves([x for x in own.values() if isinstance(x, Tensor | Mapping)]) if isinstance(x, Tensor)
+    ]
+    known = {id(x): number for number, x in enumerate(given)}
+    described = broadcast_object(_describe(output, tensors, known) if is_source else None, group, source=source)
+    return _rebuild(described, _Receiver(tensors, given, own, context, group, source=source, later=later))
 
 
-def _describe(value: Any, tensors: list[Tensor], name: str = "") -> Any:
+def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name: str = "") -> Any:
+    if isinstance(value, Tensor) and id(value) in known:
+        return _Given(known[id(value)])
     if isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value
         tensors.append(local.detach().contiguous())
@@ -98,9 +110,9 @@ def _describe(value: Any, tensors: list[Tensor], name: str = "") -> Any:
             return _Slot(number, shape, local.dtype, value.placements, tuple(value.shape))
         return _Slot(number, shape, local.dtype)
     if isinstance(value, dict):
-        return _Fields(type(value), {key: _describe(each, tensors, str(key)) for key, each in value.items()})
+        return _Fields(type(value), {key: _describe(each, tensors, known, str(key)) for key, each in value.items()})
     if type(value) in (tuple, list):
-        return type(value)(_describe(each, tensors, name) for each in value)
+        return type(value)(_describe(each, tensors, known, name) for each in value)
     return value if value is None or isinstance(value, int | float | str) else _Own(name)
 
 
@@ -110,6 +122,7 @@ class _Receiver:
     def __init__(
         self,
         tensors: list[Tensor],
+        given: list[Tensor],
         own: Mapping[str, Any],
         context: SplitContext,
         group: Group,
@@ -117,7 +130,7 @@ class _Receiver:
         source: int,
         later: bool,
     ) -> None:
-        self.tensors, self.own, self.context, self.group = tensors, own, context, group
+        self.tensors, self.given, self.own, self.context, self.group = tensors, given, own, context, group
         self.source, self.later = source, later
 
     def take(self, slot: _Slot) -> Tensor:
@@ -148,6 +161,8 @@ class _Receiver:
 def _rebuild(described: Any, receiver: _Receiver) -> Any:
     if isinstance(described, _Slot):
         return receiver.take(described)
+    if isinstance(described, _Given):
+        return receiver.given[described.number]
     if isinstance(described, _Own):
         if described.name not in receiver.own:
             raise UnsupportedError(
