@@ -148,7 +148,7 @@ class Gradients:
 
         Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
             ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced;
-            over each group of stages that hold the same, one; over pp, one of a number for each stage.
+            over each group of stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
         """
         if self._is_partial:
             self._is_partial = False
@@ -164,12 +164,11 @@ class Gradients:
 
     def _note_idle_stages(self) -> None:
         """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""
-        group = self.registry.mesh.group("pp")
+        group, mesh = self.registry.context.same_rows, self.registry.mesh
         if group is None:
             return
-        device = host_device(group, self.registry.mesh.device)
-        trained = torch.zeros(group.size(), device=device)
-        trained[group.rank()] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
+        trained = torch.zeros(mesh.size("pp"), device=host_device(group, mesh.device))
+        trained[mesh.coord("pp")] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
         all_reduce_(trained, group)
         self.registry.context.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
