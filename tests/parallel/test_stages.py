@@ -271,6 +271,11 @@ def test_layers_that_cannot_be_cut_apart_stay_together(caplog):
     assert abs(float((output.loss - model(**batch).loss).detach())) < 1e-5
 
 
+def test_a_model_of_one_layer_is_cut_around_it():
+    order = find_layer_order(tiny_model("llama", num_hidden_layers=1))
+    assert order.calls == ("model", "lm_head")
+
+
 def test_order_goes_through_json():
     order = find_layer_order(model_of("t5"))
     assert LayerOrder.from_json(order.to_json()) == order

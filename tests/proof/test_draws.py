@@ -16,10 +16,13 @@ from transformers.modeling_outputs import CausalLMOutput
 import shardwise
 from bench.sweep.known import default_config, model_class
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, training_copy
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.stage_run import StageRun
+from shardwise.runtime.stages import Stages
 from shardwise.search.deriving import derive_plan
 from shardwise.search.planning import plan_for
 from shardwise.search.trial import Trial
@@ -250,3 +253,15 @@ def test_fnet_trains_on_parts_of_the_sequence():
     )
     assert report.passed, str(report)
     assert report.measurements[0].in_training is not None
+
+
+@pytest.mark.single
+def test_what_is_drawn_in_code_of_other_stages_is_not_recorded():
+    order = LayerOrder(calls=("0", "1"), uses={}, crossings=((),))
+    plan = PipelinePlan(order=order, schedule="1f1b", starts=(0, 1), rank_of=(0, 1))
+    stages = Stages(own=(1,), model=nn.Linear(1, 1), plan=plan)
+    with Draws(stages) as draws:
+        for is_foreign in (True, False):
+            stages.current = StageRun(stages, first=int(is_foreign), last=None, received=())
+            torch.rand(2)
+    assert len(draws.values) == 1

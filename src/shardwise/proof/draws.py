@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.absent import Absent
+from shardwise.runtime.stages import Stages
 from shardwise.tiny.objective import copied, objective_of
 
 __all__ = ["Draws", "Redraws", "in_order", "seeded", "set_dropout", "training_copy"]
@@ -36,17 +37,23 @@ _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 class Draws(TorchDispatchMode):
     """Records what is drawn inside, in forward; what recomputation in backward draws again is not.
 
+    Args:
+        stages: of a pipeline; what is drawn while code of other stages runs is not recorded either.
+
     Attributes:
         values: the drawn tensors, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages | None = None) -> None:
         super().__init__()
         self.values: list[Tensor] = []
+        self._stages = stages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if _is_draw(func, kwargs) and isinstance(out, Tensor) and not isinstance(out, Absent):
+        run = None if self._stages is None else self._stages.current
+        is_own = (run is None or not run.is_foreign) and not isinstance(out, Absent)
+        if is_own and isinstance(out, Tensor) and _is_draw(func, kwargs):
             self.values.append(out.detach().clone())
         return out
 

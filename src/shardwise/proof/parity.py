@@ -237,7 +237,7 @@ def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is to
         return None
     model = split(copy.deepcopy(reference), mesh)
     with seeded():
-        with Draws() as draws:
+        with Draws(registry_of(model).stages) as draws:
             loss = step(model, mesh, copied(batch))
         drawn = in_order(all_gather_objects(draws.values, mesh.group("pp")), num_microbatches)
         on_tp = all_gather_objects((drawn, torch.get_rng_state()), mesh.group("tp"))

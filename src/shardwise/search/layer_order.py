@@ -102,6 +102,8 @@ def _found(tiny: PreTrainedModel, batch: Mapping[str, Any], *, layers: Collectio
         PlanError: it does not.
     """
     order, told = _watched(tiny, batch, layers=layers, drops=drops)
+    if len(order.calls) == 1:
+        raise _no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
     order = replace(order, returns={**order.returns, **_of_many(tiny, order, told)})
     while True:
         try:
