@@ -271,6 +271,20 @@ def test_layers_that_cannot_be_cut_apart_stay_together(caplog):
     assert abs(float((output.loss - model(**batch).loss).detach())) < 1e-5
 
 
+def test_seeds_that_modules_keep_for_backward_are_refused_with_dropout():
+    def reformer(**options):
+        return build_tiny_model(
+            shrink_config(transformers.ReformerConfig(is_decoder=True), **options),
+            transformers.ReformerModelWithLMHead,
+            seed=0,
+        )
+
+    with pytest.raises(PlanError, match="drops again by seeds"):
+        find_layer_order(reformer())
+    order = find_layer_order(reformer(without_dropout=True))
+    assert order.calls == ("reformer.embeddings", "reformer.encoder", "lm_head")
+
+
 def test_a_model_of_one_layer_is_cut_around_it():
     order = find_layer_order(tiny_model("llama", num_hidden_layers=1))
     assert order.calls == ("model", "lm_head")

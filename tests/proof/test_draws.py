@@ -261,7 +261,9 @@ def test_what_is_drawn_in_code_of_other_stages_is_not_recorded():
     plan = PipelinePlan(order=order, schedule="1f1b", starts=(0, 1), rank_of=(0, 1))
     stages = Stages(own=(1,), model=nn.Linear(1, 1), plan=plan)
     with Draws(stages) as draws:
-        for is_foreign in (True, False):
+        for is_foreign, times in ((True, 1), (False, 2), (False, 0), (False, 1)):
             stages.current = StageRun(stages, first=int(is_foreign), last=None, received=())
-            torch.rand(2)
-    assert len(draws.values) == 1
+            torch.zeros(2)
+            for _ in range(times):
+                torch.rand(2)
+    assert [len(drawn) for drawn in draws.forwards] == [2, 0, 1], "one of each own forward, also where it drew nothing"

@@ -196,7 +196,6 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
             step=step,
             loss_of=loss_of,
             drops=proof.drops and _draws_in_order(proof.spec, mesh),
-            num_microbatches=proof.num_microbatches if is_labelled else 1,
             tolerance=proof.tolerance,
         )
         found = replace(found, in_training=in_training)

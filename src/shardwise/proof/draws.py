@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.runtime.absent import Absent
+from shardwise.runtime.stage_run import StageRun
 from shardwise.runtime.stages import Stages
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["Draws", "Redraws", "in_order", "seeded", "set_dropout", "training_copy"]
+__all__ = ["Draws", "Redraws", "draws_in_backward", "in_order", "seeded", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
@@ -41,36 +42,39 @@ class Draws(TorchDispatchMode):
         stages: of a pipeline; what is drawn while code of other stages runs is not recorded either.
 
     Attributes:
-        values: the drawn tensors, in order.
+        forwards: the drawn tensors in order, of a stage those of each of its forwards.
     """
 
     def __init__(self, stages: Stages | None = None) -> None:
         super().__init__()
-        self.values: list[Tensor] = []
+        self.forwards: list[list[Tensor]] = [[]] if stages is None else []
         self._stages = stages
+        self._run: StageRun | None = None
+
+    @property
+    def values(self) -> list[Tensor]:
+        """All of them."""
+        return [value for drawn in self.forwards for value in drawn]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         run = None if self._stages is None else self._stages.current
-        is_own = (run is None or not run.is_foreign) and not isinstance(out, Absent)
-        if is_own and isinstance(out, Tensor) and _is_draw(func, kwargs):
-            self.values.append(out.detach().clone())
+        if run is not None and run is not self._run and not run.is_foreign:
+            self.forwards.append([])
+            self._run = run
+        is_own = self._stages is None or (run is not None and not run.is_foreign)
+        if is_own and isinstance(out, Tensor) and not isinstance(out, Absent) and _is_draw(func, kwargs):
+            self.forwards[-1].append(out.detach().clone())
         return out
 
 
-def in_order(stages: Sequence[Sequence[Tensor]], num_microbatches: int) -> list[Tensor]:
+def in_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
     """What the stages of a pipeline drew, one a rank, as the whole model draws it: one microbatch after the other.
 
     Args:
-        stages: what each drew, of its microbatches in their order, as often for each.
+        stages: what each drew, by its forwards.
     """
-    sizes = [len(drawn) // num_microbatches for drawn in stages]
-    return [
-        value
-        for number in range(num_microbatches)
-        for drawn, size in zip(stages, sizes, strict=True)
-        for value in drawn[number * size : (number + 1) * size]
-    ]
+    return [value for forwards in zip(*stages, strict=True) for drawn in forwards for value in drawn]
 
 
 class Redraws(TorchDispatchMode):
@@ -127,12 +131,35 @@ def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
 
 def _is_draw(func: Any, kwargs: Any) -> bool:
     """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own."""
+    return _draws(func, kwargs) and torch._C._current_graph_task_id() < 0
+
+
+def _draws(func: Any, kwargs: Any) -> bool:
     return (
         (kwargs or {}).get("generator") is None
         and torch.Tag.nondeterministic_seeded in func.tags
         and not any(name in func.name() for name in _NO_MASKS)
-        and torch._C._current_graph_task_id() < 0
     )
+
+
+class _DrawsAgain(TorchDispatchMode):
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch._C._current_graph_task_id() >= 0 and _draws(func, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def draws_in_backward(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model, trained with dropout, draws again in backward, by seeds that it has kept."""
+    trained = copy.deepcopy(model).train()
+    set_dropout(trained, _DROPOUT)
+    try:
+        with seeded(), _DrawsAgain() as again:
+            objective_of(trained(**copied(batch))).backward()
+    except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
+        return False
+    return again.found
 
 
 def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:

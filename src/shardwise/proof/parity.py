@@ -207,7 +207,7 @@ def _without_rounding(
     return replace(found, parameter=replace(exact, name=f"{exact.name}, in float64"))
 
 
-def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is told of its draws
+def measure_in_training(
     full: nn.Module,
     batch: Mapping[str, Any],
     mesh: Mesh,
@@ -216,7 +216,6 @@ def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is to
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
     drops: bool = True,
-    num_microbatches: int = 1,
     tolerance: Tolerance = Tolerance(),
 ) -> Difference | None:
     """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
@@ -228,7 +227,6 @@ def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is to
         split, step: as in `measure`.
         loss_of: computes the loss of the full model, given what was drawn on each data rank.
         drops: whether with dropout; without it the row is trained on in the mode that the model is in.
-        num_microbatches: of a step, in which the stages of a pipeline draw one after the other.
 
     Communicates: what was drawn, over pp, tp and the data ranks.
     """
@@ -239,7 +237,7 @@ def measure_in_training(  # noqa: PLR0913 - what `measure` takes, and what is to
     with seeded():
         with Draws(registry_of(model).stages) as draws:
             loss = step(model, mesh, copied(batch))
-        drawn = in_order(all_gather_objects(draws.values, mesh.group("pp")), num_microbatches)
+        drawn = in_order(all_gather_objects(draws.forwards, mesh.group("pp")))
         on_tp = all_gather_objects((drawn, torch.get_rng_state()), mesh.group("tp"))
     given = [
         Redraws([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])

@@ -20,7 +20,7 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
-from shardwise.proof.draws import seeded
+from shardwise.proof.draws import draws_in_backward, seeded
 from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.stages import Stages
 from shardwise.search.deriving import build_tried_model
@@ -35,7 +35,7 @@ __all__ = ["find_layer_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 5
+_SEARCH = 6
 """Raised with every change of what is found."""
 
 _ALLOWED = 1e-3  # of the largest entry of a gradient
@@ -80,6 +80,9 @@ def _find(model: PreTrainedModel) -> LayerOrder:
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     drops = has_dropout(model)
+    if drops and draws_in_backward(tiny, batch):
+        why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
+        raise _no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
     try:
         return _found(tiny, batch, drops=drops)
     except Exception as error:
@@ -181,8 +184,8 @@ def _passed_through(tiny: nn.Module, at: str, order: LayerOrder, told: Mapping[s
     return {}
 
 
-def _no_stages(name: str, why: str, *, at: str) -> PlanError:
-    return PlanError(f"{name} cannot be cut into stages", at=at or None, why=why, fix="use pp1")
+def _no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanError:
+    return PlanError(f"{name} cannot be cut into stages", at=at or None, why=why, fix=fix)
 
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
