@@ -77,7 +77,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/train/drill_pipelines.py
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/train/drill_pipelines.py
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \
@@ -87,6 +87,7 @@ coverage: $(READY)
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification
 	$(PY) bench/architectures.py --every-cut
 	$(PY) bench/architectures.py --attention eager
+	$(PY) bench/architectures.py --checkpoints
 	$(PY) bench/architectures.py --sequence-parallel --table docs/architectures.md
 	$(PY) bench/fuzz.py
 	for layout in tp4 fsdp2.tp2 pp2 pp2.tp2 'tp2 --sequence-parallel'; do $(PY) bench/fuzz.py --number 100 --layout $$layout; done

@@ -9,6 +9,7 @@ request.
     python bench/architectures.py --adapters all-linear    with LoRA, on simulated ranks: loss and gradients of a step
     python bench/architectures.py --layout pp2             pipelines; so do pp2.tp2 and pp2.fsdp2
     python bench/architectures.py --every-cut              every layer a stage, all in one process: a step, in a second
+    python bench/architectures.py --checkpoints            saved at tp2 with AdamW, loaded at fsdp2 and in one process
 
 Each architecture has a time limit of its own, and one that fails, crashes or cannot be built is listed with its cause.
 What is found is kept by case (architecture, task, layout, sequence parallelism, attention, version of transformers), so
@@ -49,6 +50,7 @@ def main() -> None:
         attention=arguments.attention,
         adapters=arguments.adapters,
         every_cut=arguments.every_cut,
+        checkpoints=arguments.checkpoints,
     )
     cases = cases_of(arguments.tasks, variant)
     if arguments.only:
@@ -71,6 +73,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--attention", choices=("eager", "sdpa"), default="", help="by default the model chooses")
     parser.add_argument("--adapters", default="", metavar="TARGETS", help="LoRA's target_modules, such as all-linear")
     parser.add_argument("--every-cut", action="store_true", help="every layer a stage, all in one process; no layout")
+    parser.add_argument("--checkpoints", action="store_true", help="compare what is saved with what others load")
     parser.add_argument("--tasks", nargs="+", choices=(*GROUPS, *TASKS), default=["text"])
     parser.add_argument("--only", nargs="*", help="model types")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one architecture")

@@ -1,12 +1,13 @@
-"""Checkpoints side by side: Shardwise and torch's DCP, a llama with AdamW's states at fsdp2 on 2 CPU ranks.
+"""Checkpoints side by side: Shardwise, torch's DCP and transformers, a llama with AdamW at fsdp2 on 2 CPU ranks.
 
     python bench/checkpoint.py                  605 MB of weights and states, written to a temporary directory
     python bench/checkpoint.py --quick          a tiny one: does everything still run?
     python bench/checkpoint.py --rounds 9 --directory /scratch --json out.json
 
 Saves and loads take turns on the same ranks, so ratios are taken between neighbours. Ours verify checksums, and flush
-what they write; so does DCP's writer. The stall of an asynchronous save is held against copying the same tensors into
-buffers that are there already. Files are in the page cache when they are read.
+what they write; so does DCP's writer. transformers' `save_pretrained(distributed_checkpoint=True)` writes weights
+alone, and its seconds per GB are of those. The stall of an asynchronous save is held against copying the same tensors
+into buffers that are there already. Files are in the page cache when they are read.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def judge(ranks: list[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
     """A save or load takes as long as its slowest rank; processor time is that of all ranks."""
     names = [name for name in ranks[0] if name != "bytes"]
     num_bytes = sum(rank["bytes"][0]["bytes"] for rank in ranks)
+    sizes = {"transformers save": sum(rank["bytes"][0]["weights"] for rank in ranks)}
     seconds = {name: [max(each["seconds"] for each in takes) for takes in zip(*(r[name] for r in ranks), strict=True)]
                for name in names}  # fmt: skip
     busy = {name: [sum(each["busy_seconds"] for each in takes) for takes in zip(*(r[name] for r in ranks), strict=True)]
@@ -48,8 +50,8 @@ def judge(ranks: list[dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
     contenders = {
         name: {
             "seconds": statistics.median(seconds[name]),
-            "seconds_per_gb": statistics.median(seconds[name]) / num_bytes * 1e9,
-            "busy_per_gb": statistics.median(busy[name]) / num_bytes * 1e9,
+            "seconds_per_gb": statistics.median(seconds[name]) / sizes.get(name, num_bytes) * 1e9,
+            "busy_per_gb": statistics.median(busy[name]) / sizes.get(name, num_bytes) * 1e9,
             "peak_growth_bytes": growth[name],
             **({"ratio": paired_ratio(seconds[name], seconds[RATIOS[name]])} if name in RATIOS else {}),
             **({"busy_ratio": paired_ratio(busy[name], busy[RATIOS[name]])} if name in RATIOS else {}),

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
 
 import shardwise
 
@@ -49,6 +50,9 @@ def measure_checkpoints(
                 out.copy_(value) for out, value in zip(stager, _locals(model, optimizer), strict=True)
             ],
         }
+        if theirs_split := _transformers_model(shardwise.full_state_dict(model), values, Path(base) / "plain"):
+            place = Path(base) / "transformers"
+            kinds["transformers save"] = lambda: theirs_split.save_pretrained(place, distributed_checkpoint=True)
         pending: list[Any] = []
 
         def begin() -> None:
@@ -66,12 +70,25 @@ def measure_checkpoints(
                 found["async stall"].append(stall)
                 found["async whole"].append({key: stall[key] + whole[key] for key in stall})
         size = sum(value.nbytes for value in _locals(model, optimizer))
-        found["bytes"] = [{"bytes": float(size)}]
+        weights = sum(value.nbytes for value in _locals(model, None))
+        found["bytes"] = [{"bytes": float(size), "weights": float(weights)}]
         return found
 
 
-def _locals(model: Any, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values() if v.ndim)]
+def _transformers_model(state: dict[str, torch.Tensor], values: dict[str, Any], path: Path) -> Any:
+    """The same model, split as transformers does; only its weights are saved by `distributed_checkpoint=True`."""
+    if dist.get_rank() == 0:
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(LlamaConfig(**values))
+        whole.load_state_dict(state, assign=True)
+        whole.save_pretrained(path)
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=2))
+
+
+def _locals(model: Any, optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+    states = optimizer.state.values() if optimizer is not None else ()
+    values = [*model.parameters(), *(v for s in states for v in s.values() if v.ndim)]
     return [value.to_local() if hasattr(value, "to_local") else value.detach() for value in values]
 
 

@@ -25,6 +25,7 @@ from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import objective_of
 from shardwise.topology.shape import MeshShape
+from sweep.checkpoints import reload_elsewhere
 from sweep.every_cut import prove_every_cut
 from sweep.known import architectures, default_config, model_class
 
@@ -46,6 +47,7 @@ class Variant:
         attention: the attention implementation; empty where the model chooses.
         adapters: the modules that LoRA adapts, as PEFT's target_modules; empty without adapters.
         every_cut: whether it is cut in front of every layer instead, all stages in one process.
+        checkpoints: whether what this layout saves is loaded in others, instead of a proof.
     """
 
     layout: str = "tp2"
@@ -53,12 +55,13 @@ class Variant:
     attention: str = ""
     adapters: str = ""
     every_cut: bool = False
+    checkpoints: bool = False
 
     def __str__(self) -> str:
         if self.every_cut:
             return "every cut"
-        lora = ("LoRA",) if self.adapters else ()
-        return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split(), *lora))
+        more = (*(("LoRA",) if self.adapters else ()), *(("checkpoints",) if self.checkpoints else ()))
+        return " ".join((self.layout, *(("sp",) if self.sequence_parallel else ()), *self.attention.split(), *more))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class Case:
 
     def is_row(self, row: dict[str, Any]) -> bool:
         """Whether a row of an earlier run is of this case."""
-        known = {"adapters": "", "every_cut": False} | row
+        known = {"adapters": "", "every_cut": False, "checkpoints": False} | row
         return all(known.get(name) == value for name, value in self.fields().items())
 
 
@@ -109,7 +112,7 @@ def prove(case: Case, *, timeout_seconds: float) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a model's own code fails in any way
         row |= {"result": "no tiny model", "cause": f"it does not run whole: {type(error).__name__}: {one_line(error)}"}
     else:
-        run = _proved_adapters if case.variant.adapters else _proved
+        run = _proved_adapters if case.variant.adapters else _reloaded if case.variant.checkpoints else _proved
         row |= run(case, config, timeout_seconds, drops=drops)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
 
@@ -167,6 +170,19 @@ def _proved_every_cut(case: Case, timeout_seconds: float) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
         return {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
     return found
+
+
+def _reloaded(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:
+    """As `_proved`, of checkpoints: saved in this layout after two steps of AdamW, loaded in others."""
+    try:
+        cause, number = reload_elsewhere(
+            model_class(case.class_name), config, case.variant.layout, timeout=timeout_seconds
+        )
+    except (PlanError, UnsupportedError) as error:
+        return {"result": "refused", "cause": one_line(error)}
+    except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end
+        return {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
+    return {"result": "wrong" if cause else "ok", "cause": cause, "compared": number}
 
 
 def _proved_adapters(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def summarize(rows: list[Row]) -> None:
     """Prints how many passed, how much of them is split, and how long planning took."""
     print(dict(collections.Counter(row["result"] for row in rows)))
     passed = [row for row in rows if row["result"] == "ok"]
-    if not passed:
+    if not passed or "block_share" not in passed[0]:
         return
     shares = sorted(row["block_share"] for row in passed)
     tenths = [sum(bound <= share for share in shares) for bound in (0.9, 0.5, 0.01)]
@@ -76,7 +76,8 @@ def _groups(rows: list[Row]) -> dict[str, tuple[str, ...]]:
 
 def _variant(row: Row) -> str:
     own = {name: row[name] for name in ("layout", "sequence_parallel", "attention")}
-    return str(Variant(**own, adapters=row.get("adapters", ""), every_cut=row.get("every_cut", False)))
+    chosen = {name: row.get(name, False) for name in ("every_cut", "checkpoints")}
+    return str(Variant(**own, adapters=row.get("adapters", ""), **chosen))
 
 
 def _variants(rows: list[Row]) -> list[str]:
@@ -95,8 +96,9 @@ def _overview(rows: list[Row]) -> list[str]:
             found = [row for row in own if _variant(row) == variant]
             passed = [row for row in found if row["result"] == "ok"]
             counts = collections.Counter(row["result"] for row in found)
-            wide = sum(row["block_share"] >= 0.9 for row in passed)
-            seconds = f"{statistics.median(row['split_seconds'] for row in passed):.2f}" if passed else ""
+            wide = sum(row.get("block_share", 0.0) >= 0.9 for row in passed)
+            taken = [row["split_seconds"] for row in passed if "split_seconds" in row]
+            seconds = f"{statistics.median(taken):.2f}" if taken else ""
             cells = (group.replace("_", " "), variant, *(str(counts[result]) for result in _RESULTS))
             lines.append("| " + " | ".join((*cells, str(wide), seconds)) + " |")
     return lines

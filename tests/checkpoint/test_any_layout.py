@@ -16,7 +16,8 @@ from tests.checkpoint.training import FAMILIES, Training, differing
 
 pytestmark = pytest.mark.spawn
 
-LAYOUTS = ("tp2", "tp2+sp", "fsdp2", "ddp2", "tp4", "fsdp4", "fsdp2.tp2", "ddp2.fsdp2")
+LAYOUTS = ("tp2", "tp2+sp", "fsdp2", "pp2", "ddp2", "tp4", "fsdp4", "fsdp2.tp2", "ddp2.fsdp2", "pp2.tp2", "pp2.fsdp2")
+ALL = ("tp1", *LAYOUTS)
 OPTIMIZERS = ("adamw", "sgd", "adagrad", "amsgrad")
 STAGES = (3, 1, 2)
 DRILL = "SHARDWISE_DRILL" in os.environ
@@ -25,7 +26,7 @@ DRILL = "SHARDWISE_DRILL" in os.environ
 def cases():
     """Every layout with some families, optimizers and ZeRO stages; with every family in `make drill`."""
     for (i, layout), (j, family) in itertools.product(enumerate(LAYOUTS), enumerate(FAMILIES)):
-        if DRILL or (i + 3 * j) % len(LAYOUTS) in (0, 3):
+        if DRILL or (i + 3 * j) % len(LAYOUTS) in (0, 4):
             yield layout, family, OPTIMIZERS[(i + j) % len(OPTIMIZERS)], STAGES[(i + j) % 3]
 
 
@@ -51,10 +52,14 @@ def reference(tmp_path_factory):
     return get
 
 
+def options_of(mesh, layout, stage):
+    fsdp = FsdpPolicy(zero_stage=stage) if mesh.data_size > 1 else None
+    return {"sequence_parallel": layout.endswith("+sp"), "fsdp": fsdp}
+
+
 def go_on(mesh, layout, family, optimizer, stage, base):
     """Loads what one process saved, trains, and saves again: everything that was seen."""
-    fsdp = FsdpPolicy(zero_stage=stage) if mesh.data_size > 1 else None
-    options = {"sequence_parallel": layout.endswith("+sp"), "fsdp": fsdp}
+    options = options_of(mesh, layout, stage)
     training = Training(mesh, family, optimizer, lost=True, **options)
     extra = training.load(f"{base}/reference/{family}-{optimizer}")
     loaded = training.whole()
@@ -109,3 +114,47 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout):
         assert same
         assert len(set(losses)) == 3
         assert losses == again == fresh
+
+
+def save_again(layout, base):
+    """Of every family: loads what one process saved, and saves it as these ranks hold it."""
+    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
+        for number, family in enumerate(FAMILIES):
+            optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
+            training = Training(mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3]))
+            training.load(f"{base}/reference/{family}-{optimizer}")
+            training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3}, num_writers=1 + number % 2)
+
+
+def load_each(layout, base, expected):
+    """Of every family: loads what each layout has saved. Returns what is not, bit for bit, what was saved, and where
+    the next steps differ.
+    """
+    found = []
+    with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
+        for number, family in enumerate(FAMILIES):
+            optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
+            training = Training(mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3]))
+            saved, losses = expected[family]
+            for at, other in enumerate(ALL):
+                training.load(f"{base}/pairs/{other}/{family}")
+                if names := differing(training.whole(), saved):
+                    found.append((family, other, names[:3]))
+                elif at % len(FAMILIES) == number and training.steps(5) != pytest.approx(losses, abs=1e-5):
+                    found.append((family, other, "the next steps"))
+    return found
+
+
+@pytest.mark.skipif(not DRILL, reason="every pair of layouts, every family: make drill")
+@pytest.mark.timeout(7200)
+def test_all_pairs(tmp_path_factory, reference):
+    base = str(tmp_path_factory.getbasetemp())
+    expected = {
+        family: reference(family, OPTIMIZERS[number % len(OPTIMIZERS)]) for number, family in enumerate(FAMILIES)
+    }
+    for layout in ALL:
+        spawn(save_again, MeshShape.parse(layout.removesuffix("+sp")).world_size, layout, base, timeout=600.0)
+    for layout in ALL:
+        size = MeshShape.parse(layout.removesuffix("+sp")).world_size
+        for rank in spawn(load_each, size, layout, base, expected, timeout=1200.0):
+            assert rank == [], layout

@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -140,6 +141,62 @@ def test_jobs_killed_at_random_moments(tmp_path, async_save):
         last = step
     training.save(tmp_path, extra={"step": 10**6}, keep_last=1)
     assert is_clean(tmp_path, {"step-1000000"})
+
+
+def save_where_it_fails(root, small):
+    """Rank 1's disk is full, a rank does not see the directory, the file system is full, the place cannot be made."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        training = Training(mesh, "llama")
+        training.steps(1)
+        training.save(root, extra={"step": 1})
+        before, found = training.whole(), []
+
+        def fails(where=root, **options):
+            try:
+                training.save(where, extra={"step": 2}, **options).wait()
+            except LoadError as error:
+                found.append(str(error))
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for options in ({}, {"async_save": True}):
+            if mesh.rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+            fails(**options)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        is_dir = Path.is_dir
+        if mesh.rank == 1:
+            Path.is_dir = lambda path, **options: not path.name.endswith(".partial") and is_dir(path, **options)
+        fails()
+        Path.is_dir = is_dir
+        fails(root / "latest" / "below")
+        fails(small)
+        training.steps(1)
+        training.load(root)
+        return found, not differing(training.whole(), before)
+
+
+@pytest.mark.spawn
+def test_a_rank_that_cannot_write_is_one_error_on_all_and_takes_nothing(tmp_path):
+    (tmp_path / "small").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "none", str(tmp_path / "small")]
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0  # by root alone
+    small = tmp_path / "small" if is_mounted else tmp_path / "root" / "latest"
+    try:
+        (first, same), (second, also_same) = spawn(save_where_it_fails, 2, tmp_path / "root", small)
+        left = [path.name for path in small.iterdir()] if is_mounted else [".lock"]
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", str(small)], check=True)
+    assert first == second
+    says = ("cannot be written", "cannot be written", "rank 1 does not see", "cannot be written", "cannot be written")
+    assert len(first) == len(says)
+    assert all(words in error for words, error in zip(says, first, strict=True)), first
+    assert "No space left" in first[-1] or not is_mounted
+    assert same
+    assert also_same
+    assert left == [".lock"]
+    assert is_clean(tmp_path / "root", {"step-1"})
 
 
 @pytest.mark.single

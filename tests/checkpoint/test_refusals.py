@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -111,7 +112,7 @@ DAMAGE = {
     "a byte of the manifest": (lambda root: flip(root / "step-2" / "manifest.json", 80), "manifest"),
     "cut short": (
         lambda root: os.truncate(root / "step-2" / TENSORS, 5000),
-        f"{TENSORS} has 5,000 bytes of [0-9,]*\n",
+        f"{TENSORS} has 5,000 bytes of [0-9,]*",
     ),
     "an index cut short": (lambda root: os.truncate(root / "step-2" / "tensors.json", 50), "it has 50 bytes of"),
     "an empty manifest": (lambda root: os.truncate(root / "step-2" / "manifest.json", 0), "manifest.json is damaged"),
@@ -209,6 +210,31 @@ def test_a_place_that_cannot_be_written_is_named(training, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LoadError, match="the checkpoint cannot be written"):
         training.save(tmp_path / "file" / "below")
+
+
+def load_all_on_ranks(base):
+    """What loading each damaged copy says, and whether anything was changed by it."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        training = Training(mesh, "llama")
+        training.steps(1)
+        before, found = training.whole(), {}
+        for path in sorted(base.iterdir()):
+            with pytest.raises(LoadError) as error:
+                training.load(path / "saved")
+            found[path.name] = str(error.value), not differing(training.whole(), before)
+        return found
+
+
+@pytest.mark.spawn
+def test_every_damage_is_one_error_on_every_rank(saved, tmp_path):
+    for number, (do, _) in enumerate(DAMAGE.values()):
+        own = tmp_path / f"{number:02d}"  # some leave files beside their directory
+        do(Path(shutil.copytree(saved, own / "saved")))
+    first, second = spawn(load_all_on_ranks, 2, tmp_path)
+    assert first == second
+    for (name, (_, says)), (error, is_same) in zip(DAMAGE.items(), first.values(), strict=True):
+        assert re.search(says, error), (name, error)
+        assert is_same, name
 
 
 def load_on_ranks(root):

@@ -6,9 +6,12 @@ import functools
 from typing import Any
 
 import torch
+import transformers
 
 import shardwise
-from shardwise.runtime.canonical import canonical_tensor
+from shardwise.checkpoint.schedules import common_state
+from shardwise.comm.operations import all_gather_objects
+from shardwise.runtime.canonical import canonical_tensors
 from shardwise.runtime.registry import find_parameters, local_part
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -28,6 +31,7 @@ FAMILIES = {
     "mixtral": {"num_key_value_heads": 2, "router_aux_loss_coef": 0.0},
     "qwen3": {"num_key_value_heads": 2},
     "bert": {},
+    "t5": {"tie_word_embeddings": True},
 }
 
 
@@ -40,7 +44,7 @@ class Training:
 
     def __init__(self, mesh: Any, family: str, optimizer: str = "adamw", *, lost: bool = False, **options: Any) -> None:
         chosen = {**FAMILIES[family], **options.pop("model", {})}
-        whole = tiny_model(family.split("-")[0], **chosen)
+        whole = tiny_t5(**chosen) if family == "t5" else tiny_model(family.split("-")[0], **chosen)
         self.batch = tiny_batch(whole, rows=ROWS)
         if lost:
             for parameter in whole.parameters():
@@ -50,7 +54,7 @@ class Training:
         made = OPTIMIZERS[optimizer]
         self.optimizer = shardwise.build_optimizer(self.model, made.func, groups=GROUPS, **made.keywords)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5])
-        self._step = shardwise.TrainStep(self.model, mesh)
+        self._step = shardwise.TrainStep(self.model, mesh, num_microbatches=mesh.size("pp"))
 
     def steps(self, number: int) -> list[float]:
         """Takes steps; returns their losses."""
@@ -76,17 +80,37 @@ class Training:
         """Every full tensor of the model and the optimizer, and every number of it."""
         found: dict[str, Any] = dict(shardwise.full_state_dict(self.model))
         options = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
-        for name, parameter, entry in find_parameters(self.model):
+        numbers: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, parameter, _ in find_parameters(self.model):
             group = options[id(parameter)]
-            found[f"{name}: options"] = {key: value for key, value in group.items() if key != "params"}
+            numbers[f"{name}: options"] = {key: value for key, value in group.items() if key != "params"}
             for state, value in self.optimizer.state[parameter].items():
-                key = f"{name}: {state}"
-                found[key] = value.clone() if isinstance(value, torch.Tensor) else value
                 if isinstance(value, torch.Tensor) and value.ndim:
                     assert local_part(value).shape == local_part(parameter).shape
-                    found[key] = canonical_tensor(value, entry.layout, self.mesh)
-        found["schedule"] = self.schedule.state_dict()
+                    tensors.setdefault(state, {})[name] = value
+                else:
+                    numbers[f"{name}: {state}"] = value.clone() if isinstance(value, torch.Tensor) else value
+        everyone = all_gather_objects((numbers, sorted(tensors)), self.mesh.group())
+        for each, _ in everyone:  # those of other stages
+            found.update(each)
+        for state in sorted({state for _, states in everyone for state in states}):
+            for name, value in canonical_tensors(self.model, tensors.get(state, {})):
+                found[f"{name}: {state}"] = value
+        found["schedule"] = common_state(self.schedule.state_dict())  # rates are in the options
         return found
+
+
+def tiny_t5(**overrides: Any) -> torch.nn.Module:
+    """An encoder and a decoder, whose embedding is a head, too; every parameter is off its initial value."""
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
+    torch.manual_seed(0)
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, **overrides)
+    model = transformers.T5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.eval()
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from shardwise.plan.spec import Plan
 from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.adapters import find_model
 from shardwise.weights.conversion import Resolution
+from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.locate import HUB_OPTIONS
 
@@ -124,8 +125,8 @@ def _load(  # noqa: PLR0913 - what `load` takes
         if isinstance(source, PreTrainedConfig):
             config = copy.deepcopy(source)
         else:
-            config, options = read_config(source, options)
-            index = CheckpointIndex.open(source, **where) if fill is None else None
+            config, options = read_config(config_place(source), options)
+            index = open_weights(source, **where) if fill is None else None
         chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
         with Construction() as construction:
             model = build_meta_model(config, auto_class, dtype=chosen, options=options)

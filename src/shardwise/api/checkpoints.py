@@ -6,14 +6,13 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.checkpoint.background import PendingSave, finish_saves, writer_of
-from shardwise.checkpoint.directory import check_tag
+from shardwise.checkpoint.background import PendingSave, finish_all_saves, finish_saves, writer_of
+from shardwise.checkpoint.directory import check_tag, root_of
 from shardwise.checkpoint.load import load_into
 from shardwise.checkpoint.save import prepare_save
 from shardwise.checkpoint.save_job import SaveRequest
@@ -67,17 +66,16 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         LoadError: it cannot be written, or the background save before has failed. The same error on every rank;
             what was complete still is.
 
-    Communicates: two gathers of small objects over all ranks; five more over a process group of its own, in the
+    Communicates: one gather of a small object over all ranks; five more over a process group of its own, in the
         background where that was asked for.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
-    request = _request(path, tag, extra, keep)
     writer = writer_of(registry_of(model).mesh)
     writer.finish()
     gradients = gradients_of(model)
     gradients.parameters()  # what came into the model later has an entry from here on
     job = prepare_save(
-        request,
+        functools.partial(_request, path, tag, extra, keep),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -94,7 +92,7 @@ def _request(path: str | os.PathLike[str], tag: str | None, extra: Any, keep: Ma
     step = extra.get("step") if isinstance(extra, Mapping) else None
     is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
     return SaveRequest(
-        root=Path(path).absolute(), tag=None if tag is None else check_tag(tag), step=step if is_step else None, **keep
+        root=root_of(path), tag=None if tag is None else check_tag(tag), step=step if is_step else None, **keep
     )
 
 
@@ -147,13 +145,15 @@ def load_session(
 ) -> Any:
     """As `load_checkpoint`; with `fills_model` False the model's tensors have been loaded before."""
     put: Any = None
-    if model is not None:
+    if model is None:
+        finish_all_saves()
+    else:
         registry = registry_of(model)
         finish_saves(registry.mesh)
         gradients_of(model).parameters()
         put = functools.partial(put_tensor, registry.model() or model, registry)
     loaded = load_into(
-        Path(path).absolute(),
+        path,
         tag,
         model=model,
         optimizer=optimizer,

@@ -1,8 +1,10 @@
-"""A checkpoint as a plain Hugging Face directory, made by one process without ranks."""
+"""A checkpoint, ours or another's, as a plain Hugging Face directory, made by one process without ranks."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
+from shardwise.parallel.coverage import Allowed
+from shardwise.parallel.loading import find_weights
 from shardwise.weights.conversion import plan_export
+from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.write import PretrainedWriter
 
-__all__ = ["convert_to_hf", "open_anywhere"]
+__all__ = ["convert_to_hf", "convert_weights_to_hf", "open_anywhere"]
 
 
 def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
@@ -66,21 +71,81 @@ def convert_to_hf(
     expected = {name for name in model.state_dict() if name not in (model._keys_to_ignore_on_save or ())}
     if missing := sorted(expected - tensors.keys()):
         raise LoadError(f"the checkpoint has no {', '.join(missing[:5])}", at=str(stored.directory))
-    groups = plan_export(model, tensors)
-    planned = [each for group in groups for each in group.described]
-    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) as writer:
-        for group in groups:
-            state = {name: _read(stored, name, dtype) for name in group.fqns}
-            for name, tensor in group.build(state).items():
-                writer.add(name, tensor)
-            stored.drop()
-        model.config.save_pretrained(writer.staging)
+
+    def read(name: str) -> torch.Tensor:
+        found = _read(stored, name, dtype)
+        stored.drop()
+        return found
+
+    with _writer(model, tensors, directory, max_shard_bytes, read) as writer:
         if (stored.directory / "generation_config.json").is_file() and model.can_generate():
             transformers.GenerationConfig.from_pretrained(stored.directory).save_pretrained(writer.staging)
         if tokenizer is not None:
             tokenizer.save_pretrained(writer.staging)
         ties = stored.index.tied
         writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in ties)})
+
+
+def convert_weights_to_hf(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    tokenizer: Any = None,
+) -> None:
+    """As `convert_to_hf`, for whatever `shardwise.load` loads weights from: a checkpoint of DCP, of transformers'
+    `distributed_checkpoint=True`, of Optimum Neuron or NxD, or a Hugging Face directory.
+
+    Args:
+        path: of the checkpoint.
+        config: a directory or file with the model's config; by default that of `path`.
+
+    Raises:
+        LoadError: the checkpoint is damaged, does not cover the model, or there is no config.
+        UnsupportedError: the files do not say what would have to be known.
+    """
+    source = config if config is not None else config_place(path)
+    found, _ = read_config(source, {})
+    named = [getattr(transformers, name, None) for name in found.architectures or ()]
+    with open_weights(path) as index:
+        model = build_meta_model(found, next(filter(None, named), None), dtype=None, options={})
+        lazies = find_weights(model, index, allowed=Allowed()).tensors
+        tensors = {
+            name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
+            for name, each in lazies.items()
+        }
+
+        def read(name: str) -> torch.Tensor:
+            return lazies[name].read(dtype=tensors[name].dtype)
+
+        with _writer(model, tensors, directory, max_shard_bytes, read) as writer:
+            if tokenizer is not None:
+                tokenizer.save_pretrained(writer.staging)
+            ties = model.all_tied_weights_keys
+            writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in ties)})
+
+
+@contextmanager
+def _writer(
+    model: Any,
+    tensors: Mapping[str, torch.Tensor],
+    directory: str | os.PathLike[str],
+    max_shard_bytes: int,
+    read: Callable[[str], torch.Tensor],
+) -> Iterator[PretrainedWriter]:
+    """A writer that has written the weights and the config of `model`; what the block adds goes beside them."""
+    groups = plan_export(model, tensors)
+    planned = [each for group in groups for each in group.described]
+    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) as writer:
+        for group in groups:
+            for name, tensor in group.build({name: read(name) for name in group.fqns}).items():
+                writer.add(name, tensor)
+        dtypes = [value.dtype for value in tensors.values() if value.dtype.is_floating_point]
+        model.config.dtype = next(iter(dtypes), model.config.dtype)
+        model.config.save_pretrained(writer.staging)
+        yield writer
 
 
 def _meta_model(stored: StoredParts) -> Any:

@@ -25,7 +25,7 @@ from shardwise.job.processes import calm_gloo_loops, end_processes
 from shardwise.mesh import Mesh
 from shardwise.sharding.boxes import Box
 
-__all__ = ["PendingSave", "Writer", "finish_saves", "writer_of"]
+__all__ = ["PendingSave", "Writer", "finish_all_saves", "finish_saves", "writer_of"]
 
 
 _LONGEST = datetime.timedelta(days=1)
@@ -126,6 +126,16 @@ def finish_saves(mesh: Mesh) -> None:
     """
     if mesh in _WRITERS:
         _WRITERS[mesh].finish()
+
+
+def finish_all_saves() -> None:
+    """Waits for all saves of this process that are under way.
+
+    Raises:
+        LoadError: one failed, and nobody has been told.
+    """
+    for writer in list(_WRITERS.values()):
+        writer.finish()
 
 
 def _own_group(mesh: Mesh) -> Group | None:

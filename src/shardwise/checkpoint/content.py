@@ -25,8 +25,8 @@ __all__ = [
     "is_whole",
     "model_key",
     "read_optimizer",
+    "slices_of",
     "state_key",
-    "views_of",
 ]
 
 
@@ -80,12 +80,12 @@ def is_whole(layout: Layout) -> bool:
     return all(isinstance(step.placement, Replicate | Held) or step.size == 1 for step in layout.steps)
 
 
-def views_of(
-    local: Tensor, layout: Layout, coords: Mapping[str, int], boxes: Iterable[Box]
-) -> list[tuple[Box, Tensor]]:
-    """Boxes of the canonical tensor that this rank holds, each with its elements as a view of the local tensor."""
+def slices_of(
+    layout: Layout, coords: Mapping[str, int], boxes: Iterable[Box]
+) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
+    """Boxes of the canonical tensor that this rank holds, each with where its elements are in the local tensor."""
     pieces = (*layout.pieces(coords), *layout.owned(coords))
-    return [(box, local[_slices(_local_box(box, pieces))]) for box in boxes]
+    return tuple((box, _slices(_local_box(box, pieces))) for box in boxes)
 
 
 def _local_box(box: Box, pieces: tuple[Piece, ...]) -> Box:
@@ -122,6 +122,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
         ConfigError: it holds parameters that are not the model's, or options that are no JSON values.
         UnsupportedError: a state has a dtype that safetensors files do not have.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
     names = {id(each.value): each.name for each in held.values()}
     kind = type(optimizer)
     content = OptimizerContent(f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})
@@ -145,7 +147,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
 
 def _read_states(held: HeldTensor, states: Mapping[str, Any], content: OptimizerContent) -> None:
     described = content.described.setdefault(held.name, {})
-    shape = tuple(local_part(held.value.detach()).shape)
+    shape = tuple(local_part(held.value).shape)
     for state, value in states.items():
         if not isinstance(value, Tensor):
             inner: dict[str, Tensor] = {}
@@ -153,7 +155,7 @@ def _read_states(held: HeldTensor, states: Mapping[str, Any], content: Optimizer
             if inner:
                 raise UnsupportedError(f"the optimizer's {state} of {held.name} holds several tensors")
             continue
-        local = local_part(value.detach())
+        local = local_part(value).detach()
         if local.dtype not in DTYPES:
             raise UnsupportedError(f"the optimizer's {state} of {held.name} is {local.dtype}")
         dtype = str(local.dtype).removeprefix("torch.")

@@ -8,14 +8,29 @@ import os
 import re
 import shutil
 import socket
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, leftovers
 
-__all__ = ["LATEST", "check_tag", "clean", "find_tag", "find_tags", "list_checkpoints", "lock", "prune"]
+__all__ = [
+    "LATEST",
+    "check_tag",
+    "clean",
+    "find_tag",
+    "find_tags",
+    "list_checkpoints",
+    "lock",
+    "prune",
+    "root_of",
+    "writing",
+]
 
 logger = logging.getLogger("shardwise.checkpoint")
 
@@ -24,6 +39,33 @@ _LOCK = ".lock"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")
 _LOCKS: dict[tuple[int, Path], int] = {}
 """Files locked by this process (its id), until it ends: a job that saves goes on to save."""
+_WRITING: dict[Path, threading.Lock] = {}
+"""Held while a checkpoint is written to a directory: this process may have several meshes that save there."""
+
+
+def root_of(path: Any) -> Path:
+    """`path` as the absolute path of a directory of checkpoints.
+
+    Raises:
+        ConfigError: it cannot be a path.
+    """
+    try:
+        found = Path(path).absolute()
+        str(found).encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(
+            f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
+        ) from error
+    if "\0" in str(found):
+        raise ConfigError(f"{path!r:.100} cannot be the path of checkpoints", why="it has a NUL in it")
+    return found
+
+
+@contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """Waits until nothing of this process writes to `root`, and keeps it so during the block. On one rank of a job."""
+    with _WRITING.setdefault(root.resolve(), threading.Lock()):
+        yield
 
 
 def check_tag(tag: str) -> str:
@@ -84,7 +126,7 @@ def find_tag(root: Path, tag: str | None) -> Path:
         return _inside(root, tags[tag])
     known = list_checkpoints(root)
     if not known:
-        raise LoadError("there is no complete checkpoint", at=str(root), fix="pass a directory of checkpoints")
+        raise LoadError("there is no complete checkpoint", at=str(root), **describe_kind(root))
     _, path, newest = known[-1]
     if isinstance(newest, LoadError):
         raise newest

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.content import held_tensors, model_key
-from shardwise.checkpoint.directory import find_tag
+from shardwise.checkpoint.directory import find_tag, root_of
 from shardwise.checkpoint.load_optimizer import OptimizerLoad
 from shardwise.checkpoint.manifest import Manifest, read_index, read_manifest
 from shardwise.checkpoint.random_states import restore_random
+from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.stored_parts import StoredParts, check_files
 from shardwise.checkpoint.tree import decode_tree
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
@@ -60,7 +61,7 @@ def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
 
 
 def load_into(  # noqa: PLR0913 - what the public function takes
-    root: Path,
+    path: Any,
     tag: str | None,
     *,
     model: nn.Module | None,
@@ -71,7 +72,7 @@ def load_into(  # noqa: PLR0913 - what the public function takes
     verifies: bool,
     fills_model: bool = True,
 ) -> Loaded:
-    """Loads the checkpoint `tag` of `root`; see `shardwise.load_checkpoint`.
+    """Loads the checkpoint `tag` of `path`; see `shardwise.load_checkpoint`.
 
     Args:
         fills_model: whether the model's tensors are loaded, too.
@@ -79,7 +80,7 @@ def load_into(  # noqa: PLR0913 - what the public function takes
     """
     registry = registry_of(model) if model is not None else None
     group = registry.mesh.group() if registry is not None else None
-    stored = _open_alike(root, tag, group, registry, verifies=verifies)
+    stored = _open_alike(path, tag, group, registry, verifies=verifies)
     with stored:
         faults = (
             [] if model is None or registry is None else all_gather_objects(_compare(stored, model, registry), group)
@@ -96,6 +97,9 @@ def load_into(  # noqa: PLR0913 - what the public function takes
                     states = OptimizerLoad(stored, optimizer, held_tensors(model, registry), registry, strict=strict)
             extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))
             schedule = _read_schedule(stored, scheduler) if scheduler is not None else None
+            groups = optimizer.param_groups if optimizer is getattr(scheduler, "optimizer", 0) and optimizer else None
+            if groups is not None:
+                state_for_groups(schedule, groups)  # raises here, where nothing is changed yet
             random = _tensors_of(stored, "random/") if registry is not None else {}
         with torch.no_grad():
             if model is not None and registry is not None:
@@ -103,17 +107,18 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             if states is not None:
                 states.apply()
         if schedule is not None:
-            scheduler.load_state_dict(schedule)
+            scheduler.load_state_dict(schedule if groups is None else state_for_groups(schedule, groups))
         if registry is not None:
             restore_random(registry.mesh, stored.index.values.get("random", {}), random)
         return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
 
 
 def _open_alike(
-    root: Path, tag: str | None, group: Group | None, registry: Registry | None, *, verifies: bool
+    path: Any, tag: str | None, group: Group | None, registry: Registry | None, *, verifies: bool
 ) -> StoredParts:
     """The checkpoint that rank 0 finds, opened on every rank: the same one on all."""
     with raise_on_all_ranks(group, "looking for the checkpoint"):
+        root = root_of(path)
         own = str(find_tag(root, tag).relative_to(root)) if group is None or group.rank() == 0 else None
     name = next(each for each in all_gather_objects(own, group) if each is not None)
     with raise_on_all_ranks(group, "opening the checkpoint"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.checkpoint.content import HeldTensor, is_whole, model_key, state_key
 from shardwise.checkpoint.stored_parts import StoredParts
 from shardwise.checkpoint.tree import decode_tree
-from shardwise.errors import LoadError
+from shardwise.errors import ConfigError, LoadError
 from shardwise.runtime.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Piece
@@ -42,6 +42,7 @@ class OptimizerLoad:
     """What is to be loaded into an optimizer, checked when it is made; `apply` changes it.
 
     Raises:
+        ConfigError: the optimizer holds parameters that are not the model's.
         LoadError: the checkpoint has no state of this class, or not of these parameters; groups now hold parameters
             that had different options; or a state can only be loaded with the layout it was saved with.
     """
@@ -71,7 +72,12 @@ class OptimizerLoad:
         names = {id(each.value): each for each in held.values()}
         unknown: list[str] = []
         for group in optimizer.param_groups:
-            found = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            if strays := [parameter for parameter in group["params"] if id(parameter) not in names]:
+                raise ConfigError(
+                    f"the optimizer holds a parameter of shape {tuple(strays[0].shape)} that is not the model's",
+                    fix="pass the model that holds all of its parameters",
+                )
+            found = [names[id(parameter)] for parameter in group["params"]]
             unknown += [each.name for each in found if each.name not in saved["parameters"]]
             known = [each for each in found if each.name in saved["parameters"]]
             if options := self._options(known, saved):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import platform
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,12 +17,12 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.checkpoint.content import HeldTensor, OptimizerContent, held_tensors, read_optimizer
+from shardwise.checkpoint.content import HeldTensor, OptimizerContent, held_tensors, read_optimizer, slices_of
 from shardwise.checkpoint.random_states import random_axes, read_random
-from shardwise.checkpoint.save_job import SaveJob, SaveRequest
+from shardwise.checkpoint.save_job import OwnPortions, SaveJob, SaveRequest
+from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.agree import gather_from_all
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.runtime.registry import Registry, registry_of, reshard
@@ -29,13 +31,29 @@ from shardwise.sharding.layout import Layout
 
 __all__ = ["prepare_save"]
 
-_Divisions = weakref.WeakKeyDictionary[Registry, tuple[Any, dict[str, tuple[Portion, ...]]]]
-_DIVISIONS: _Divisions = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Division:
+    """Who writes what: decided from what every rank says that it holds.
+
+    Attributes:
+        held: what every rank has said.
+        portions: of every tensor, over all ranks.
+        own: this rank's, each with where it is in the local tensor.
+    """
+
+    held: list[dict[str, Any]]
+    portions: dict[str, tuple[Portion, ...]]
+    own: dict[str, OwnPortions]
+
+
+_DIVISIONS: weakref.WeakKeyDictionary[Registry, _Division] = weakref.WeakKeyDictionary()
 """The division of the last save of each model: training saves the same tensors again and again."""
 
 
+@torch.no_grad()
 def prepare_save(
-    request: SaveRequest,
+    make_request: Callable[[], SaveRequest],
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -45,71 +63,116 @@ def prepare_save(
 ) -> SaveJob:
     """The checkpoint as it is to be written, views of what is saved. All ranks call it.
 
+    Args:
+        make_request: where it goes; what it raises is raised on every rank.
+
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
 
-    Communicates: two gathers of small objects over all ranks.
+    Communicates: one gather of a small object over all ranks.
     """
     registry = registry_of(model)
     mesh = registry.mesh
     reshard(model)
-    tensors: dict[str, Tensor] = {}
-    with raise_on_all_ranks(mesh.group(), "preparing the checkpoint"):
-        held = held_tensors(model, registry)
-        content = read_optimizer(optimizer, held) if optimizer is not None else None
-        values: dict[str, Any] = {"extra": encode_tree(extra, "extra", tensors), "random": random_axes(mesh)}
-        if scheduler is not None:
-            values["scheduler"] = encode_tree(scheduler.state_dict(), "scheduler", tensors)
-            values["scheduler_class"] = type(scheduler).__name__
+    seen: list[_Seen] = []
+
+    def look() -> dict[str, Any]:
+        seen.append(_look(make_request(), model, registry, optimizer=optimizer, scheduler=scheduler, extra=extra))
         if loss_scale is not None:
-            values["loss_scale"] = dict(loss_scale)
-        own = {"rank": _position(mesh), **_describe_own(request, values, held, content)}
-    everyone = sorted(all_gather_objects(own, mesh.group()), key=lambda each: each["rank"])
+            seen[0].values["loss_scale"] = dict(loss_scale)
+        return {"rank": _position(mesh), **_describe_own(seen[0])}
+
+    everyone = gather_from_all(mesh.group(), "preparing the checkpoint", look)
+    everyone.sort(key=lambda each: each["rank"])
     _check_same(everyone)
-    divided = _divide(registry, [each["held"] for each in everyone])
+    own = seen[0]
+    division = _divide(registry, own.held, [each["held"] for each in everyone])
+    split = _split_model(model, registry)
     job = SaveJob(
-        request=request,
+        request=own.request,
         mesh=mesh,
         rank=_position(mesh),
         content="trained" if _is_partial([each["held"] for each in everyone]) else "all",
-        model_name=_split_model(model, registry).__class__.__name__,
-        optimizer=(content.class_name, {}) if content is not None else None,
+        model_name=type(split).__name__,
+        optimizer=(own.optimizer.class_name, {}) if own.optimizer is not None else None,
         tied=dict(registry.tied),
-        values=values,
-        companions=_companions(_split_model(model, registry)),
-        versions={
-            "shardwise": version("shardwise"),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        values=own.values,
+        companions=_companions(split) if _position(mesh) == 0 else {},
+        versions=_versions(),
     )
-    for name, portions in divided.items():
-        if name in held:
-            job.add_portions(held[name], portions, content)
+    for name, portions in division.portions.items():
+        if name in own.held:
+            job.add_portions(own.held[name], portions, division.own[name], own.optimizer)
     job.add_tensors(read_random(mesh))
     if job.rank == 0:
-        job.add_tensors(tensors)
+        job.add_tensors(own.tensors)
     return job
 
 
-def _describe_own(
-    request: SaveRequest, values: Mapping[str, Any], held: Mapping[str, HeldTensor], optimizer: OptimizerContent | None
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Seen:
+    """What this rank is asked to save, and has; `tensors` are those in `values`."""
+
+    request: SaveRequest
+    held: dict[str, HeldTensor]
+    optimizer: OptimizerContent | None
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def _look(
+    request: SaveRequest,
+    model: nn.Module,
+    registry: Registry,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: Any,
+) -> _Seen:
+    held = held_tensors(model, registry)
+    content = read_optimizer(optimizer, held) if optimizer is not None else None
+    tensors: dict[str, Tensor] = {}
+    values = {"extra": encode_tree(extra, "extra", tensors), "random": random_axes(registry.mesh)}
+    if scheduler is not None:
+        values.update(_read_scheduler(scheduler, tensors))
+    return _Seen(request, held, content, values, tensors)
+
+
+def _read_scheduler(scheduler: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if not callable(getattr(scheduler, "state_dict", None)):
+        raise ConfigError(f"the scheduler is a {type(scheduler).__name__}, which has no state_dict")
+    state = encode_tree(scheduler.state_dict(), "scheduler", tensors)
+    return {"scheduler": state, "scheduler_class": type(scheduler).__name__}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {
+        "shardwise": version("shardwise"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _describe_own(seen: _Seen) -> dict[str, Any]:
     """What this rank asks for, which must be the same on all, and what it holds."""
-    parameters = [each for each in held.values() if isinstance(each.value, nn.Parameter)]
+    parameters = [each for each in seen.held.values() if isinstance(each.value, nn.Parameter)]
     frozen = [each for each in parameters if not each.value.requires_grad]
     trained = [each.name for each in parameters if each.value.requires_grad]
     return {
         "same": {
-            **{name: str(value) for name, value in vars(request).items()},
-            "optimizer": optimizer.class_name if optimizer is not None else "",
-            **{name: json.dumps(value) for name, value in values.items()},
+            **{name: str(value) for name, value in vars(seen.request).items()},
+            "optimizer": seen.optimizer.class_name if seen.optimizer is not None else "",
+            **{
+                name: json.dumps(common_state(value) if name == "scheduler" else value)
+                for name, value in seen.values.items()
+            },
         },
         "held": {
             "trained": tuple(trained) if frozen else None,
-            "unknown": {each.name: each.layout for each in held.values() if not each.is_known},
-            "buffers": tuple(each.name for each in held.values() if not isinstance(each.value, nn.Parameter)),
+            "unknown": {each.name: each.layout for each in seen.held.values() if not each.is_known},
+            "buffers": tuple(each.name for each in seen.held.values() if not isinstance(each.value, nn.Parameter)),
         },
     }
 
@@ -131,11 +194,23 @@ def _is_partial(everyone: Sequence[Mapping[str, Any]]) -> bool:
     return any(each["trained"] is not None for each in everyone) and any(each["trained"] != () for each in everyone)
 
 
-def _divide(registry: Registry, everyone: list[dict[str, Any]]) -> dict[str, tuple[Portion, ...]]:
+def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: list[dict[str, Any]]) -> _Division:
     """Which rank writes what of the parameters and buffers that are saved, decided alike on every rank."""
     known = _DIVISIONS.get(registry)
-    if known is not None and known[0] == everyone:
-        return known[1]
+    if known is not None and known.held == everyone:
+        return known
+    portions = _divide_portions(registry, everyone)
+    rank, coords = _position(registry.mesh), registry.mesh.coords
+    own = {
+        name: slices_of(held[name].layout, coords, [portion.box for portion in each if portion.rank == rank])
+        for name, each in portions.items()
+        if name in held
+    }
+    _DIVISIONS[registry] = _Division(everyone, portions, own)
+    return _DIVISIONS[registry]
+
+
+def _divide_portions(registry: Registry, everyone: list[dict[str, Any]]) -> dict[str, tuple[Portion, ...]]:
     shape = registry.mesh.shape
     layouts: dict[str, Layout] = {name: entry.layout for name, entry in registry.entries.items()}
     holders: dict[str, list[int]] = {}
@@ -155,9 +230,7 @@ def _divide(registry: Registry, everyone: list[dict[str, Any]]) -> dict[str, tup
                 coords = shape.coords(rank)
                 saved |= {name for name, entry in registry.entries.items() if entry.layout.pieces(coords)}
         layouts = {name: layout for name, layout in layouts.items() if name in saved}
-    divided = divide_boxes(layouts, shape, holders=holders)
-    _DIVISIONS[registry] = (everyone, divided)
-    return divided
+    return divide_boxes(layouts, shape, holders=holders)
 
 
 def _position(mesh: Mesh) -> int:
@@ -169,13 +242,18 @@ def _split_model(model: nn.Module, registry: Registry) -> nn.Module:
     return registry.model() or model
 
 
-def _companions(model: nn.Module) -> dict[str, bytes]:
+def _companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
     """The model's configuration, as transformers would write it: with it, the weights are a model."""
     if not isinstance(model, PreTrainedModel):
         return {}
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    found = {"config.json": config.to_json_string(use_diff=True).encode()}
+    found: dict[str, Callable[[], bytes]] = {"config.json": functools.partial(_as_json, config)}
     if model.can_generate() and model.generation_config is not None:
-        found["generation_config.json"] = model.generation_config.to_json_string(use_diff=True).encode()
+        found["generation_config.json"] = functools.partial(_as_json, copy.deepcopy(model.generation_config))
     return found
+
+
+def _as_json(config: Any) -> bytes:
+    text: str = config.to_json_string(use_diff=True)
+    return text.encode()

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.content import HeldTensor, OptimizerContent, model_key, state_key, views_of
-from shardwise.checkpoint.directory import LATEST, clean, list_checkpoints, lock, prune
+from shardwise.checkpoint.content import HeldTensor, OptimizerContent, model_key, state_key
+from shardwise.checkpoint.directory import LATEST, clean, list_checkpoints, lock, prune, writing
 from shardwise.checkpoint.manifest import (
     INDEX,
     FileFacts,
@@ -45,7 +45,9 @@ from shardwise.sharding.layout import Layout
 from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["SaveJob", "SaveRequest"]
+__all__ = ["OwnPortions", "SaveJob", "SaveRequest"]
+
+OwnPortions = tuple[tuple[Box, tuple[slice, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +96,7 @@ class SaveJob:
         optimizer: class name, and by the parameters that this rank answers for options and states.
         tied: alias to canonical name.
         values: what is no tensor of the model or optimizer; rank 0's are written.
-        companions: further files by name.
+        companions: further files by name, and what writes their content in the end.
         versions: of the libraries.
     """
 
@@ -108,7 +110,7 @@ class SaveJob:
     optimizer: tuple[str, dict[str, Any]] | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    companions: dict[str, bytes] = field(default_factory=dict)
+    companions: dict[str, Callable[[], bytes]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -118,11 +120,18 @@ class SaveJob:
             if value.numel():
                 self.written.append(_Written(key, full_box(tuple(value.shape)), value))
 
-    def add_portions(self, held: HeldTensor, portions: tuple[Portion, ...], optimizer: OptimizerContent | None) -> None:
-        """Adds this rank's portions of a tensor of the model, and of the optimizer's states of it."""
+    def add_portions(
+        self, held: HeldTensor, portions: tuple[Portion, ...], own: OwnPortions, optimizer: OptimizerContent | None
+    ) -> None:
+        """Adds this rank's portions of a tensor of the model, and of the optimizer's states of it.
+
+        Args:
+            portions: of the tensor, over all ranks.
+            own: this rank's, each with where it is in the local tensor.
+        """
         answers = portions[0].rank == self.rank if portions else not any(self.mesh.coords.values())
         states = optimizer.described.get(held.name) if optimizer is not None else None
-        like = {model_key(held.name): local_part(held.value.detach())}
+        like = {model_key(held.name): local_part(held.value).detach()}
         for state, facts in (states or {}).items():
             key, tensor = state_key(held.name, state), optimizer.tensors.get((held.name, state)) if optimizer else None
             if "like" in facts and tensor is not None:
@@ -131,12 +140,10 @@ class SaveJob:
                 self.add_tensors({key: tensor})
             elif "ranks" in facts and tensor is not None:
                 self.add_tensors({f"{key}@{self.rank}": tensor})
-        boxes = [portion.box for portion in portions if portion.rank == self.rank]
         for key, value in like.items():
             if answers:
                 self._describe(key, value, held.layout)
-            views = views_of(value, held.layout, self.mesh.coords, boxes) if boxes else ()
-            self.written += [_Written(key, box, view) for box, view in views]
+            self.written += [_Written(key, box, value[place]) for box, place in own]
         if answers and optimizer is not None and self.optimizer is not None and states is not None:
             self.optimizer[1][held.name] = {"options": optimizer.options[held.name], "states": states}
 
@@ -168,9 +175,12 @@ class SaveJob:
         Communicates: five gathers of small objects over `group`.
         """
         staged: StagedDirectory | None = None
+        alone = ExitStack()
         try:
             with raise_on_all_ranks(group, "opening the checkpoint's directory"), _as_load_error(self.request.root):
-                staged = self._open() if self.rank == 0 else None
+                if self.rank == 0:
+                    alone.enter_context(writing(self.request.root))
+                    staged = self._open()
             place = next(each for each in all_gather_objects(staged and str(staged.path), group) if each)
             with raise_on_all_ranks(group, "writing the checkpoint"), _as_load_error(self.request.root):
                 report = self._write(Path(place))
@@ -181,6 +191,7 @@ class SaveJob:
         finally:
             if staged is not None:
                 staged.abort()
+            alone.close()
 
     def _open(self) -> StagedDirectory:
         request = self.request
@@ -217,7 +228,8 @@ class SaveJob:
         request, directory = self.request, staged.path
         index, files = self._index(reports)
         files[INDEX] = write_index(directory, index)
-        for name, content in self.companions.items():
+        for name, make in self.companions.items():
+            content = make()
             (directory / name).write_bytes(content)
             files[name] = FileFacts(len(content), zlib.crc32(content))
         manifest = Manifest(

@@ -7,14 +7,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.tensor_file import DTYPES
 
 __all__ = ["decode_tree", "encode_tree"]
 
 _TAG = "$"
 _MOST_DEEP = 100
+_MOST_BITS = 10_000
 
 
 def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
@@ -32,12 +35,15 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int) and type(value) is int:
+        if value.bit_length() > _MOST_BITS:
+            raise ConfigError(f"{at} is a number of {value.bit_length():,} bits", fix=f"save at most {_MOST_BITS:,}")
         return value
     if isinstance(value, float) and type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "is": repr(value)}
     if depth > _MOST_DEEP:
         raise ConfigError(f"{at} is nested more than {_MOST_DEEP} times", why="it may hold itself")
     if isinstance(value, Tensor):
+        _check_tensor(value, at)
         tensors[at] = value.detach()
         return {_TAG: "tensor", "is": at}
     if isinstance(value, Mapping):
@@ -60,6 +66,20 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
         why="a checkpoint holds JSON values and tensors; anything else would have to be pickled, and run to be read",
         fix="save numbers, text, lists, dictionaries and tensors (of an object, its state_dict())",
     )
+
+
+def _check_tensor(value: Tensor, at: str) -> None:
+    """Raises unless it is a tensor that a file can hold."""
+    kind = type(value).__name__
+    if value.layout != torch.strided or value.is_quantized or value.dtype not in DTYPES:
+        what = f"a tensor of {value.dtype} and layout {value.layout}"
+    elif value.is_meta:
+        what = "a tensor without values, on the meta device"
+    elif type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+        what = f"a {kind}"
+    else:
+        return
+    raise ConfigError(f"{at} is {what}", fix="save a plain tensor, such as .to_dense() or .full_tensor() makes")
 
 
 def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:

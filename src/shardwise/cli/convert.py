@@ -11,10 +11,13 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Write the model of a checkpoint as a directory that `from_pretrained` loads. Needs neither the ranks that saved it nor
-their memory: tensors are copied one by one.
+their memory: tensors are copied one by one. Checkpoints of others are taken, too: directories of
+torch.distributed.checkpoint (NeMo Automodel's among them), of transformers' distributed_checkpoint=True, of Optimum
+Neuron, and of NxD where no tensor is split.
 
   shardwise convert runs/first/checkpoints --to hf out
   shardwise convert runs/first/checkpoints --tag step-200 --to hf out --dtype bfloat16 --tokenizer path/or/hub-id
+  shardwise convert automodel/epoch_0_step_100/model --config path/or/hub-id --to hf out
 """
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", choices=("hf",), required=True, help="the format: hf, which transformers loads")
     parser.add_argument("--tag", help="which checkpoint; by default the newest")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
+    parser.add_argument("--config", metavar="DIRECTORY", help="the model's config, where another's checkpoint has none")
     parser.add_argument("--tokenizer", metavar="DIRECTORY", help="tokenizer directory or hub id, written beside them")
 
 
@@ -38,11 +42,23 @@ def run(arguments: argparse.Namespace) -> int:
     import torch  # slow to import, as are the next
     from transformers import AutoTokenizer
 
-    from shardwise.api.converting import convert_to_hf, open_anywhere
+    from shardwise.api.converting import convert_to_hf, convert_weights_to_hf, open_anywhere
+    from shardwise.weights.kinds import CONVERTIBLE, kind_of
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
-    with open_anywhere(arguments.checkpoint, arguments.tag) as stored:
-        dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    path = Path(arguments.checkpoint)
+    if (kind := kind_of(path)) in CONVERTIBLE:
+        if arguments.tag is not None:
+            raise ConfigError(
+                f"--tag {arguments.tag}", why=f"{path} is {kind}, which has none", fix="pass its directory"
+            )
+        convert_weights_to_hf(path, out, config=arguments.config, dtype=dtype, tokenizer=tokenizer)
+        print(f"{path}, {kind}, converted to {out}")
+        return 0
+    if arguments.config is not None:
+        raise ConfigError("--config", why="a checkpoint of ours holds the model's config", fix="leave it out")
+    with open_anywhere(path, arguments.tag) as stored:
         convert_to_hf(stored, out, dtype=dtype, tokenizer=tokenizer)
         print(f"{stored.directory} converted to {out}")
     return 0

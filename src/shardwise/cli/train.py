@@ -87,6 +87,12 @@ def run(arguments: argparse.Namespace) -> int:
             why="it counts restarts from a checkpoint, and the run has none" if arguments.max_restarts > 0 else "",
             fix="name a checkpoint.dir" if arguments.max_restarts > 0 else "use 0 or more",
         )
+    if arguments.max_restarts and config.checkpoint.resume == "never":
+        raise ConfigError(
+            f"--max-restarts {arguments.max_restarts} and checkpoint.resume=never",
+            why="a run that never resumes begins anew whenever its ranks are started again",
+            fix="leave one of them out",
+        )
     if shape.world_size == 1 and not arguments.max_restarts:
         _train(config)
         return 0

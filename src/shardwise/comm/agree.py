@@ -17,7 +17,7 @@ from shardwise.comm.operations import Group, all_gather_objects, all_gather_sing
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.failure import Failure
 
-__all__ = ["check_equal", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
+__all__ = ["check_equal", "gather_from_all", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
 
 _Result = TypeVar("_Result")
 
@@ -37,7 +37,30 @@ def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
         yield
     except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         error = fault
-    failures: list[Failure | None] = all_gather_objects(None if error is None else Failure.of(error), group)
+    _raise_first(all_gather_objects(None if error is None else Failure.of(error), group), error, group, doing)
+
+
+def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]) -> list[_Result]:
+    """What `make` returns on every rank of `group`, in rank order: small and picklable. Where it raises on some rank,
+    the lowest such rank's error is raised on all.
+
+    Args:
+        doing: what `make` does, for the message of ranks that had no part in the fault.
+
+    Communicates: one gather of a small object over the group.
+    """
+    made: _Result | Failure
+    error: Exception | None = None
+    try:
+        made = make()
+    except Exception as fault:  # noqa: BLE001 - raised below, on every rank
+        made, error = Failure.of(fault), fault
+    everyone: list[_Result | Failure] = all_gather_objects(made, group)
+    _raise_first([each if isinstance(each, Failure) else None for each in everyone], error, group, doing)
+    return [each for each in everyone if not isinstance(each, Failure)]
+
+
+def _raise_first(failures: list[Failure | None], error: Exception | None, group: Group | None, doing: str) -> None:
     found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if not found:
         return

@@ -362,7 +362,7 @@ def local_part(value: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
     if isinstance(value, LocalGradient):
         return value.local()
-    return cast("DTensor", value.detach()).to_local() if isinstance(value, DTensor) else value
+    return value.to_local().detach() if isinstance(value, DTensor) else value
 
 
 @contextmanager

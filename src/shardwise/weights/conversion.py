@@ -93,8 +93,7 @@ def resolve_keys(
     conversions = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     collected = _Collected(model, shapes, conversions)
     for key in sorted(index, key=dot_natural_key):
-        entry = index[key]
-        collected.add(key.removeprefix(prefix), LazyTensor.of(index, key, entry.shape, entry.dtype))
+        collected.add(key.removeprefix(prefix), LazyTensor.of_node(index.node(key)))
     collected.convert()
     duplicates = collected.tie()
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]

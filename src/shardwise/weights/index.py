@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from shardwise.errors import LoadError, did_you_mean
 from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.locate import CheckpointFiles, locate_files
+from shardwise.weights.nodes import Source
 
 __all__ = ["CheckpointIndex", "TensorEntry"]
 
@@ -78,6 +79,11 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     def __exit__(self, *error: object) -> None:
         # Tensors already read own their memory; a map is unmapped with the last reference to it.
         self._mapped.clear()
+
+    def node(self, key: str) -> Source:
+        """`key`, to be read box by box."""
+        entry = self[key]
+        return Source(self, key, entry.shape, entry.dtype)
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.

@@ -53,7 +53,12 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def of(cls, store: Store, key: str, shape: Sequence[int], dtype: torch.dtype) -> "LazyTensor":
         """The stored tensor `key`."""
-        return cls(Source(store, key, tuple(shape), dtype), torch.empty(tuple(shape), dtype=dtype, device="meta"))
+        return cls.of_node(Source(store, key, tuple(shape), dtype))
+
+    @classmethod
+    def of_node(cls, node: Source) -> "LazyTensor":
+        """A stored tensor."""
+        return cls(node, torch.empty(node.shape, dtype=node.dtype, device="meta"))
 
     @classmethod
     def of_value(cls, value: torch.Tensor) -> "LazyTensor":

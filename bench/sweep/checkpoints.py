@@ -1,0 +1,81 @@
+"""Whether what one layout saves of an architecture is, bit for bit, what others load, AdamW's states included."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from shardwise.mesh import Mesh
+from shardwise.ranks.spawn import spawn
+from shardwise.runtime.canonical import canonical_tensors
+from shardwise.runtime.registry import find_parameters
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
+from shardwise.tiny.objective import objective_of
+from shardwise.topology.shape import MeshShape
+
+__all__ = ["LOADED_AT", "reload_elsewhere"]
+
+LOADED_AT = ("fsdp2", "tp1")
+_NUM_STEPS = 2
+
+
+def reload_elsewhere(model_class: Any, config: Any, layout: str, *, timeout: float) -> tuple[str, int]:
+    """Saves at `layout` and loads in each of `LOADED_AT`. Returns what differs, if anything, and how many tensors were
+    compared.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as directory:
+        size = MeshShape.parse(layout).world_size
+        saved = spawn(_save, size, model_class, config, layout, directory, timeout=timeout)[0]
+        for other in LOADED_AT:
+            size = MeshShape.parse(other).world_size
+            loaded = spawn(_load, size, model_class, config, other, directory, timeout=timeout)[0]
+            names = sorted(saved.keys() ^ loaded.keys()) or [
+                name for name, value in saved.items() if not torch.equal(value, loaded[name])
+            ]
+            if names:
+                return f"{layout} to {other}: {len(names)} of {len(saved)} differ, such as {names[0]}", len(saved)
+    return "", len(saved)
+
+
+def _save(model_class: Any, config: Any, layout: str, directory: str) -> dict[str, Tensor]:
+    with Mesh.open(layout) as mesh:
+        model = build_tiny_model(config, model_class, seed=0)
+        batch = make_batch(model, seed=0)
+        choose_mode(model, batch)
+        shardwise.parallelize(model, mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+        for _ in range(_NUM_STEPS):
+            objective_of(model(**batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        shardwise.save_checkpoint(directory, model=model, optimizer=optimizer, extra={"step": _NUM_STEPS})
+        return _whole(model, optimizer)
+
+
+def _load(model_class: Any, config: Any, layout: str, directory: str) -> dict[str, Tensor]:
+    with Mesh.open(layout) as mesh:
+        model = shardwise.parallelize(build_tiny_model(config, model_class, seed=1), mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+        shardwise.load_checkpoint(directory, model=model, optimizer=optimizer)
+        return _whole(model, optimizer)
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every full tensor of the model and of the optimizer's states."""
+    found: dict[str, Tensor] = {f"model/{name}": each for name, each in shardwise.full_state_dict(model).items()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter, _ in find_parameters(model):
+        for state, value in optimizer.state.get(parameter, {}).items():
+            if value.ndim:
+                states.setdefault(state, {})[name] = value
+            else:
+                found[f"{state}/{name}"] = value
+    for state, values in sorted(states.items()):
+        for name, value in canonical_tensors(model, values):
+            if value is not None:
+                found[f"{state}/{name}"] = value
+    return found

@@ -1,0 +1,71 @@
+"""The state of a learning-rate scheduler, some lists of which have an entry for each of its optimizer's groups.
+
+Groups differ between layouts, and between the stages of one: their options are stored by parameter, these lists are as
+rank 0 has them. So ranks compare the rest, and what a group's options say is taken from them when a scheduler is loaded
+with its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.errors import LoadError
+
+__all__ = ["common_state", "state_for_groups"]
+
+_OPTIONS = {"base_lrs": "initial_lr", "_last_lr": "lr"}
+"""Lists of torch's schedulers, and the option of a group that each repeats."""
+_ALIKE = ("min_lrs", "lr_lambdas")
+"""Lists that no option repeats: they fit other groups where all entries are equal."""
+_INNER = "_schedulers"
+
+
+def common_state(state: Any) -> Any:
+    """What of `state` must be the same on every rank, whatever groups its optimizer has."""
+    if not isinstance(state, Mapping):
+        return state
+    found = {name: value for name, value in state.items() if name not in _OPTIONS}
+    for name in _ALIKE:
+        if isinstance(found.get(name), list):
+            found[name] = found[name][:1] if _are_equal(found[name]) else found[name]
+    if isinstance(found.get(_INNER), list):
+        found[_INNER] = [common_state(each) for each in found[_INNER]]
+    return found
+
+
+def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inner: bool = False) -> Any:
+    """`state` as the scheduler of an optimizer with these `groups` has it.
+
+    Args:
+        is_inner: of a scheduler that another one drives: its lists may be of an earlier step.
+
+    Raises:
+        LoadError: a list has different entries for groups that are others now.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    found = dict(state)
+    for name, option in _OPTIONS.items():
+        values = [group.get(option) for group in groups]
+        is_kept = is_inner and isinstance(found.get(name), list) and len(found[name]) == len(groups)
+        if isinstance(found.get(name), list) and None not in values and not is_kept:
+            found[name] = [value.clone() if isinstance(value, Tensor) else value for value in values]
+    for name in _ALIKE:
+        if isinstance(found.get(name), list) and len(found[name]) != len(groups):
+            if not _are_equal(found[name]):
+                raise LoadError(
+                    f"the scheduler's {name} differ, and were of other parameter groups",
+                    why=f"{len(found[name])} entries for what are {len(groups)} groups now",
+                    fix="load it with the layout it was saved with, or build the scheduler anew",
+                )
+            found[name] = found[name][:1] * len(groups)
+    if isinstance(found.get(_INNER), list):
+        found[_INNER] = [state_for_groups(each, groups, is_inner=True) for each in found[_INNER]]
+    return found
+
+
+def _are_equal(values: list[Any]) -> bool:
+    return all(each == values[0] for each in values)

@@ -1,0 +1,120 @@
+"""`ChunkedIndex`: a checkpoint of somebody else's, whose tensors lie in chunks: boxes of the full tensor, in whatever
+files. It serves what `CheckpointIndex` serves, reading only the chunks that a box touches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.errors import LoadError
+from shardwise.sharding.boxes import Box, full_box, intersect, move, volume
+from shardwise.weights.index import CheckpointIndex, TensorEntry
+from shardwise.weights.nodes import Source
+
+__all__ = ["Chunk", "ChunkedIndex", "ChunkedTensor"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements `box` of a tensor: what `read` returns, from `path`."""
+
+    box: Box
+    path: Path
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """A tensor in chunks that hold each of its elements once."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: Sequence[Chunk]
+
+
+class ChunkedIndex(CheckpointIndex):
+    """The tensors of a checkpoint by key.
+
+    Raises:
+        LoadError: chunks of a tensor leave a gap, overlap, or reach out of it.
+    """
+
+    def __init__(self, tensors: Mapping[str, ChunkedTensor], location: str) -> None:
+        super().__init__({}, location)
+        self._tensors = {key: _checked(key, each, location) for key, each in tensors.items()}
+        self._entries = {
+            key: TensorEntry(each.chunks[0].path if each.chunks else Path(location), each.dtype, each.shape)
+            for key, each in self._tensors.items()
+        }
+
+    def node(self, key: str) -> Source:
+        """`key`, to be read box by box."""
+        entry = self[key]
+        return _Chunked(self, key, entry.shape, entry.dtype, self._tensors[key].chunks)
+
+    def map_tensor(self, key: str) -> Tensor:
+        """`key` in memory."""
+        entry = self[key]
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        self.node(key).fill(full_box(entry.shape), whole)
+        return whole
+
+    def adopt(self, key: str, box: Box) -> Tensor | None:
+        """None: nothing of these files stays mapped."""
+        return None
+
+
+@dataclass(eq=False)
+class _Chunked(Source):
+    chunks: Sequence[Chunk]
+
+    def fill(self, box: Box, out: Tensor) -> None:
+        origin = tuple((0, stop - start) for start, stop in box)
+        for chunk in self.chunks:
+            both = intersect(box, chunk.box)
+            if both is None:
+                continue
+            within = move(both, chunk.box, tuple((0, stop - start) for start, stop in chunk.box))
+            part = _read(chunk, self.key)[_slices(within)]
+            out[_slices(move(both, box, origin))] = part.to(out.device)
+            self.store.count(part.nbytes)
+
+
+def _read(chunk: Chunk, key: str) -> Tensor:
+    found = chunk.read()
+    expected = tuple(stop - start for start, stop in chunk.box)
+    if tuple(found.shape) != expected:
+        raise LoadError(
+            f"a part of {key} has shape {list(found.shape)}, not {list(expected)}",
+            at=str(chunk.path),
+            why="the checkpoint says so elsewhere",
+            fix="copy the files again",
+        )
+    return found
+
+
+def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
+    """`tensor` with each chunk once: ranks may have written the same one."""
+    chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
+    whole = full_box(tensor.shape)
+    strays = [chunk.box for chunk in chunks if len(chunk.box) != len(whole) or intersect(chunk.box, whole) != chunk.box]
+    overlaps = [] if strays else [a.box for a, b in itertools.combinations(chunks, 2) if intersect(a.box, b.box)]
+    held = sum(volume(chunk.box) for chunk in chunks)
+    if (strays and volume(whole)) or overlaps or held != volume(whole):
+        raise LoadError(
+            f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(whole):,} elements",
+            at=location,
+            why=f"parts overlap: {overlaps[0]}" if overlaps else "some parts are missing, or were not written",
+            fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",
+        )
+    return ChunkedTensor(tensor.dtype, tensor.shape, chunks)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

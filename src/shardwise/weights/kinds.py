@@ -1,0 +1,67 @@
+"""What a directory holds that is no directory of ours, by the names of its files: nothing of them is opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["CONVERTIBLE", "DCP", "NXD", "OPTIMUM_NEURON", "SHARDED_SAFETENSORS", "describe_kind", "kind_of"]
+
+DCP = "a directory of torch.distributed.checkpoint (DCP)"
+NXD = "a checkpoint of neuronx_distributed"
+OPTIMUM_NEURON = "a sharded checkpoint of Optimum Neuron"
+SHARDED_SAFETENSORS = "a distributed checkpoint of transformers (save_pretrained(distributed_checkpoint=True))"
+
+CONVERTIBLE = frozenset({DCP, NXD, OPTIMUM_NEURON, SHARDED_SAFETENSORS})
+"""Kinds whose weights can be read."""
+
+_OWN = "one checkpoint, not the directory that holds it"
+_CONVERT = "shardwise.load loads its weights, and shardwise convert {} --to hf OUT writes them as a plain directory"
+_SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+
+
+def _any(*patterns: str) -> Callable[[Path], bool]:
+    return lambda root: any(next(root.glob(pattern), None) is not None for pattern in patterns)
+
+
+_KINDS: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
+    (_OWN, lambda root: (root / "manifest.json").is_file(), 'pass the directory above it, and tag="{0.name}"'),
+    (OPTIMUM_NEURON, _any("shards/mp_metadata_pp_rank_*.pt", "mp_metadata_pp_rank_*.pt"), _CONVERT),
+    (NXD, _any("model/dp_rank_*_tp_rank_*.pt", "*/model/dp_rank_*_tp_rank_*.pt", "tp_rank_*_pp_rank_*"), _CONVERT),
+    (SHARDED_SAFETENSORS, lambda root: any(_SHARD.fullmatch(each.name) for each in root.iterdir()), _CONVERT),
+    (DCP, _any(".metadata", "model/.metadata"), _CONVERT),
+    (
+        "a checkpoint of DeepSpeed",
+        _any("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt", "*/zero_pp_rank_*_model_states.pt"),
+        "convert it with DeepSpeed's zero_to_fp32.py, and load what that writes with shardwise.load",
+    ),
+    (
+        "a checkpoint of Megatron-LM",
+        _any("latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt"),
+        "convert it with Megatron-LM's tools/checkpoint/convert.py, and load what that writes with shardwise.load",
+    ),
+    ("a directory with an adapter of PEFT", _any("adapter_config.json"), "pass it as adapter= to shardwise.load"),
+    (
+        "a Hugging Face model directory",
+        lambda root: (root / "config.json").is_file() and _any("*.safetensors", "pytorch_model*.bin")(root),
+        "load it with shardwise.load",
+    ),
+)
+
+
+def kind_of(path: Path) -> str | None:
+    """What stands at `path`, None where it is nothing that is known."""
+    return _find(path)[0]
+
+
+def describe_kind(path: Path) -> dict[str, str]:
+    """`why` and `fix` of an error about a directory in which no checkpoint was found."""
+    kind, fix = _find(path)
+    if kind is None:
+        return {"fix": "pass a directory of checkpoints, as shardwise.save_checkpoint writes them"}
+    return {"why": f"it is {kind}", "fix": fix.format(path)}
+
+
+def _find(path: Path) -> tuple[str | None, str]:
+    return next(((kind, fix) for kind, holds, fix in _KINDS if path.is_dir() and holds(path)), (None, ""))

@@ -1,0 +1,185 @@
+"""Who else calls these functions, and in which order: odd values, ranks that disagree, several models at once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.errors import ConfigError, LoadError
+from shardwise.ranks.spawn import spawn
+from shardwise.weights.kinds import describe_kind
+from tests.checkpoint.training import Training, differing
+
+pytestmark = pytest.mark.single
+
+
+@pytest.fixture(scope="module")
+def training():
+    return Training(shardwise.Mesh.open("tp1"), "llama")
+
+
+def test_saved_before_the_first_step_and_in_eval_mode(training, tmp_path):
+    """It loads, twice, into one whose optimizer has states already, and both go on alike."""
+    training.model.eval()
+    training.save(tmp_path / "ünï 数", extra={"step": 0})
+    training.model.train()
+    other = Training(shardwise.Mesh.open("tp1"), "llama", lost=True)
+    other.steps(2)
+    for _ in range(2):
+        assert other.load(tmp_path / "ünï 数") == {"step": 0}
+    assert not differing(other.whole(), training.whole())
+    assert other.steps(2) == training.steps(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"keep_last": 0}, "keep_last is 0"),
+        ({"keep_last": True}, "keep_last is True"),
+        ({"num_writers": 0}, "num_writers is 0"),
+        ({"optimizer": "AdamW"}, "the optimizer is a str"),
+        ({"scheduler": object()}, "the scheduler is a object, which has no state_dict"),
+        ({"extra": {"t": torch.ones(2).to_sparse()}}, r"extra.t is a tensor of torch.float32 and layout torch.sparse"),
+        ({"extra": torch.empty(2, device="meta")}, "extra is a tensor without values"),
+        ({"extra": [10**4000]}, r"extra.0 is a number of 13,288 bits"),
+        ({"extra": {"f": print}}, "extra.f is a builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_saved_is_named(training, tmp_path, options, says):
+    with pytest.raises(ConfigError, match=says):
+        training.save(tmp_path, **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, b"bytes", 3, "a\0b", "\udce4"])
+def test_what_cannot_be_a_path_is_named(training, path):
+    with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
+        training.save(path)
+    with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
+        training.load(path)
+
+
+def test_everything_that_extra_takes_comes_back(training, tmp_path):
+    extra = {
+        "tensors": [torch.arange(6).view(2, 3).t(), torch.ones(2, dtype=torch.bfloat16), torch.empty(0)],
+        "flags": (torch.tensor(True), {1, 2}, None),
+        (1, "two"): {3: float("inf"), "$": "x"},
+        "text": "\ud800 数",
+    }
+    training.save(tmp_path, extra=extra)
+    found = shardwise.load_checkpoint(tmp_path)
+    for here, there in zip(found.pop("tensors"), extra.pop("tensors"), strict=True):
+        assert here.dtype == there.dtype
+        assert torch.equal(here, there)
+    assert found == extra
+
+
+def test_another_optimizer_than_the_models_is_refused(training, tmp_path):
+    training.save(tmp_path)
+    stray = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ConfigError, match=r"a parameter of shape \(2, 2\) that is not the model's"):
+        shardwise.load_checkpoint(tmp_path, model=training.model, optimizer=stray)
+
+
+def test_a_relative_path_is_meant_when_it_is_given(training, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pending = training.save("there", tag="a", async_save=True)
+    Path("below").mkdir()
+    os.chdir("below")
+    assert pending.wait() == "a"
+    assert (tmp_path / "there" / "a" / "manifest.json").exists()
+
+
+def test_two_models_save_to_one_directory_at_once(training, tmp_path):
+    """Each on a mesh of its own: neither takes what the other writes for what a crash has left."""
+    other = Training(shardwise.Mesh.open("tp1"), "qwen3")
+    saves = [
+        each.save(tmp_path, tag=f"{name}-{number}", async_save=True)
+        for number in range(4)
+        for name, each in (("a", training), ("b", other))
+    ]
+    assert {save.wait() for save in saves} == {f"{name}-{number}" for number in range(4) for name in "ab"}
+    other.load(tmp_path, "b-2")
+    assert shardwise.load_checkpoint(tmp_path) is None
+
+
+def test_a_load_without_a_model_waits_for_the_save_under_way(training, tmp_path):
+    for step in (1, 2, 3):
+        training.save(tmp_path, extra={"step": step}, async_save=True, keep_last=1)
+        assert shardwise.load_checkpoint(tmp_path) == {"step": step}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["step-1/manifest.json"], None),
+        (["manifest.json"], "one checkpoint, not the directory"),
+        (["config.json", "model.safetensors"], "a Hugging Face model directory"),
+        (["adapter_config.json", "adapter_model.safetensors"], "adapter of PEFT"),
+        (["model/.metadata"], r"\(DCP\)"),
+        ([".metadata", "__0_0.distcp"], r"\(DCP\)"),
+        (["shards/mp_metadata_pp_rank_0.pt", "shards/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"], "Optimum Neuron"),
+        (["tag/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"], "neuronx_distributed"),
+        (["tp_rank_00_pp_rank_00/checkpoint.pt"], "neuronx_distributed"),
+        (["global_step1/mp_rank_00_model_states.pt"], "DeepSpeed"),
+        (["latest_checkpointed_iteration.txt"], "Megatron-LM"),
+    ],
+)
+def test_a_directory_of_another_kind_is_named(tmp_path, files, says):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    if says is None:
+        assert "why" not in describe_kind(tmp_path)
+        return
+    with pytest.raises(LoadError, match=f"there is no complete checkpoint[\\s\\S]*it is .*{says}"):
+        shardwise.load_checkpoint(tmp_path)
+
+
+DISAGREEMENTS = {
+    "keep_last is 0": lambda rank: {"keep_last": rank},
+    "cannot be the path": lambda rank: {"path": None if rank else "x"},
+    "extra.f is a function": lambda rank: {"extra": {"f": differing} if rank else None},
+    "the optimizer is a int": lambda rank: {"optimizer": rank or None},
+    "not the same on all": lambda rank: {"extra": {"step": rank}},
+    "tag is not the same": lambda rank: {"tag": f"a{rank}"},
+    "async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},
+}
+
+
+def disagree(base):
+    with shardwise.Mesh.open("tp2") as mesh:
+        training = Training(mesh, "llama")
+        found = []
+        for differs in DISAGREEMENTS.values():
+            options = {"path": base, **differs(mesh.rank)}
+            if isinstance(options["path"], str):
+                options["path"] = base / "x"
+            try:
+                found.append(training.save(options.pop("path"), **options).wait())
+            except ConfigError as error:
+                found.append(str(error))
+        loads = [("a", base), ("none" if mesh.rank else "a", base), ("a", None if mesh.rank else base)]
+        for tag, path in loads:
+            try:
+                found.append(training.load(path, tag))
+            except ConfigError as error:
+                found.append(str(error))
+        return found
+
+
+@pytest.mark.spawn
+def test_ranks_that_disagree_end_in_one_error_on_all(tmp_path):
+    first, second = spawn(disagree, 2, tmp_path)
+    assert first == second
+    *errors, saved, loaded, of_rank_0, no_path = first
+    for error, says in zip(errors, DISAGREEMENTS, strict=False):
+        assert says in error
+    assert saved == "a"
+    assert loaded is None
+    assert of_rank_0 is None
+    assert "cannot be the path" in no_path
