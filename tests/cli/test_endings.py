@@ -33,9 +33,9 @@ def start_under_torchrun(path, *overrides):
     return run
 
 
-def await_step(run):
-    """Reads on until the run has taken a step; returns its ranks."""
-    while not re.match(r"step +\d+/", line := run.stdout.readline()):
+def await_step(run, number=r"\d+"):
+    """Reads on until the run has taken a step, or that one; returns its ranks."""
+    while not re.match(rf"step +{number}/", line := run.stdout.readline()):
         assert run.poll() is None and line, run.stderr.read()
     return ranks_of(run)
 
@@ -46,23 +46,29 @@ def ranks_of(run):
     return sorted(ranks, key=lambda each: int(each.environ()["RANK"]))
 
 
-@pytest.mark.parametrize("begin", [start, start_under_torchrun])
-def test_ranks_end_with_a_launcher_that_was_killed(path, begin):
-    run = begin(path)
-    ranks = await_step(run)
-    run.kill()
+def check_ended(ranks):
     gone, alive = psutil.wait_procs(ranks, timeout=20)
     for each in alive:
         each.kill()
     assert len(gone) == 2, "ranks train on"
 
 
-def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed(path, tree):  # noqa: F811
-    run = start_under_torchrun(path, "steps=40")
-    await_step(run)[1].kill()
-    _, err = run.communicate(timeout=100)
-    assert run.returncode == 0, err
-    assert len(losses_of(tree)) == 40
+def test_ranks_end_with_a_launcher_that_was_killed(path):
+    run = start(path)
+    ranks = await_step(run)
+    run.kill()
+    check_ended(ranks)
+
+
+def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed_and_ends_with_its_launcher(path, tree):  # noqa: F811
+    run = start_under_torchrun(path)
+    first = await_step(run, 1)
+    first[1].kill()
+    ranks = await_step(run, 1)
+    assert {each.pid for each in first}.isdisjoint(each.pid for each in ranks)
+    assert losses_of(tree), "every line is whole JSON"
+    run.kill()
+    check_ended(ranks)
 
 
 def test_the_rank_that_was_told_to_end_is_named(path):

@@ -28,7 +28,7 @@ CASES = {
     "tp2+sp": (C, E),
     "fsdp2": (A, B, E),
     "ddp2": (C, D),
-    "fsdp2.tp2": (B, D),
+    "fsdp2.tp2": (B, E),
     "pp2": (A, E),
     "pp2.ddp2": (C,),
 }
