@@ -8,7 +8,7 @@ from shardwise.plan.options import FsdpPolicy
 from shardwise.schedule.build import SCHEDULES
 from tests.train.test_pipeline import FAMILIES, train
 
-pytestmark = pytest.mark.spawn
+pytestmark = [pytest.mark.spawn, pytest.mark.timeout(1800)]
 
 CELLS = [
     (name, FAMILIES[number % len(FAMILIES)], bool(number % 2), 1 + number % 3, bool(number // 2 % 2))
