@@ -16,6 +16,7 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec, Pipeline
+from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.canonical import canonical_tensor
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
@@ -41,7 +42,7 @@ def split_and_train(model: nn.Module, batch: Mapping[str, Any], spec: ParallelSp
     Returns:
         The loss, and the full gradients by name, summed over stages, of the first rank.
     """
-    order = find_layer_order(model)
+    order = find_layer_order(without_adapters(model))
     num_stages = len(order.calls)
     rules = plan_for(model, spec, tp_size=2)
     plan = decide_split(

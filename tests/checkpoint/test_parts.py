@@ -9,7 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import shardwise
-from shardwise.errors import LoadError
+from shardwise.checkpoint.base import _sums, fingerprint
+from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -81,13 +82,59 @@ def test_stages_save_and_load_what_they_hold(tmp_path, layout, tied):
     check(tmp_path, layout, tied=tied)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
-def test_adapters_are_saved_without_the_base(tmp_path, layout):
-    check(tmp_path, layout, adapted=True)
-    directory = tmp_path / "start-False-True" / "step-2"
+def train_adapters(base, layouts):
+    """Saves in the first layout, and goes on in each: the losses; and what is said of another base."""
+    found = {}
+    for layout in layouts:
+        with shardwise.Mesh.open(layout) as mesh:
+            model, optimizer, train = build(mesh, adapted=True, lost=bool(found))
+            if not found:
+                train(2)
+                shardwise.save_checkpoint(base, model=model, optimizer=optimizer, extra={"step": 2})
+            else:
+                shardwise.load_checkpoint(base, model=model, optimizer=optimizer)
+            found[layout] = train(2)
+            with torch.no_grad():
+                for parameter in [each for each in model.parameters() if not each.requires_grad][:1]:
+                    parameter.mul_(-1)
+            with pytest.raises(LoadError) as raised:
+                shardwise.load_checkpoint(base, model=model, optimizer=optimizer)
+            assert "was trained on another base than this model's" in str(raised.value)
+            assert "model.embed_tokens.weight" in str(raised.value)
+            shardwise.load_checkpoint(base, model=model, optimizer=optimizer, strict=False)
+    return found
+
+
+def test_what_tells_a_base_from_others_is_the_same_in_parts_and_another_for_rows_in_other_places():
+    weight = torch.randn(6, 4)
+
+    def text(*parts):
+        sums = [{"w": ("float32", _sums([(box, weight[tuple(slice(*each) for each in box)])]))} for box in parts]
+        return fingerprint(sums)["w"]
+
+    whole = text(((0, 6), (0, 4)))
+    assert whole == text(((0, 2), (0, 4)), ((2, 6), (0, 1)), ((2, 6), (1, 4)))
+    assert whole == fingerprint([{"w": ("float32", _sums([(((0, 6), (0, 4)), weight.t().contiguous().t())]))}])["w"]
+    for dim in (0, 1):
+        assert whole != fingerprint([{"w": ("float32", _sums([(((0, 6), (0, 4)), weight.flip(dim))]))}])["w"]
+
+
+def test_adapters_are_saved_without_the_base_which_must_be_the_same(tmp_path):
+    layouts = ("tp2", "fsdp2", "pp2")
+    for found in spawn(train_adapters, 2, str(tmp_path), layouts):
+        for layout in layouts:
+            assert found[layout] == pytest.approx(found["tp2"], abs=1e-5)
+    mesh = shardwise.Mesh.open("tp1")
+    model, optimizer, train = build(mesh, adapted=True, lost=True)
+    shardwise.load_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    assert train(2) == pytest.approx(found["tp2"], abs=1e-5)
+    directory = tmp_path / "step-2"
     assert json.loads((directory / "manifest.json").read_text())["content"] == "trained"
     assert all("lora_" in key for key in json.loads((directory / "tensors.json").read_text())["tensors"]
                if key.startswith("model/"))  # fmt: skip
-    plain, _, _ = build(shardwise.Mesh.open("tp1"))
+    plain, _, _ = build(mesh)
     with pytest.raises(LoadError, match=r"missing: model.embed_tokens.weight.*\n.*unexpected: .*lora_A"):
-        shardwise.load_checkpoint(tmp_path / "start-False-True", model=plain)
+        shardwise.load_checkpoint(tmp_path, model=plain)
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="has its adapters merged into its weight"):
+        shardwise.save_checkpoint(tmp_path, model=model, optimizer=optimizer)

@@ -67,7 +67,9 @@ class Evaluated(Automatic):
     """Validates, tests and predicts too."""
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss)
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+        self.log("val_loss", loss)
+        self.log("val_synced", loss, sync_dist=True)
 
     test_step = validation_step
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import shardwise
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import LoadError, RankError, UnsupportedError
 from shardwise.lightning.checkpoint import HeldByRanks
+from shardwise.ranks.spawn import spawn
 from tests.lightning.modules import Automatic, Evaluated, loader, trainer, unsplit_curve
 
 pytestmark = pytest.mark.spawn
@@ -48,6 +51,30 @@ def test_a_run_goes_on_in_another_layout(on_ranks, tmp_path):
         shutil.rmtree(tmp_path / path)
     losses, _ = fit(shardwise.Mesh.open("tp1"), "tp1", tmp_path, 18, str(tmp_path / NAME))
     assert losses == pytest.approx(wanted[STEPS:], abs=1e-4)
+
+
+class Killed(Automatic):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.trainer.global_step == 9 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_to_the_end(directory, kind):
+    """The losses of a job, which goes on from its last checkpoint unless a rank is to be killed."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        module = kind()
+        callback = ModelCheckpoint(directory, every_n_train_steps=6, save_top_k=-1, save_last=True)
+        run = trainer("tp2", max_steps=12, enable_checkpointing=True, callbacks=[callback])
+        run.fit(module, loader(mesh.data_size), ckpt_path="last" if kind is Automatic else None)
+        return module.losses
+
+
+def test_a_job_of_which_a_rank_was_killed_goes_on_from_its_last_checkpoint(tmp_path):
+    with pytest.raises(RankError):
+        spawn(run_to_the_end, 2, tmp_path / "saved", Killed)
+    wanted, _ = unsplit_curve("automatic", 1, None, 12)
+    for losses in spawn(run_to_the_end, 2, tmp_path / "saved", Automatic):
+        assert losses == pytest.approx(wanted[6:], abs=1e-4)
 
 
 def test_weights_alone_and_what_is_no_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
@@ -16,10 +17,11 @@ from shardwise.errors import BatchError
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.runtime.replicas import find_unequal_replicas
 from shardwise.train.gradients import gradients_of
-from tests.lightning.modules import CLIP, Automatic, Evaluated, Rows, loader, small_model, trainer
+from tests.lightning.modules import CLIP, Automatic, Evaluated, Rows, loader, small_model, trainer, unsplit_batch
 from tests.oracle import differing
 
-pytestmark = pytest.mark.spawn
+# peft warns of attributes that transformers has renamed
+pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
 def evaluation(mesh, layout):
@@ -36,6 +38,7 @@ def evaluation(mesh, layout):
     own = expected[mesh.data_rank :: mesh.data_size]
     for found in (validated["val_loss"], tested["val_loss"]):
         assert found == pytest.approx(wanted, abs=1e-5)
+    assert validated["val_synced"] == pytest.approx(wanted, abs=1e-5)
     assert torch.equal(predicted, own)
 
 
@@ -140,7 +143,42 @@ def half_precision(mesh, layout):
     assert module.losses == pytest.approx(wanted.losses, abs=2e-2)
 
 
+def with_adapters():
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(small_model(), config)
+
+
+class Adapting(Automatic):
+    """Trains adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = with_adapters()
+
+    def configure_optimizers(self):
+        return self.optimizer([each for each in self.parameters() if each.requires_grad])
+
+
+def adapters(mesh, layout):
+    """As PEFT trains them unsplit."""
+    module, whole = Adapting(), with_adapters().train()
+    trainer(layout, max_steps=3, gradient_clip_val=CLIP["norm"]).fit(module, loader(mesh.data_size))
+    optimizer = module.optimizer([each for each in whole.parameters() if each.requires_grad])
+    for number, found in enumerate(module.losses):
+        loss = whole(**unsplit_batch(number)).loss
+        assert float(loss.detach()) == pytest.approx(found, abs=1e-5)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP["norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+    state = shardwise.full_state_dict(module.model)
+    named = whole.named_parameters()
+    assert not [each for name, value in named for each in differing(name, state[name], value.detach(), 2e-5)]
+
+
 CASES = {
+    "pp2": (adapters,),
     "tp2": (evaluation, once, exchange, uneven_predictions, half_precision),
     "fsdp2": (evaluation, once, exchange, uneven_predictions, half_precision, ranks_without_targets),
 }

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from shardwise.api.describing import describe
+from shardwise.api.prepare import decide
 from shardwise.errors import PlanError
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
@@ -22,6 +23,7 @@ from shardwise.sharding.placement import Replicate, Split
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_model
+from tests.staged import split_and_train
 
 # peft warns of attributes that transformers has renamed, of tied layers, and of patterns of its own for experts.
 pytestmark = [
@@ -109,6 +111,29 @@ def test_ranks_drop_the_same_of_what_they_are_given_alike(family, sequence_paral
     assert found.passed, found.reason
 
 
+STAGED = [
+    ("llama", {"tied": True, "target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["mlp", "norm"]}),
+    ("llama", {"target_modules": ["q_proj"], "layers_to_transform": [0]}),
+    ("mixtral", {}),  # its router, too, whose layer's code runs in foreign stages
+]
+
+
+@pytest.mark.parametrize(("family", "options"), STAGED, ids=lambda value: "-".join(value) if value else "")
+def test_stages_hold_the_adapters_of_what_they_hold(monkeypatch, family, options):
+    monkeypatch.setattr("shardwise.train.gradients._sum_over_stages", lambda *_: None)  # they are summed here
+    model = with_lora(family, **options)
+    batch = make_batch(model, seed=0)
+    loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=True))
+    expected = model(**batch).loss
+    expected.backward()
+    assert abs(loss - float(expected.detach())) < 1e-5
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            allowed = 1e-4 * float(parameter.grad.abs().max()) + 1e-7
+            assert float((found[name] - parameter.grad).abs().max()) <= allowed, name
+
+
 def test_two_adapters_compute_together():
     model = with_lora("llama")
     model = with_lora("llama", model=model, name="two", r=2, target_modules=["q_proj", "o_proj"])
@@ -171,6 +196,13 @@ def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
     with pytest.raises(PlanError, match=f"{what}.* cannot be split over tp=2") as raised:
         decided(model)
     assert "the full weight, of which a rank holds a part" in str(raised.value) and "use fsdp" in str(raised.value)
+
+
+def test_trained_rows_of_a_tied_weight_are_not_cut_into_stages():
+    config = peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1])
+    model = peft.inject_adapter_in_model(config, tiny_model("llama", tied=True))
+    with pytest.raises(PlanError, match=r"an adapter of peft.* on .*cannot be cut into stages"):
+        decide(model, MeshShape(pp_size=2), ParallelSpec())
 
 
 def test_adapters_of_a_derived_plan_are_tried_once_and_kept(monkeypatch):

@@ -15,6 +15,8 @@ import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.plan.options import Recompute
 from shardwise.runtime.registry import registry_of
+from shardwise.runtime.replicas import find_unequal_replicas
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
@@ -24,13 +26,25 @@ pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::UserWarning
 ADAM = {"lr": 1e-3, "eps": 1e-4}
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def t5():
+    config = shrink_config(transformers.T5Config(), without_dropout=True)
+    return build_tiny_model(config, transformers.AutoModelForSeq2SeqLM, seed=0)
+
+
 def with_lora(family, **options):
+    own = {"router_aux_loss_coef": 0.0} if family == "mixtral" else {}  # a balance is that of a microbatch
+    base = t5() if family == "t5" else tiny_model(family, tied=family == "gpt2", **own)
     torch.manual_seed(4)
     given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
-    return peft.get_peft_model(tiny_model(family, tied=family == "gpt2"), peft.LoraConfig(**given)).eval()
+    return peft.get_peft_model(base, peft.LoraConfig(**given)).eval()
 
 
 def batch_of(model, rows=4):
+    if not hasattr(model.config, "vocab_size") or model.config.is_encoder_decoder:
+        return make_batch(model.get_base_model(), batch_size=rows, seed=0)
     batch = tiny_batch(model, rows=rows)
     batch["labels"] = batch["input_ids"].clone()
     return batch
@@ -46,7 +60,7 @@ def train(mesh, layout, family, options, place):
     batch = batch_of(full)
     theirs = torch.optim.AdamW([each for each in full.parameters() if each.requires_grad], **ADAM)
     ours = shardwise.build_optimizer(split, torch.optim.AdamW, **ADAM)
-    step = shardwise.TrainStep(split, mesh)
+    step = shardwise.TrainStep(split, mesh, num_microbatches=2 if mesh.size("pp") > 1 else 1)
     problems = []
     for _ in range(3):
         loss = full(**batch).loss
@@ -60,10 +74,18 @@ def train(mesh, layout, family, options, place):
     found = shardwise.full_state_dict(split)
     for name, value in full.state_dict().items():
         problems += differing(name, found[name], value, 2e-5)
-    problems += [name for name in frozen if split.get_parameter(name).grad is not None]
+    out = Path(place) / layout.replace("+", "-")
+    shardwise.export_pretrained(split, out)
+    for name, value in peft.get_peft_model_state_dict(full).items() if mesh.rank == 0 else ():
+        problems += differing(name, load_file(out / "adapter_model.safetensors")[name], value, 2e-5)
+    for _ in range(17):
+        step(rows_of(batch, mesh))
+        ours.step()
+        ours.zero_grad()
+    problems += [f"after 20 steps the copies of {each} differ" for each in find_unequal_replicas(split)]
+    problems += [name for name, value in split.named_parameters() if name in frozen and value.grad is not None]
     if len(ours.state) != sum(value.requires_grad for value in split.parameters()):
         problems.append("the optimizer has state of frozen parameters")
-    shardwise.export_pretrained(split, Path(place) / layout.replace("+", "-"))
     return problems
 
 
@@ -71,11 +93,16 @@ FAMILIES = {
     "llama": {},
     "gpt2": {"bias": "lora_only", "target_modules": ["c_attn", "c_proj", "wte"]},
     "phi3": {"modules_to_save": ["lm_head"]},
+    "mixtral": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "t5": {"modules_to_save": ["lm_head"], "target_modules": ["q", "wo"], "layers_to_transform": [1]},
 }
 CASES = [
-    *(("llama", layout) for layout in ("tp4", "tp2+sp", "fsdp2.tp2")),
+    *(("llama", layout) for layout in ("tp4", "tp2+sp", "fsdp2.tp2", "pp2", "pp2.tp2+sp")),
     *(("gpt2", layout) for layout in ("tp2", "fsdp2")),
     *(("phi3", layout) for layout in ("tp2+sp", "ddp2")),
+    *(("mixtral", layout) for layout in ("pp2", "pp2.tp2")),
+    *(("t5", layout) for layout in ("pp2", "pp2.tp2")),
+    *(("gpt2", layout) for layout in ("pp2.fsdp2",)),
 ]
 
 
@@ -132,7 +159,7 @@ def equal_files(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
 def test_files_are_pefts_both_ways(on_ranks, checkpoints, layout):
     assert not any(found := on_ranks(exchange_files, place=str(checkpoints))), found[0]
 
@@ -162,7 +189,7 @@ def start_adapter(mesh, layout, place):
     return problems, {name: float(value.sum()) for name, value in state.items() if ".lora_A." in name}
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
 def test_an_adapter_starts_alike_in_every_layout_and_leaves_the_base_in_its_file(on_ranks, checkpoints, layout):
     found = on_ranks(start_adapter, place=str(checkpoints))
     assert not any(problems for problems, _ in found), found[0][0]
@@ -170,9 +197,17 @@ def test_an_adapter_starts_alike_in_every_layout_and_leaves_the_base_in_its_file
         assert found[0] == start_adapter(mesh, "tp1", str(checkpoints))
 
 
+def add_second(model, name="two"):
+    more = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+    model.add_adapter(name, more)
+
+
 def use_adapters(mesh, layout):
     """What differs from PEFT unsplit as adapters are added, switched, merged and taken out again."""
     full = with_lora("llama", target_modules=["q_proj", "o_proj", "down_proj"])
+    if mesh.size("pp") > 1:
+        torch.manual_seed(9)
+        add_second(full)
     split = shardwise.parallelize(copy.deepcopy(full), mesh)
     batch = batch_of(full)
     problems = []
@@ -183,8 +218,8 @@ def use_adapters(mesh, layout):
 
     for model in (full, split):
         torch.manual_seed(9)
-        more = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
-        model.add_adapter("two", more)
+        if mesh.size("pp") == 1:
+            add_second(model)
         model.set_adapter("two")
     compare("the second adapter")
     for model in (full, split):
@@ -211,10 +246,13 @@ def use_adapters(mesh, layout):
     compare("the first adapter")
     with full.disable_adapter(), split.disable_adapter():
         compare("the base")
+    if mesh.size("pp") > 1:
+        with pytest.raises(UnsupportedError, match="after the model was cut into stages"):
+            add_second(split, "three")
     return problems
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
 def test_adapters_are_added_switched_merged_and_restored(on_ranks, layout):
     assert not any(found := on_ranks(use_adapters)), found[0]
 

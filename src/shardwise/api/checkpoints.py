@@ -17,6 +17,7 @@ from shardwise.checkpoint.load import load_into
 from shardwise.checkpoint.save import prepare_save
 from shardwise.checkpoint.save_job import SaveRequest
 from shardwise.errors import ConfigError
+from shardwise.lora.files import adapter_companions
 from shardwise.parallel.materialize import put_tensor
 from shardwise.runtime.registry import registry_of
 from shardwise.train.gradients import gradients_of
@@ -40,8 +41,9 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     """Saves a split model and what trains it as one checkpoint, which any other layout can load.
 
     It holds parameters and persistent buffers by their Hugging Face names (where some parameters are frozen, the
-    trained ones), the optimizer's states and options, the scheduler, the loss scale of float16 and the random states.
-    Replicas share the writing. The checkpoint appears complete or not at all (docs/checkpoint-format.md).
+    trained ones, and what tells the frozen ones from others), the optimizer's states and options, the scheduler, the
+    loss scale of float16 and the random states. Replicas share the writing. The checkpoint appears complete or not at
+    all (docs/checkpoint-format.md).
 
     Args:
         path: a directory of checkpoints, which all ranks share. One job at a time may save there.
@@ -63,8 +65,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
 
     Raises:
         ConfigError: something cannot be saved, or is not the same on every rank.
-        LoadError: it cannot be written, or the background save before has failed. The same error on every rank;
-            what was complete still is.
+        LoadError: it cannot be written, or the save before has failed; the same on every rank. What was complete is.
 
     Communicates: one gather of a small object over all ranks; five more over a process group of its own, in the
         background where that was asked for.
@@ -81,6 +82,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         scheduler=scheduler,
         loss_scale=asdict(gradients.loss_scale) if gradients.loss_scale is not None else None,
         extra=extra,
+        companions=adapter_companions(registry_of(model).model() or model),
     )
     return writer.start(job) if async_save else writer.write(job)
 
@@ -118,7 +120,8 @@ def load_checkpoint(
         model: split by Shardwise, also on the meta device; None reads `extra` alone.
         optimizer: over its parameters, of the class that was saved. Its options become those that were saved.
         scheduler: of the class that was saved.
-        strict: whether names that only the model or only the checkpoint has are an error; else they are a warning.
+        strict: whether names that only the model or only the checkpoint has, and frozen parameters of other values than
+            were saved with, are an error; else they are a warning.
         verify: whether checksums of the parts that this rank reads are verified.
 
     Raises:

@@ -24,7 +24,7 @@ from shardwise.weights.conversion import plan_export
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.write import PretrainedWriter
 
-__all__ = ["convert_to_hf", "convert_weights_to_hf", "open_anywhere"]
+__all__ = ["convert_to_hf", "convert_weights_to_hf", "meta_model", "open_anywhere"]
 
 
 def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
@@ -61,7 +61,14 @@ def convert_to_hf(
         LoadError: the checkpoint is damaged or not complete, or the directory cannot be written.
         UnsupportedError: it holds the trained parameters of a frozen model, or of no transformers model.
     """
-    model = _meta_model(stored)
+    if stored.manifest.content != "all":
+        raise UnsupportedError(
+            f"{stored.manifest.tag} holds only the parameters that were trained",
+            at=str(stored.directory),
+            fix="write its adapter with --adapter, or put it into its base with --merge-adapter; or load it into the\n"
+            "model that it belongs to, and use shardwise.export_pretrained",
+        )
+    model = meta_model(stored)
     tensors = {
         name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
         for key, each in stored.index.tensors.items()
@@ -148,14 +155,8 @@ def _writer(
         yield writer
 
 
-def _meta_model(stored: StoredParts) -> Any:
-    """The model without its values."""
-    if stored.manifest.content != "all":
-        raise UnsupportedError(
-            f"{stored.manifest.tag} holds only the parameters that were trained",
-            at=str(stored.directory),
-            fix="load it into the model that they belong to, and use shardwise.export_pretrained",
-        )
+def meta_model(stored: StoredParts) -> Any:
+    """The model of a checkpoint, its base where it has adapters, without values."""
     if "config.json" not in stored.manifest.files:
         raise UnsupportedError(
             f"{stored.manifest.tag} is of a {stored.manifest.model}, which is no transformers model",

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.mesh import Mesh
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
@@ -28,6 +28,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, outermost_layers
+from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.label_use import label_use_of, note_label_use
 from shardwise.runtime.registry import Registry, is_split
 from shardwise.runtime.wrapping import refuse_wrapping
@@ -96,18 +97,10 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     check_options(shape, spec)
     check_unsplit(model)
     facts = read_facts(model)
-    _check_stages(facts, shape)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
-    return _resolve(rules, find_layer_order(model) if shape.pp_size > 1 else None, model, facts, shape, spec)
-
-
-def _check_stages(facts: ModelFacts, shape: MeshShape) -> None:
-    if facts.adapters is not None and shape.pp_size > 1:
-        raise UnsupportedError(
-            f"adapters in the stages of a pipeline ({shape})",
-            why="what every stage holds of them is not decided yet",
-            fix="use tp and fsdp for models with adapters",
-        )
+    return _resolve(
+        rules, find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None, model, facts, shape, spec
+    )
 
 
 def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
@@ -120,7 +113,7 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
     try:
         check_layers(spec.pipeline, len(outermost_layers(read_stacks(model))), pp_size=shape.pp_size)
     except ConfigError:
-        check_layers(spec.pipeline, len(find_layer_order(model).calls), pp_size=shape.pp_size)
+        check_layers(spec.pipeline, len(find_layer_order(without_adapters(model)).calls), pp_size=shape.pp_size)
 
 
 def _resolve(
@@ -147,7 +140,6 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
         facts = read_facts(model)
-        _check_stages(facts, mesh.shape)
         described = _describe(model, facts, mesh.shape, spec)
     check_equal(
         mesh.group(),
@@ -159,7 +151,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     found: Any = None
     with raise_on_all_ranks(mesh.group(), "planning"):
         if mesh.rank == 0:
-            order = find_layer_order(model).to_json() if mesh.shape.pp_size > 1 else None
+            order = find_layer_order(without_adapters(model)).to_json() if mesh.shape.pp_size > 1 else None
             found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json(), order
     rules_found, order_found = all_gather_objects(found, mesh.group())[0]
     with raise_on_all_ranks(mesh.group(), "resolving the plan"):

@@ -19,6 +19,7 @@ from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
+from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
 from shardwise.parallel.facts import read_facts
@@ -28,6 +29,7 @@ from shardwise.proof.draws import Redraws
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.label_use import note_label_use
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.label_use import probe_label_use
@@ -49,6 +51,7 @@ def verify(
     num_microbatches: int | None = None,
     dtype: torch.dtype | str | None = None,
     timeout_seconds: float = 300.0,
+    adapter: Any = None,
     **options: Any,
 ) -> Report:
     """Proves on the CPU that a split computes what the unsplit model does.
@@ -65,6 +68,8 @@ def verify(
         layout: as in `Mesh.open`.
         num_microbatches: as in `TrainStep`; by default 1, or as many as the schedule of a pipeline needs.
         auto_class, dtype: as in `load`.
+        adapter: as in `load`: the tiny model then is frozen but for adapters as its config says, of any values. A model
+            that has adapters is proved with these.
         options: every other option of `load`: plan, sequence_parallel, fsdp, precision, recompute, compilation, and
             values of the config.
 
@@ -72,19 +77,14 @@ def verify(
         A `Report`: `report.passed`, and `str(report)` as a table.
 
     Raises:
-        ConfigError: there is no such option.
+        ConfigError: there is no such option, or the adapter fits no module of the tiny model.
         UnsupportedError: no tiny model of the architecture can be built.
         PlanError: the plan cannot be followed.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
-    if isinstance(source, nn.Module):
-        config: Any = source.config
-        auto_class = auto_class or type(source)
-    elif isinstance(source, PreTrainedConfig):
-        config = source
-    else:
-        config, options = read_config(source, options)
+    source, adapters = _with_adapters(source, adapter)
+    config, auto_class, options = _read_target(source, auto_class, options)
     if options:
         raise ConfigError(f"verify has no option {', '.join(options)}", fix="it takes the options of shardwise.load")
     chosen = as_dtype(dtype)
@@ -98,8 +98,29 @@ def verify(
         num_microbatches=fewest_microbatches(spec.pipeline, shape) if num_microbatches is None else num_microbatches,
         drops=has_dropout(source if isinstance(source, nn.Module) else config),
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
+        adapters=adapters,
     )
-    return proof.run(f"a tiny model of {config.model_type}", timeout_seconds=timeout_seconds)
+    subject = f"a tiny model of {config.model_type}" + " with adapters" * bool(adapters)
+    return proof.run(subject, timeout_seconds=timeout_seconds)
+
+
+def _read_target(source: Any, auto_class: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """The config of what is to be proved, its class as far as that is known, and the options left over."""
+    if isinstance(source, nn.Module):
+        return source.config, auto_class or type(source), options
+    if isinstance(source, PreTrainedConfig):
+        return source, auto_class, options
+    config, options = read_config(source, options)
+    return config, auto_class, options
+
+
+def _with_adapters(source: Any, adapter: Any) -> tuple[Any, dict[str, Any]]:
+    """What is to be proved, without PEFT's wrappers, and the configs of its adapters."""
+    given = {} if adapter is None else {"default": read_adapter_config(adapter)}
+    if not isinstance(source, nn.Module):
+        return source, given
+    base = find_model(source)
+    return base, given or dict(getattr(base, "peft_config", {}))
 
 
 def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec, shape: MeshShape) -> PreTrainedConfig:
@@ -124,6 +145,7 @@ class Proof:
         config: of the tiny model.
         drops: whether the model that is proved has dropout; the tiny one then trains once with it.
         dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
+        adapters: PEFT's configs by the adapters' names.
     """
 
     config: PreTrainedConfig
@@ -133,12 +155,15 @@ class Proof:
     num_microbatches: int = 1
     drops: bool = True
     dtype: str | None = None
+    adapters: Mapping[str, Any] = field(default_factory=dict)
     tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
     num_steps: int = 20
 
     def run(self, subject: str, *, timeout_seconds: float = 300.0) -> Report:
         """Starts the ranks and reports what they find."""
         start = time.perf_counter()
+        if self.adapters:  # those that do not fit are an error here, not on ranks
+            _inject(self.adapters, build_tiny_model(self.config, self.model_class, seed=0))
         size = MeshShape.parse(self.layout).world_size
         measurements = spawn(_prove_on_this_rank, size, self, timeout=timeout_seconds)
         return Report(
@@ -166,6 +191,9 @@ class Proof:
 def _prove_on_this_rank(proof: Proof) -> Measurement:
     with Mesh.open(proof.layout, device="cpu") as mesh:
         full = build_tiny_model(proof.config, proof.model_class, seed=0)
+        if proof.adapters:
+            torch.manual_seed(0)
+            full = _inject(proof.adapters, full)
         use = probe_label_use(full)
         if use is not None:  # whether training teaches it anything is not what is proved
             note_label_use(full, replace(use, sees_target=False))
@@ -204,6 +232,20 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         dtype, split = getattr(torch, proof.narrow_dtype), _splitter(proof.spec, as_dtype(proof.dtype))
         narrow = measure_narrow(full, batch, mesh, dtype=dtype, split=split, step=step, loss_of=loss_of)
         return replace(found, narrow=narrow)
+
+
+def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
+    """The tiny model with adapters of any values."""
+    large = nn.Module()  # stands for the model that has them
+    large.__dict__["peft_config"] = configs
+    try:
+        return inject_alike(large, tiny)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the adapter does not fit {type(tiny).__name__}",
+            why=" ".join(str(error).split())[:400],
+            fix="name modules of this model in target_modules",
+        ) from error
 
 
 def _draws_in_order(spec: ParallelSpec, mesh: Mesh) -> bool:

@@ -60,10 +60,22 @@ def state_key(name: str, state: str) -> str:
 
 
 def held_tensors(model: nn.Module, registry: Registry) -> dict[str, HeldTensor]:
-    """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once."""
+    """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once. Of further split
+    models inside of `model`, which must be frozen, nothing.
+
+    Raises:
+        UnsupportedError: they are not.
+    """
     held: dict[str, HeldTensor] = {}
     for name, parameter, entry in find_parameters(model):
-        if entry is None:
+        if entry is not None and entry.registry is not registry:
+            if parameter.requires_grad:
+                raise UnsupportedError(
+                    f"a checkpoint of several models that are split and trained: {name} is of another than the first",
+                    why="tensors are stored by the names that one model gives them",
+                    fix="save each model by itself",
+                )
+        elif entry is None:
             held[name] = HeldTensor(name, parameter, Layout(tuple(parameter.shape)), None, False)
         elif entry.is_held:
             is_known = registry.entries.get(entry.fqn) is entry
@@ -134,6 +146,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
         for place, tensor in tensors.items():
             options[place.rpartition(".")[2]] = _number(tensor)
         for parameter in group["params"]:
+            if id(parameter) not in names and not parameter.requires_grad:
+                continue  # of a frozen model beside
             if id(parameter) not in names:
                 raise ConfigError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's",

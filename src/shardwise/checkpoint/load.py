@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.base import Sums, base_differences, base_sums, fingerprint, forget_sums
 from shardwise.checkpoint.content import held_tensors, model_key
 from shardwise.checkpoint.directory import find_tag, root_of
 from shardwise.checkpoint.load_optimizer import OptimizerLoad
@@ -92,6 +93,7 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             states = None
             if model is not None and registry is not None:
                 _check_names(stored, faults, registry.mesh, strict=strict)
+                _check_base(stored, faults, registry.mesh, strict=strict)
                 planned = _plan_model(stored, model, registry) if fills_model else {}
                 if optimizer is not None:
                     states = OptimizerLoad(stored, optimizer, held_tensors(model, registry), registry, strict=strict)
@@ -142,11 +144,12 @@ def _open_alike(
 
 @dataclass(frozen=True)
 class _Faults:
-    """Names that do not fit, as one rank sees it."""
+    """Names that do not fit, as one rank sees it, and its share of what tells the base from others."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     shapes: tuple[str, ...]
+    base: Sums
 
 
 def _compare(stored: StoredParts, model: nn.Module, registry: Registry) -> _Faults:
@@ -168,6 +171,7 @@ def _compare(stored: StoredParts, model: nn.Module, registry: Registry) -> _Faul
             for name, each in held.items()
             if name in saved and tensors[model_key(name)].shape != each.layout.shape
         ),
+        base=base_sums(held, registry) if "base" in stored.index.values else {},
     )
 
 
@@ -197,6 +201,23 @@ def _check_names(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, 
         logger.warning("%s: %s", stored.directory, "; ".join(lines))
 
 
+def _check_base(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, strict: bool) -> None:
+    """Raises, or says, that what was saved was trained on other frozen parameters than the model has."""
+    found = base_differences(stored.index.values.get("base"), fingerprint(each.base for each in faults))
+    if not found:
+        return
+    if not strict:
+        if mesh.rank == 0:
+            logger.warning("%s was trained on another base: %s", stored.directory, _shown(found))
+        return
+    raise LoadError(
+        f"the checkpoint {stored.manifest.tag} was trained on another base than this model's",
+        at=str(stored.directory),
+        why=f"the frozen parameters have other values than those that were saved with: {_shown(found)}",
+        fix="load the base that it was trained on, in the same dtype, or pass strict=False to go on with this one",
+    )
+
+
 def _plan_model(stored: StoredParts, model: nn.Module, registry: Registry) -> dict[str, tuple[Copy, ...]]:
     """What goes where in the model, by canonical name."""
     coords, saved = registry.mesh.coords, _saved_names(stored)
@@ -216,6 +237,7 @@ def _fill_model(
     stored: StoredParts, model: nn.Module, registry: Registry, planned: Mapping[str, tuple[Copy, ...]], put: Put
 ) -> None:
     held = held_tensors(model, registry)
+    forget_sums(registry)
     for name, plan in planned.items():
         value = held[name].value
         if value.is_meta:

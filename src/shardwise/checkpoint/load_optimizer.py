@@ -72,12 +72,13 @@ class OptimizerLoad:
         names = {id(each.value): each for each in held.values()}
         unknown: list[str] = []
         for group in optimizer.param_groups:
-            if strays := [parameter for parameter in group["params"] if id(parameter) not in names]:
+            trained = [each for each in group["params"] if each.requires_grad]
+            if strays := [parameter for parameter in trained if id(parameter) not in names]:
                 raise ConfigError(
                     f"the optimizer holds a parameter of shape {tuple(strays[0].shape)} that is not the model's",
                     fix="pass the model that holds all of its parameters",
                 )
-            found = [names[id(parameter)] for parameter in group["params"]]
+            found = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
             unknown += [each.name for each in found if each.name not in saved["parameters"]]
             known = [each for each in found if each.name in saved["parameters"]]
             if options := self._options(known, saved):

@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.checkpoint.base import base_sums, check_unmerged, fingerprint
 from shardwise.checkpoint.content import HeldTensor, OptimizerContent, held_tensors, read_optimizer, slices_of
 from shardwise.checkpoint.random_states import random_axes, read_random
 from shardwise.checkpoint.save_job import OwnPortions, SaveJob, SaveRequest
@@ -60,11 +61,13 @@ def prepare_save(
     scheduler: Any,
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
+    companions: Mapping[str, Callable[[], bytes]] | None = None,
 ) -> SaveJob:
     """The checkpoint as it is to be written, views of what is saved. All ranks call it.
 
     Args:
         make_request: where it goes; what it raises is raised on every rank.
+        companions: makes further files, by name, besides the model's configuration.
 
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
@@ -80,7 +83,7 @@ def prepare_save(
         seen.append(_look(make_request(), model, registry, optimizer=optimizer, scheduler=scheduler, extra=extra))
         if loss_scale is not None:
             seen[0].values["loss_scale"] = dict(loss_scale)
-        return {"rank": _position(mesh), **_describe_own(seen[0])}
+        return {"rank": _position(mesh), **_describe_own(seen[0]), "base": base_sums(seen[0].held, registry)}
 
     everyone = gather_from_all(mesh.group(), "preparing the checkpoint", look)
     everyone.sort(key=lambda each: each["rank"])
@@ -88,16 +91,19 @@ def prepare_save(
     own = seen[0]
     division = _divide(registry, own.held, [each["held"] for each in everyone])
     split = _split_model(model, registry)
+    is_partial = _is_partial([each["held"] for each in everyone])
+    if is_partial:
+        own.values["base"] = fingerprint(each["base"] for each in everyone)
     job = SaveJob(
         request=own.request,
         mesh=mesh,
         rank=_position(mesh),
-        content="trained" if _is_partial([each["held"] for each in everyone]) else "all",
+        content="trained" if is_partial else "all",
         model_name=type(split).__name__,
         optimizer=(own.optimizer.class_name, {}) if own.optimizer is not None else None,
         tied=dict(registry.tied),
         values=own.values,
-        companions=_companions(split) if _position(mesh) == 0 else {},
+        companions=_companions(split) | dict(companions or {}) if _position(mesh) == 0 else {},
         versions=_versions(),
     )
     for name, portions in division.portions.items():
@@ -129,6 +135,7 @@ def _look(
     scheduler: Any,
     extra: Any,
 ) -> _Seen:
+    check_unmerged(model)
     held = held_tensors(model, registry)
     content = read_optimizer(optimizer, held) if optimizer is not None else None
     tensors: dict[str, Tensor] = {}

@@ -15,6 +15,7 @@ Build a tiny model (same architecture, few and narrow layers), run it unsplit an
 compare loss, logits, every gradient and the replicas. Prints a table; the exit code is 1 if anything differs.
 
   shardwise verify path/or/hub-id --layout tp2 --sequence-parallel
+  shardwise verify path/or/hub-id --layout pp2.tp2 --adapter path/of/adapter
   shardwise verify run.yaml
 """
 
@@ -22,6 +23,7 @@ compare loss, logits, every gradient and the replicas. Prints a table; the exit 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise verify`."""
     add_target(parser)
+    parser.add_argument("--adapter", metavar="DIRECTORY", help="prove it with a PEFT adapter of this config")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,6 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     from shardwise.api.verifying import verify  # torch and transformers are slow to import
 
     num_microbatches = config.num_microbatches if config is not None else None
-    report = verify(model, shape, num_microbatches=num_microbatches, **vars(spec))
+    report = verify(model, shape, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))
     print(report)
     return 0 if report.passed else 1

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.api.building import parallelize
-from shardwise.errors import ConfigError, LayoutError
+from shardwise.errors import ConfigError, LayoutError, UnsupportedError
 from shardwise.lightning.exchange import broadcast_tensors
 from shardwise.lightning.loss import LossHooks
 from shardwise.mesh import Mesh
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.registry import is_split, registry_of
+from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.runtime.registry import entry_of, is_split, registry_of
 from shardwise.train.gradients import Gradients, gradients_of
 
 __all__ = ["SplitModels", "note_spec"]
@@ -47,6 +48,7 @@ class SplitModels:
 
     Raises:
         ConfigError: the module holds no transformers model, or one that was split without the strategy's options.
+        UnsupportedError: it is to train several, or one that comes after a frozen one.
         LayoutError: it holds one that is split over another layout.
 
     Communicates: as `parallelize` for models that are not split; a broadcast of every parameter and buffer outside.
@@ -66,10 +68,10 @@ class SplitModels:
             )
         for root in self._roots:
             _check_root(root, mesh, spec)
+        if trains:
+            _check_one_trained(module, self._roots)
         for model in _outermost(module) if trains else ():
-            if any(value.requires_grad for value in model.parameters()) and not any(
-                each.training for each in model.modules()
-            ):
+            if any(value.requires_grad for value in model.parameters()) and not _is_training(model):
                 model.train()
         self._move_others(module, mesh)
         self.gradients: Gradients = gradients_of(module)
@@ -105,6 +107,32 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _outermost(child)
+
+
+def _is_training(model: nn.Module) -> bool:
+    """Whether any of it is in training mode; adapters come so, into models that are not."""
+    if has_adapters(model):
+        return find_model(model).training
+    return any(each.training for each in model.modules())
+
+
+def _check_one_trained(module: nn.Module, roots: Sequence[nn.Module]) -> None:
+    """Raises `UnsupportedError` unless the first model alone is trained, as teachers and judges beside it are not."""
+    trained = [root for root in roots if any(entry_of(value) and value.requires_grad for value in root.parameters())]
+    names = {id(each): name for name, each in module.named_modules()}
+    if len(trained) > 1:
+        raise UnsupportedError(
+            f"{len(trained)} split models in one {type(module).__name__} that are all trained: "
+            + ", ".join(names[id(root)] for root in trained),
+            why="losses are weighted, gradients clipped and checkpoints named for one of them",
+            fix="freeze the others (requires_grad_(False)), or train each in a LightningModule of its own",
+        )
+    if trained and trained[0] is not roots[0]:
+        raise UnsupportedError(
+            f"the frozen model {names[id(roots[0])]} in front of the trained {names[id(trained[0])]}",
+            why=f"the first one's names are those of a {type(module).__name__}'s checkpoints",
+            fix="assign the one that is trained first",
+        )
 
 
 def _check_root(root: nn.Module, mesh: Mesh, spec: ParallelSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from shardwise.api.building import load
-from shardwise.errors import MeshError
+from shardwise.errors import ConfigError, MeshError, did_you_mean
 from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions, multiply_gradients
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import check_predictions, seed_workers
@@ -62,6 +64,7 @@ class ShardwiseStrategy(SavesParts):
         last_loss: of the last training step, over all data ranks; None before.
 
     Raises:
+        ConfigError: there is no such option.
         MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
     """
 
@@ -82,6 +85,7 @@ class ShardwiseStrategy(SavesParts):
     ) -> None:
         self.spec, _ = ParallelSpec.take(locals())
         self.shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
+        _check_options(options)
         super().__init__(**options)
         self.num_nodes = 1
         self.last_loss: Tensor | None = None
@@ -367,6 +371,13 @@ class ShardwiseStrategy(SavesParts):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    taken = [*inspect.signature(ParallelStrategy).parameters, *inspect.signature(ShardwiseStrategy).parameters]
+    for name in options:
+        if name not in inspect.signature(ParallelStrategy).parameters:
+            raise ConfigError(f"ShardwiseStrategy has no option {name!r}{did_you_mean(name, taken)}")
 
 
 @contextmanager

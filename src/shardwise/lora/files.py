@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,20 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError
 from shardwise.lora.library import peft
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.canonical import canonical_tensor, state_tensors
-from shardwise.runtime.registry import Registry, named_entries, names_only, registry_of, reshard
+from shardwise.runtime.canonical import canonical_tensor, dtypes_of, state_names
+from shardwise.runtime.registry import Registry, named_entries, registry_of, reshard
+from shardwise.runtime.whole_names import names_only
 
-__all__ = ["adapter_state", "load_adapter_weights", "write_adapter_files"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "adapter_companions",
+    "adapter_state",
+    "load_adapter_weights",
+    "stored_names",
+    "write_adapter_files",
+]
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 _PREFIX = "base_model.model."
 
@@ -30,24 +42,27 @@ def adapter_state(model: nn.Module, name: str = "default", *, rank0_only: bool =
 
     These are all parts of a model that training an adapter changes: A and B, trained copies of modules and biases.
 
-    Communicates: over all ranks, one gather of names; of each tensor, what `canonical_tensor` does.
+    Communicates: over all ranks, one gather of names, and over pp one of dtypes; of each tensor, what
+        `canonical_tensor` does.
     """
     registry = registry_of(model)
     reshard(model)
-    values, entries = state_tensors(model, remove_duplicate=False), named_entries(model)
+    values, entries = state_names(model, remove_duplicate=False), named_entries(model)
+    dtypes = dtypes_of({fqn: value for fqn, value in values.items() if value is not None}, registry.mesh)
     shown = {
-        fqn: torch.empty(
-            value.shape if fqn not in entries else entries[fqn].layout.shape, dtype=value.dtype, device="meta"
-        )
+        fqn: torch.empty(entries[fqn].layout.shape if value is None or fqn in entries else value.shape, device="meta")
         for fqn, value in values.items()
     }
     found = _chosen(model, shown, name, registry)
     state = {}
     for key, fqn in found.items():
+        value = values[fqn]
+        local = None if value is None else value.detach()
         if fqn not in entries:
-            full: Tensor | None = values[fqn].detach().to("cpu", copy=True)
+            full = None if local is None else local.to("cpu", copy=True)
         else:
-            full = canonical_tensor(values[fqn].detach(), entries[fqn].layout, registry.mesh, rank0_only=rank0_only)
+            layout, mesh = entries[fqn].layout, registry.mesh
+            full = canonical_tensor(local, layout, mesh, rank0_only=rank0_only, dtype=dtypes.get(fqn))
         if full is not None and not (rank0_only and registry.mesh.rank):
             state[key] = full.contiguous()
     return state
@@ -73,21 +88,45 @@ def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Map
         OSError: it cannot.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    base = find_model(model)
-    configs: Any = model.peft_config
-    config = copy.deepcopy(configs[name])
+    partial = directory / ".adapter_model.safetensors.partial"
+    text = _config_text(model, name)
+    (directory / ADAPTER_CONFIG).write_bytes(text)
+    header = {"format": "pt", "adapter_config": json.dumps(json.loads(text), sort_keys=True)}
+    save_file(dict(state), partial, metadata=header)
+    partial.replace(directory / "adapter_model.safetensors")
+
+
+def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
+    """What lies in a checkpoint of a model with one adapter of the usual name besides its tensors: the adapter's config
+    as PEFT writes it. Nothing for other models.
+    """
+    configs = getattr(find_model(model), "peft_config", {})
+    return {ADAPTER_CONFIG: functools.partial(_config_text, model, "default")} if list(configs) == ["default"] else {}
+
+
+def stored_names(model: nn.Module, name: str = "default") -> dict[str, str]:
+    """PEFT's name of every tensor of an adapter's file, to the tensor's in the base model with adapters, for a model
+    that is not split.
+    """
+    shown = {fqn: value.to("meta") for fqn, value in model.state_dict().items()}
+    names = {id(value): fqn.removeprefix(_PREFIX) for fqn, value in shown.items()}
+    state = peft().get_peft_model_state_dict(model, state_dict=shown, adapter_name=name)
+    return {key: names[id(value)] for key, value in state.items()}
+
+
+def _config_text(model: nn.Module, name: str) -> bytes:
+    """PEFT's `adapter_config.json`."""
+    base: Any = find_model(model)
+    config = copy.deepcopy(base.peft_config[name])
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
     config.inference_mode = True
     mapping = None
     if config.task_type is None:
-        base_class = type(base)
-        mapping = {"base_model_class": base_class.__name__, "parent_library": base_class.__module__}
-    partial = directory / ".adapter_model.safetensors.partial"
-    config.save_pretrained(directory, auto_mapping_dict=mapping)
-    text = (directory / "adapter_config.json").read_text(encoding="utf-8")
-    header = {"format": "pt", "adapter_config": json.dumps(json.loads(text), sort_keys=True)}
-    save_file(dict(state), partial, metadata=header)
-    partial.replace(directory / "adapter_model.safetensors")
+        own_class = type(base)
+        mapping = {"base_model_class": own_class.__name__, "parent_library": own_class.__module__}
+    with tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place, auto_mapping_dict=mapping)
+        return (Path(place) / ADAPTER_CONFIG).read_bytes()
 
 
 def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: str = "default") -> None:
@@ -113,7 +152,9 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: 
             fix="load it with its own config and base model",
         ) from error
     marks = (f".{name}.", f".{name}")
-    lost = [key for key in result.missing_keys if ".lora_" in key and any(mark in key for mark in marks)]
+    entries, registry = named_entries(model), registry_of(model)
+    missing = [key for key in result.missing_keys if key not in entries or registry.holds(entries[key].fqn)]
+    lost = [key for key in missing if ".lora_" in key and any(mark in key for mark in marks)]
     if result.unexpected_keys or lost:
         raise LoadError(
             f"the adapter at {where!r} is none of this model",

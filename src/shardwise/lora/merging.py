@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.runtime.adapter_facts import places_in
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
-from shardwise.runtime.canonical import canonical_tensor
-from shardwise.runtime.registry import entry_of, find_parameters, registry_of
+from shardwise.runtime.canonical import canonical_tensor, dtypes_of
+from shardwise.runtime.registry import entries_of, find_parameters, registry_of
 
 __all__ = ["Merger", "base_tensors"]
 
@@ -51,8 +51,10 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
         is_chosen = not place.is_copy
         if around is not None and copies[around]:
             is_chosen = f"{place.fqn}.".startswith(f"{copies[around]}.")
-        for own, value in (*place.module._parameters.items(), *place.module._buffers.items()):
-            if is_chosen and value is not None and own not in place.module._non_persistent_buffers_set:
+        known = entries_of(place.module)  # also what other stages hold
+        for own, value in {**dict.fromkeys(known), **place.module._parameters, **place.module._buffers}.items():
+            is_there = value is not None or own in known
+            if is_chosen and is_there and own not in place.module._non_persistent_buffers_set:
                 found[_joined(place.base, own)] = _joined(place.fqn, own)
     return found
 
@@ -62,12 +64,15 @@ class Merger:
 
     Args:
         model: split; all ranks call alike.
+
+    Communicates: over pp, one gather of dtypes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         model = find_model(model)
-        names = {id(parameter): fqn for fqn, parameter, _ in find_parameters(model)}
         self._registry = registry_of(model)
+        held = {entry.fqn: value for _, value, entry in find_parameters(model) if entry is not None}
+        self._dtypes = dtypes_of(held, self._registry.mesh)
         self._wrappers: dict[str, list[tuple[str, Any]]] = {}
         for module in model.modules():
             if not is_adapter(module):
@@ -77,9 +82,9 @@ class Merger:
                 raise UnsupportedError(
                     f"merging adapters of {type(wrapper).__module__}", fix="export them by themselves"
                 )
-            for own, parameter in unwrapped(wrapper)._parameters.items():
-                if parameter is not None and (own == getattr(wrapper, "parameter_name", "weight") or own == "bias"):
-                    self._wrappers.setdefault(names[id(parameter)], []).append((own, wrapper))
+            for own, entry in entries_of(unwrapped(wrapper)).items():
+                if own in (getattr(wrapper, "parameter_name", "weight"), "bias"):
+                    self._wrappers.setdefault(entry.fqn, []).append((own, wrapper))
 
     @torch.no_grad()
     def merge(self, fqn: str, full: Tensor | None) -> Tensor | None:
@@ -102,8 +107,8 @@ class Merger:
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
             held = getattr(wrapper, kind)
             if adapter in held:
-                value = self._full(held[adapter] if isinstance(held[adapter], Tensor) else held[adapter].weight)
-                is_module = not isinstance(held[adapter], Tensor)
+                is_module = isinstance(held[adapter], nn.Module)
+                value = self._full(held[adapter], "weight") if is_module else self._full(held, adapter)
                 parts[kind] = {adapter: SimpleNamespace(weight=value) if is_module else value}
         if not parts or full is None:
             return None
@@ -111,15 +116,16 @@ class Merger:
         return type(wrapper).get_delta_weight(whole, adapter)
 
     def _added_bias(self, wrapper: Any, adapter: str) -> Tensor | None:
-        bias = getattr(wrapper.lora_B[adapter], "bias", None) if adapter in wrapper.lora_B else None
-        found = None if bias is None else self._full(bias)
+        has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
+        found = self._full(wrapper.lora_B[adapter], "bias") if has_bias else None
         return None if found is None else found * wrapper.scaling[adapter]
 
-    def _full(self, parameter: Tensor) -> Tensor | None:
-        entry = entry_of(parameter)
+    def _full(self, owner: nn.Module, own: str) -> Tensor | None:
+        parameter, entry = owner._parameters.get(own), entries_of(owner).get(own)
         if entry is None:
-            return parameter.detach().cpu()
-        return canonical_tensor(parameter.detach(), entry.layout, self._registry.mesh, rank0_only=True)
+            return None if parameter is None else parameter.detach().cpu()
+        local, dtype = None if parameter is None else parameter.detach(), self._dtypes.get(entry.fqn)
+        return canonical_tensor(local, entry.layout, self._registry.mesh, rank0_only=True, dtype=dtype)
 
 
 class _Whole:

@@ -8,7 +8,7 @@ weight that was is kept, and put back. It costs no memory of its own while it is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -57,17 +57,29 @@ class SplitAdapter:
 
         Raises:
             PlanError: the adapter reads more than a rank's part of the weight.
+            UnsupportedError: the model is in stages.
         """
+        if self._registry.stages is not None:
+            raise UnsupportedError(
+                f"an adapter that comes to {self._fqn} after the model was cut into stages",
+                why="nothing says which stages hold it",
+                fix="give shardwise.parallelize a model that has all of its adapters",
+            )
         super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
         _split_later(self, self._fqn, adapter_name, self._registry)
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back.
+        """Adds the adapters to the weight, of which each rank has its part; `unmerge` puts the weight back. Where
+        another stage holds the weight, notes that it was done.
 
         Raises:
             UnsupportedError: FSDP2 shards it.
         """
-        base = unwrapped(self)  # type: ignore[arg-type]
+        base, wrapper = unwrapped(self), cast("Any", self)  # type: ignore[arg-type]
+        if self._is_foreign(base):
+            names = options.get("adapter_names") or wrapper.active_adapters
+            wrapper.merged_adapters += [name for name in names if name not in wrapper.merged_adapters]
+            return
         if any(isinstance(value, DTensor) for value in base._parameters.values()):
             raise UnsupportedError(
                 f"merging adapters into the weight of {self._fqn} that FSDP2 holds",
@@ -83,11 +95,18 @@ class SplitAdapter:
 
     def unmerge(self) -> None:
         """Puts back the weight that was."""
-        super().unmerge()  # type: ignore[misc]
         base = unwrapped(self)  # type: ignore[arg-type]
+        if self._is_foreign(base):
+            cast("Any", self).merged_adapters.clear()
+            return
+        super().unmerge()  # type: ignore[misc]
         for name, value in self._unmerged.items():
             base._parameters[name].data = value  # type: ignore[union-attr]
         self._unmerged.clear()
+
+    def _is_foreign(self, base: nn.Module) -> bool:
+        """Whether another stage of a pipeline holds the weight that is adapted."""
+        return getattr(self, "parameter_name", "weight") not in base._parameters
 
     def unload_and_optionally_merge_module(self, *args: Any, **options: Any) -> NoReturn:
         """Refuses: what PEFT would leave computes with a part, and nothing would sum it."""

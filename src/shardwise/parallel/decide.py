@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.estimate.cuts import cut
 from shardwise.parallel.sequence_parallel import is_direct
-from shardwise.plan.adapters import with_adapters
+from shardwise.plan.adapters import stages_with_adapters, with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import Pipeline
@@ -38,7 +38,7 @@ def decide_split(
 
     Args:
         facts: read off the model.
-        order: of its layers as they run; needed where the shape has several ranks along pp.
+        order: of the layers of its base as they run; needed where the shape has several ranks along pp.
         pipeline: how it is cut into stages; the default `Pipeline` where None.
         units: what data parallelism gathers together, as in `FsdpPolicy`.
 
@@ -51,7 +51,7 @@ def decide_split(
     stages = None
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
-        stages = cut(order, facts, pipeline, pp_size=shape.pp_size)
+        stages = stages_with_adapters(cut(order, facts, pipeline, pp_size=shape.pp_size), facts)
     plan = with_data_axes(with_adapters(resolved, facts), facts, shape, stages, units=units)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"

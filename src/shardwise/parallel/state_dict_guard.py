@@ -14,7 +14,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.registry import ParameterEntry, Registry, named_entries
+from shardwise.runtime.registry import ParameterEntry, Registry, entry_of, named_entries
 
 __all__ = ["guard_hooks", "guard_state_dict"]
 
@@ -152,10 +152,10 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) ->
 def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries: Mapping[str, ParameterEntry]) -> None:
     """Leaves those names in `state` by which this rank's stages know parameters."""
     given = {id(entry): state[f"{prefix}{name}"] for name, entry in entries.items() if f"{prefix}{name}" in state}
-    present = dict(module.named_parameters(remove_duplicate=False))
+    held = {name for name, value in module.named_parameters(remove_duplicate=False) if entry_of(value) is not None}
     for name, entry in entries.items():
         state.pop(f"{prefix}{name}", None)
-        if name in present and id(entry) in given:
+        if name in held and id(entry) in given:
             state[f"{prefix}{name}"] = given[id(entry)]
 
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field, replace
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
+from shardwise.plan.pipeline_plan import Crossing, LayerOrder, PipelinePlan, Returned
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Placement, Replicate, Split
 
-__all__ = ["plan_adapter", "with_adapters"]
+__all__ = ["plan_adapter", "stages_with_adapters", "with_adapters"]
 
 _WHOLE = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
 
@@ -54,6 +55,46 @@ def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
     if problems:
         raise _together(problems)
     return _renamed(replace(plan, parameters=planned, tied=adapters.tied), adapters)
+
+
+def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> PipelinePlan | None:
+    """`pipeline`, cut from the base alone, by the names of the model: adapters are used where what they adapt is.
+
+    Raises:
+        PlanError: what crosses a cut is found inside of a module of which copies are trained, or an adapter reads the
+            full weight where that has several names, and so perhaps several stages.
+    """
+    adapters = facts.adapters
+    if adapters is None or pipeline is None:
+        return pipeline
+    tied = {*facts.tied, *facts.tied.values()}
+    for adapted in adapters.adapted:
+        if adapted.whole and adapters.bases[adapted.weight] in tied:
+            raise PlanError(
+                f"{adapted.whole} on {adapted.module} cannot be cut into stages",
+                why="it computes with the full weight, which is tied, and its other module may be on another stage",
+                fix="adapt other modules, or use pp1",
+            )
+    names, order = _Names(adapters), pipeline.order
+    used = {fqn: order.uses.get(base, ()) for fqn, base in adapters.bases.items()}
+    used |= {each.fqn: used[adapted.weight] for adapted in adapters.adapted for each in adapted.own}
+    returns: dict[str, Returned] = {name: each for fqn, each in order.returns.items() for name in names.inside((fqn,))}
+    crossings = tuple(tuple(_crossing(each, names) for each in cut) for cut in order.crossings)
+    renamed = LayerOrder(calls=order.calls, uses={**order.uses, **used}, crossings=crossings, returns=returns)
+    return replace(pipeline, order=renamed)
+
+
+def _crossing(crossing: Crossing, names: _Names) -> Crossing:
+    kind, _, place = crossing.anchor.partition(":")
+    fqn, _, path = place.partition(":")
+    found = tuple(names.inside((fqn,))) if kind == "output" else (fqn,)
+    if len(found) > 1:
+        raise PlanError(
+            f"a model in which {parent_of(found[0])} has trained copies cannot be cut into stages",
+            why=f"what {fqn} returns is sent to other stages, and there is one in every copy",
+            fix="leave it out of modules_to_save, or use pp1",
+        )
+    return replace(crossing, anchor=f"{kind}:{found[0]}:{path}") if kind == "output" else crossing
 
 
 def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict[str, ParameterPlan]:

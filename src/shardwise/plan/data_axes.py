@@ -51,7 +51,7 @@ def with_data_axes(
         units: as in `find_units`.
     """
     plan = replace(plan, shape=shape, units=find_units(facts, units), pipeline=pipeline)
-    apart = _apart(plan, facts) if pipeline is not None and shape.data_size > 1 else frozenset()
+    apart = _apart(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
     parameters = {
         fqn: _over_data(_over_stages(each, plan), shape, in_full=fqn in apart) for fqn, each in plan.parameters.items()
     }
@@ -67,7 +67,7 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
     return replace(planned, stages=tuple(coords), layout=Layout(planned.shape, (step, *planned.layout.steps)))
 
 
-def _apart(plan: SplitPlan, facts: ModelFacts) -> frozenset[str]:
+def _apart(plan: SplitPlan) -> frozenset[str]:
     """The parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
     assert plan.pipeline is not None
     stages: dict[str, set[int]] = {}
@@ -75,8 +75,9 @@ def _apart(plan: SplitPlan, facts: ModelFacts) -> frozenset[str]:
     units = {module for unit in plan.units for module in unit}
     around_units = {around for unit in units for around in upwards(parent_of(unit))} | {""}
     owners: dict[str, str] = {}
-    for fqn, owner, *_ in facts.parameters():
-        stages.setdefault(facts.tied.get(fqn, fqn), set()).update(plan.stages_of(fqn))
+    for fqn in (*plan.parameters, *plan.tied):
+        owner = parent_of(fqn)
+        stages.setdefault(plan.tied.get(fqn, fqn), set()).update(plan.stages_of(fqn))
         if plan.stages_of(fqn):
             for module in upwards(owner):
                 inside.setdefault(module, set()).add(plan.stages_of(fqn))
@@ -85,7 +86,7 @@ def _apart(plan: SplitPlan, facts: ModelFacts) -> frozenset[str]:
     ranks = {fqn: [plan.pipeline.rank_of[stage] for stage in held] for fqn, held in stages.items()}
     twice = {fqn for fqn, held in ranks.items() if len(set(held)) < len(held)}
     loose = {
-        facts.tied.get(fqn, fqn) for fqn, owner in owners.items() if owner in around_units or len(inside[owner]) > 1
+        plan.tied.get(fqn, fqn) for fqn, owner in owners.items() if owner in around_units or len(inside[owner]) > 1
     }
     return frozenset(twice | loose)
 

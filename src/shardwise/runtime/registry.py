@@ -16,7 +16,6 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -51,7 +50,6 @@ __all__ = [
     "local_part",
     "mark",
     "named_entries",
-    "names_only",
     "note_parameters",
     "registry_of",
     "reshard",
@@ -363,16 +361,6 @@ def local_part(value: Tensor) -> Tensor:
     if isinstance(value, LocalGradient):
         return value.local()
     return value.to_local().detach() if isinstance(value, DTensor) else value
-
-
-@contextmanager
-def names_only(registry: Registry) -> Iterator[None]:
-    """Inside, `state_dict()` of modules is no error: only its names are read."""
-    registry.reads_names = True
-    try:
-        yield
-    finally:
-        registry.reads_names = False
 
 
 def registry_of(model: nn.Module) -> Registry:

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
 from shardwise.runtime.absent import Absent, present
+from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
 from shardwise.runtime.arguments import hidden_name
 
@@ -258,7 +259,7 @@ class StageRun:
         return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
 
     def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = named_arguments(module, args, kwargs)
+        arguments = named_arguments(unwrapped(module), args, kwargs)
         self.hidden = f"input:{hidden_name(arguments)}"
         for anchor in self.found:
             kind, _, path = anchor.partition(":")
@@ -272,11 +273,13 @@ class StageRun:
 
     def _pass_through(self, module: nn.Module, known: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a foreign module returns: absent tensors, and what depends on no parameters."""
-        returned = self.order.returns.get(known.fqn)
+        returned, base = self.order.returns.get(known.fqn), unwrapped(module)
+        if returned is None and base is not module:
+            return base(*args, **kwargs)  # adapters change no shapes
         if returned is None:
             output = known.own_class.forward(module, *args, **kwargs)
         else:
-            arguments = named_arguments(module, args, kwargs)
+            arguments = named_arguments(base, args, kwargs)
             made = [_like(arguments, name) for name in returned.like]
             output = tuple(made) if returned.is_tuple else made[0]
         for hook in tuple(module._forward_hooks.values()):

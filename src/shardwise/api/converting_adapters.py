@@ -1,0 +1,106 @@
+"""Adapters out of checkpoints and into their base, by one process without ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.api.building import load
+from shardwise.api.checkpoints import load_checkpoint
+from shardwise.api.converting import meta_model, open_anywhere
+from shardwise.api.state import export_pretrained
+from shardwise.checkpoint.content import model_key
+from shardwise.checkpoint.manifest import MANIFEST
+from shardwise.checkpoint.stored_parts import StoredParts, check_companion
+from shardwise.errors import LoadError, UnsupportedError
+from shardwise.lora.files import ADAPTER_CONFIG, stored_names, write_adapter_files
+from shardwise.lora.inject import inject, read_adapter_config
+from shardwise.mesh import Mesh
+from shardwise.weights.staging import StagedDirectory
+
+__all__ = ["convert_adapter", "merge_adapter"]
+
+
+def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> None:
+    """Writes the adapter of a checkpoint as PEFT does; its base is not read.
+
+    Raises:
+        LoadError: the checkpoint is damaged, or the directory cannot be written.
+        UnsupportedError: it holds no adapter, or PEFT's file of it also holds weights of the base, as that of an
+            adapter around an embedding does.
+    """
+    _check_adapter(stored)
+    model = inject(meta_model(stored), read_adapter_config(stored.directory))
+    names = stored_names(model)
+    lacking = [
+        name for name in names.values() if model_key(stored.index.tied.get(name, name)) not in stored.index.tensors
+    ]
+    if lacking:
+        raise UnsupportedError(
+            f"the adapter of {stored.manifest.tag} by itself",
+            at=str(stored.directory),
+            why=f"PEFT's file of it also holds {lacking[0]}, which was not trained and is not in the checkpoint",
+            fix="load the checkpoint into its model, and use shardwise.export_pretrained",
+        )
+    state = {key: stored.read(model_key(stored.index.tied.get(name, name))) for key, name in names.items()}
+    try:
+        staged = StagedDirectory(directory)
+        try:
+            write_adapter_files(model, staged.path, "default", state)
+            staged.commit()
+        finally:
+            staged.abort()
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300]) from error
+
+
+def merge_adapter(
+    base: str | os.PathLike[str],
+    adapter: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: Any = None,
+) -> None:
+    """Writes a model with an adapter added to its weights for `from_pretrained`, tensor by tensor: the base stays in
+    its files.
+
+    Args:
+        base: a directory or hub id of a transformers model.
+        adapter: of the adapter: a directory that PEFT or we wrote, a hub id, or a checkpoint in which it was saved,
+            whose fingerprint of the base must be this one's.
+        tag: which checkpoint; by default the newest.
+
+    Raises:
+        LoadError: something is damaged, or does not belong together.
+        UnsupportedError: the checkpoint holds no adapter.
+    """
+    with Mesh.open("tp1") as mesh:
+        if not _is_checkpoint(adapter):
+            model = load(base, mesh, adapter=adapter, dtype=dtype)
+        else:
+            with open_anywhere(adapter, tag) as stored:
+                _check_adapter(stored)
+                place = stored.directory
+            model = load(base, mesh, adapter=read_adapter_config(place), dtype=dtype)
+            load_checkpoint(place.parent, place.name, model=model)
+        export_pretrained(model, directory, tokenizer=tokenizer, adapter="merged")
+
+
+def _is_checkpoint(place: str | os.PathLike[str]) -> bool:
+    directory = Path(place)
+    return any(directory.glob(f"*/{MANIFEST}")) or (directory / MANIFEST).is_file()
+
+
+def _check_adapter(stored: StoredParts) -> None:
+    if ADAPTER_CONFIG not in stored.manifest.files:
+        raise UnsupportedError(
+            f"{stored.manifest.tag} holds no adapter named default",
+            at=str(stored.directory),
+            fix="name a checkpoint of a model that was trained with one adapter",
+        )
+    check_companion(stored.directory, stored.manifest, ADAPTER_CONFIG)

@@ -1,0 +1,136 @@
+"""What users do with a Trainer besides training: each is right, or one clear error. In one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.lightning import ShardwiseStrategy
+from tests.lightning.modules import ADAM, Automatic, Evaluated, loader, small_model, trainer, unsplit_batch
+
+pytestmark = pytest.mark.single
+
+
+@pytest.mark.parametrize(("name", "meant"), [("recompte", "recompute"), ("checkpoint_oi", "checkpoint_io")])
+def test_an_option_that_does_not_exist_is_named(name, meant):
+    with pytest.raises(ConfigError, match=f"no option '{name}'.*did you mean '{meant}'"):
+        ShardwiseStrategy("tp1", **{name: None})
+
+
+class Beside(Automatic):
+    """Another model beside its own: a teacher, frozen or not, before or behind it."""
+
+    def __init__(self, *, is_frozen=True, is_first=False):
+        super().__init__()
+        teacher = small_model().requires_grad_(not is_frozen)
+        if is_first:
+            self.model, self.student = teacher, self.model
+        else:
+            self.teacher = teacher
+
+    def training_step(self, batch, batch_idx):
+        batch.pop("row")
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=batch["input_ids"]).logits.softmax(-1)
+        output = self.model(**batch)
+        self.losses.append(float(output.loss.detach()))
+        distance = (output.logits.softmax(-1) - wanted).square().mean()
+        return output.loss + distance
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode")
+def test_a_frozen_model_may_be_beside_the_one_that_is_trained(tmp_path):
+    module = Beside()
+    run = trainer("tp1", max_steps=2)
+    run.fit(module, loader())
+    assert module.losses[0] == pytest.approx(float(small_model()(**unsplit_batch(0)).loss.detach()), abs=1e-5)
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    again = Beside()
+    trainer("tp1", max_steps=2).fit(again, loader(), ckpt_path=str(tmp_path / "two.ckpt"))
+    for name, value in module.model.named_parameters():
+        assert torch.equal(value, again.model.get_parameter(name)), name
+    assert all(
+        torch.equal(value, small_model().get_parameter(name)) for name, value in again.teacher.named_parameters()
+    )
+
+
+def test_several_models_that_are_trained_are_refused():
+    with pytest.raises(UnsupportedError, match="2 split models in one Beside that are all trained: model, teacher"):
+        trainer("tp1", max_steps=1).fit(Beside(is_frozen=False), loader())
+    with pytest.raises(UnsupportedError, match="the frozen model model in front of the trained student"):
+        trainer("tp1", max_steps=1).fit(Beside(is_first=True), loader())
+
+
+class TwoOptimizers(Automatic):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        head = [value for name, value in self.named_parameters() if "lm_head" in name]
+        rest = [value for name, value in self.named_parameters() if "lm_head" not in name]
+        return torch.optim.AdamW(rest, **ADAM), torch.optim.SGD(head, lr=0.1)
+
+
+def test_two_optimizers_step_by_hand_and_are_not_saved_as_one(tmp_path):
+    module = TwoOptimizers()
+    run = trainer("tp1", max_steps=6)
+    run.fit(module, loader())
+    model = small_model().train()
+    head = [value for name, value in model.named_parameters() if "lm_head" in name]
+    rest = [value for name, value in model.named_parameters() if "lm_head" not in name]
+    optimizers = torch.optim.AdamW(rest, **ADAM), torch.optim.SGD(head, lr=0.1)
+    for number, found in enumerate(module.losses):
+        loss = model(**unsplit_batch(number)).loss
+        assert float(loss.detach()) == pytest.approx(found, abs=1e-5)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(UnsupportedError, match="a checkpoint with 2 optimizers"):
+        run.save_checkpoint(tmp_path / "two.ckpt")
+
+
+class Recording(Callback):
+    """The names of the callbacks that were called."""
+
+    def __init__(self):
+        self.names = []
+
+
+def _recorder(name):
+    def record(self, *args, **options):
+        self.names.append(name)
+
+    return record
+
+
+for _name in dir(Callback):
+    if _name.startswith("on_") or _name in ("setup", "teardown"):
+        setattr(Recording, _name, _recorder(_name))
+
+
+@pytest.mark.filterwarnings("ignore:Found .* module.* in eval mode")
+def test_callbacks_come_in_the_order_of_lightnings_own_strategies():
+    """Of a validation before a fit, two fits and a test."""
+    orders = []
+    for strategy in (ShardwiseStrategy("tp1"), SingleDeviceStrategy("cpu")):
+        record, module = Recording(), Evaluated()
+        run = trainer("tp1", strategy=strategy, devices=1, max_steps=2, callbacks=[record])
+        run.validate(module, loader(num_rows=4), verbose=False)
+        run.fit(module, loader(num_rows=8), loader(num_rows=4))
+        run.fit_loop.epoch_loop.max_steps = 4
+        run.fit(module, loader(num_rows=8), loader(num_rows=4))
+        run.test(module, loader(num_rows=4), verbose=False)
+        orders.append(record.names)
+    assert orders[0] == orders[1]
+    assert orders[0].count("on_train_batch_end") == 4

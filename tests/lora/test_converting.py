@@ -1,0 +1,77 @@
+"""Adapters out of checkpoints, and into their base, by the command: what PEFT reads and writes."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.cli.main import main
+from tests.families import tiny_batch, tiny_model
+
+pytestmark = [pytest.mark.single, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A base, a checkpoint of an adapter that was trained on it, and what PEFT writes of that."""
+    place = tmp_path_factory.mktemp("converting")
+    base = tiny_model("gpt2", tied=True)
+    base.save_pretrained(place / "base")
+    base.name_or_path = str(place / "base")
+    config = peft.LoraConfig(
+        r=4, target_modules=["c_attn", "c_proj"], init_lora_weights=False, modules_to_save=["ln_f"]
+    )
+    theirs = peft.get_peft_model(base, config)
+    batch = tiny_batch(base)
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(copy.deepcopy(theirs), mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-2)
+        shardwise.TrainStep(model, mesh)(batch)
+        optimizer.step()
+        shardwise.save_checkpoint(place / "run", model=model, optimizer=optimizer, extra={"step": 1})
+        shardwise.export_pretrained(model, place / "adapter")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(place / "base")
+    loaded = peft.PeftModel.from_pretrained(plain, place / "adapter")
+    loaded.merge_and_unload().save_pretrained(place / "merged")
+    return place
+
+
+def tensors_of(directory):
+    return load_file(next(directory.glob("*.safetensors")))
+
+
+def test_a_checkpoint_gives_the_adapter_that_peft_reads(trained, tmp_path):
+    assert main(["convert", str(trained / "run"), str(tmp_path / "out"), "--to", "hf", "--adapter"]) == 0
+    ours, theirs = tensors_of(tmp_path / "out"), tensors_of(trained / "adapter")
+    assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert peft.LoraConfig.from_pretrained(tmp_path / "out").modules_to_save == ["ln_f"]
+
+
+@pytest.mark.parametrize("adapter", ["run", "adapter"])
+def test_an_adapter_is_added_to_its_base_as_peft_adds_it(trained, tmp_path, adapter):
+    command = ["convert", str(trained / "base"), str(tmp_path / "out"), "--to", "hf", "--merge-adapter"]
+    assert main([*command, str(trained / adapter)]) == 0
+    ours, theirs = tensors_of(tmp_path / "out"), tensors_of(trained / "merged")
+    assert ours.keys() == theirs.keys()
+    assert all(float((value - theirs[name]).abs().max()) <= 1e-6 for name, value in ours.items())
+
+
+def test_what_does_not_belong_together_is_refused(trained, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    tiny_model("gpt2", tied=True, seed=3).save_pretrained(tmp_path / "other")
+    refused = {
+        "was trained on another base": [str(tmp_path / "other"), out, "--merge-adapter", str(trained / "run")],
+        "no adapter in": [str(trained / "base"), out, "--merge-adapter", str(tmp_path)],
+        "write its adapter with --adapter": [str(trained / "run"), out],
+        "--adapter writes an adapter alone": [str(trained / "run"), out, "--adapter", "--dtype", "float16"],
+    }
+    for text, arguments in refused.items():
+        assert main(["convert", *arguments, "--to", "hf"]) != 0
+        assert text in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
