@@ -28,7 +28,7 @@ class Item:
     waits: int = 0
 
 
-CHECKPOINTS, PIPELINE, LORA, DOORS = 10, 9, 11, 12
+CHECKPOINTS, DOORS = 10, 12
 
 _FSDP2 = "(model, device_mesh, mp_policy=None, tp_shard_plan=None, offload_policy=None)"
 _NVFSDP = (
@@ -151,10 +151,7 @@ def _items() -> list[Item]:
     state = f"{nxd}.parallel_layers.parallel_state"
     found += [Item(1, f"{state}.{name}", text) for name, text in _PARALLEL_STATE.items()]
     found += [Item(1, f"{nxd}.parallel_state.initialize_model_parallel")]
-    found += [
-        Item(1, f"{nxd}.parallel_layers.{name}", text, DOORS if name == "pad_model" else 0)
-        for name, text in _LAYERS.items()
-    ]
+    found += [Item(1, f"{nxd}.parallel_layers.{name}", text) for name, text in _LAYERS.items()]
     found += [Item(1, f"{nxd}.xm.{name}", text) for name, text in _XM.items()]
     for home in (nxd, f"{nxd}.trainer"):
         found += [
@@ -186,17 +183,17 @@ def _items() -> list[Item]:
     zero = f"{nxd}.optimizer.NeuronZero1Optimizer"
     found += [
         Item(2, f"{nxd}.modules.qkv_linear.GQAQKVColumnParallelLinear", _GQA),
-        Item(2, zero, "(params, optimizer_class)", DOORS),
-        Item(2, f"{zero}.save_sharded_state_dict", "(output_dir, save_serially=True)", CHECKPOINTS),
-        Item(2, f"{zero}.load_sharded_state_dict", "(output_dir, num_workers_per_step=8)", CHECKPOINTS),
-        Item(2, f"{nxd}.pipeline.NxDPPModel", "(module)", PIPELINE),
-        Item(2, f"{nxd}.modules.lora.LoRAModel", "(module, LoraConfig)", LORA),
-        *(Item(2, f"{nxd}.modules.lora.LoraConfig.{name}", waits=LORA) for name in _LORA_CONFIG.split()),
-        Item(2, f"{nxd}.lightning.NeuronLTModule", _MODULE, DOORS),
-        Item(2, f"{nxd}.lightning.NeuronXLAStrategy", _STRATEGY, DOORS),
-        Item(2, f"{nxd}.lightning.NeuronXLAPrecisionPlugin", "()", DOORS),
-        Item(2, f"{nxd}.lightning.NeuronTQDMProgressBar", waits=DOORS),
-        Item(2, f"{nxd}.lightning.NeuronTensorBoardLogger", "(save_dir)", DOORS),
+        Item(2, zero, "(params, optimizer_class)"),
+        Item(2, f"{zero}.save_sharded_state_dict", "(output_dir, save_serially=True)"),
+        Item(2, f"{zero}.load_sharded_state_dict", "(output_dir, num_workers_per_step=8)"),
+        Item(2, f"{nxd}.pipeline.NxDPPModel", "(module)"),
+        Item(2, f"{nxd}.modules.lora.LoRAModel", "(module, LoraConfig)"),
+        *(Item(2, f"{nxd}.modules.lora.LoraConfig.{name}") for name in _LORA_CONFIG.split()),
+        Item(2, f"{nxd}.lightning.NeuronLTModule", _MODULE),
+        Item(2, f"{nxd}.lightning.NeuronXLAStrategy", _STRATEGY),
+        Item(2, f"{nxd}.lightning.NeuronXLAPrecisionPlugin", "()"),
+        Item(2, f"{nxd}.lightning.NeuronTQDMProgressBar"),
+        Item(2, f"{nxd}.lightning.NeuronTensorBoardLogger", "(save_dir)"),
     ]
     new = {"Parallelizer.save_model_checkpoint", "Parallelizer.load_model_checkpoint"}  # of the older version alone
     found += [

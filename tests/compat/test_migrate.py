@@ -18,6 +18,8 @@ HOMES = {
         "neuronx_distributed",
         "neuronx_distributed.parallel_layers.parallel_state",
         "neuronx_distributed.trainer.model.NxDModel",
+        "neuronx_distributed.modules.lora.LoraConfig",
+        "neuronx_distributed.optimizer.NeuronZero1Optimizer",
     ],
 }
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardwise
+from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.compat.nemo_automodel import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -30,10 +31,10 @@ from shardwise.compat.nemo_automodel import (
     translate_to_torch_parallel_style,
 )
 from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_dist_connection
-from shardwise.compat.nemo_automodel.plans import RuleStyle, read_plan
 from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, GradientError, MeshError, PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.starting_values import initialize_meta
+from shardwise.parallel.torch_styles import RuleStyle, read_plan
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
 
@@ -167,7 +168,7 @@ def fsdp2(mesh, kind, family, plan):
     chosen = PLANS[plan](whole) if isinstance(plan, str) else plan
     theirs = open_mesh(kind)
     model = fsdp2_strategy_parallelize(copy.deepcopy(whole), theirs, FLOAT32, chosen)
-    data = shardwise.compat.mesh_names.adopt_device_mesh(theirs)
+    data = adopt_device_mesh(theirs)
     ids = torch.randint(3, 31, (4, 12), generator=torch.Generator().manual_seed(1))
     return differences(model, whole, ids, rank=data.data_rank, ranks=data.data_size)
 
@@ -214,7 +215,7 @@ def test_fsdp2_on_four_ranks(on_ranks, layout, kind, family, plan):
 def nvfsdp(mesh, kind, strategy, units, options):
     whole = tiny_model("llama")
     theirs = open_mesh(kind)
-    data = shardwise.compat.mesh_names.adopt_device_mesh(theirs, shards=strategy != "no_shard")
+    data = adopt_device_mesh(theirs, shards=strategy != "no_shard")
     model = nvfsdp_strategy_parallelize(
         copy.deepcopy(whole), theirs, units, data_parallel_sharding_strategy=strategy, **options
     )

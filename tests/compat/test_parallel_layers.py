@@ -43,7 +43,14 @@ class Block(nn.Module):
         if parallel:
             options = {"sequence_parallel_enabled": parts}
             self.qkv = GQAQKVColumnParallelLinear(
-                32, [32, 16], bias=bias, gather_output=False, fuse_qkv=fused, kv_size_multiplier=copies, **options
+                32,
+                [32, 16],
+                bias=bias,
+                gather_output=False,
+                fuse_qkv=fused,
+                kv_size_multiplier=copies,
+                num_heads=2,
+                **options,
             )
             self.out = RowParallelLinear(32, 32, input_is_parallel=True, **options)
             self.up = ColumnParallelLinear(32, 40, gather_output=False, **options)
@@ -280,7 +287,7 @@ def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
             "kind": ["load_xser=True"],
             "before": ["not initialised", "initialize_model_parallel"],
             "sizes": ["= 3 does not divide 4 ranks"],
-            "no size": ["tensor_model_parallel_size is 0"],
+            "no size": ["tp_size is 0"],
             "too many": ["= 8 does not divide 4 ranks"],
         }
         for name, parts in expected.items():

@@ -30,6 +30,7 @@ from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.plan.rule import ParameterRule
 from shardwise.runtime.registry import ParameterEntry, Registry, attach_registry
 from shardwise.runtime.split_module import SplitModule, context_of, layout_of
+from shardwise.runtime.standalone_linears import GroupedProjections
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
@@ -90,6 +91,7 @@ def adopt_model(
         recompute: what backward computes again.
 
     Raises:
+        ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`.
         PlanError: it has been split or adopted already.
         UnsupportedError: torch has wrapped it.
 
@@ -98,6 +100,7 @@ def adopt_model(
     """
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
+        _note_heads(model)
     facts = read_facts(model)
     plan = replace(_plan(model, mesh, policy), stacks=facts.stacks)
     if policy is not None:
@@ -117,6 +120,14 @@ def adopt_model(
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)
     return registry
+
+
+def _note_heads(model: nn.Module) -> None:
+    """Holds modules with copies of keys and values against the model's config, where it has one."""
+    num_heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
+    for module in model.modules():
+        if type(num_heads) is int and isinstance(module, GroupedProjections) and module.num_heads is None:
+            module.note_heads(num_heads)
 
 
 def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:

@@ -132,10 +132,17 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
 
     Raises:
         ConfigError: it holds parameters that are not the model's, or options that are no JSON values.
-        UnsupportedError: a state has a dtype that safetensors files do not have.
+        UnsupportedError: a state has a dtype that safetensors files do not have, or the optimizer is torch's
+            `ZeroRedundancyOptimizer`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"the optimizer is a {type(optimizer).__name__}", fix="pass a torch.optim.Optimizer")
+    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        raise UnsupportedError(
+            f"a checkpoint of {type(optimizer).__name__}",
+            why="its states are spread over data ranks by a plan of its own",
+            fix="shard with the fsdp axis (FsdpPolicy(zero_stage=1)), or save what each rank holds by yourself",
+        )
     names = {id(each.value): each.name for each in held.values()}
     kind = type(optimizer)
     content = OptimizerContent(f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})

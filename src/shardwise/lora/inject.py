@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean
 from shardwise.lora.library import peft
 
-__all__ = ["inject", "inject_alike", "read_adapter_config"]
+__all__ = ["inject", "inject_alike", "named_targets", "read_adapter_config"]
 
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 
@@ -49,20 +49,23 @@ def read_adapter_config(adapter: Any) -> Any:
     return config
 
 
-def inject(model: PreTrainedModel, adapter: Any) -> nn.Module:
-    """The PEFT model around an unsplit meta model, with the adapter's modules in it.
+def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module:
+    """The PEFT model around an unsplit model, with the adapter's modules in it.
 
     Args:
+        model: a meta model; or a real one, the same on every rank, as torch's random numbers must be.
         adapter: as in `read_adapter_config`.
+        on_meta: whether the adapter has no values yet.
 
     Raises:
         ConfigError: the config fits no module of the model, or is wrong.
         UnsupportedError: the adapter's first values need the full weights.
     """
     config = read_adapter_config(adapter)
-    _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
+    if on_meta:
+        _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
     try:
-        with torch.device("meta"):
+        with torch.device("meta") if on_meta else nullcontext():
             wrapped: nn.Module = peft().get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
@@ -71,6 +74,30 @@ def inject(model: PreTrainedModel, adapter: Any) -> nn.Module:
             fix="name modules of this model in target_modules",
         ) from error
     return wrapped.eval()
+
+
+def named_targets(model: nn.Module, keywords: Any) -> Any:
+    """`target_modules` for PEFT, which wants full names or their ends: all modules whose name includes a keyword.
+
+    Args:
+        keywords: several; a text, a pattern of full names, and None stay what they are.
+
+    Raises:
+        ConfigError: a keyword is in no name.
+    """
+    if keywords is None or isinstance(keywords, str):
+        return keywords
+    names = [name for name, each in model.named_modules() if name and not any(each.children())]
+    fitting = [name for name in names if any(keyword in name for keyword in keywords)]
+    idle = [keyword for keyword in keywords if not any(keyword in name for name in fitting)]
+    if idle:
+        ends = sorted({name.rpartition(".")[2] for name in names})
+        raise ConfigError(
+            f"target_modules: no module's name includes {idle[0]!r}{did_you_mean(idle[0], ends)}",
+            fix=f"use some of {', '.join(ends)}",
+        )
+    by_end = [name for name in names if any(f".{name}".endswith(f".{each}") for each in keywords)]
+    return list(keywords) if by_end == fitting else fitting
 
 
 def inject_alike(model: nn.Module, other: nn.Module) -> nn.Module:

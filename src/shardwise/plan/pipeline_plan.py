@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.errors import ConfigError, did_you_mean
+
 __all__ = ["Crossing", "LayerOrder", "PipelinePlan", "Returned"]
 
 
@@ -65,6 +67,24 @@ class LayerOrder:
     crossings: tuple[tuple[Crossing, ...], ...]
     returns: Mapping[str, Returned] = field(default_factory=dict)
     shares_dropped: bool = False
+
+    def starts_after(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The segments with which stages begin that end with these layers, each where it runs last; 0 first.
+
+        Raises:
+            ConfigError: one is no layer that runs, or the last one, after which nothing is left.
+        """
+        starts = {0}
+        for name in names:
+            if name not in self.calls:
+                raise ConfigError(
+                    f"no layer {str(name)!r} to cut a pipeline after{did_you_mean(str(name), self.calls)}",
+                    why=f"the layers that run are {self.calls[0]} to {self.calls[-1]}",
+                )
+            starts.add(max(number for number, call in enumerate(self.calls) if call == name) + 1)
+        if len(self.calls) in starts:
+            raise ConfigError(f"a pipeline cut after {self.calls[-1]}, the last layer", why="nothing is left behind it")
+        return tuple(sorted(starts))
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, see `from_json`."""

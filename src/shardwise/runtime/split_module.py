@@ -64,7 +64,11 @@ class SplitModule(nn.Module):
 
     Attributes:
         placements: how each divided parameter is.
+        padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
+            activations].
     """
+
+    padded_width: int = 0
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()

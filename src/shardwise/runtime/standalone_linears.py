@@ -65,6 +65,8 @@ class ColumnLinear(SplitModule):
         x = self.enter(x, self.sequence_dim, self.reduce_dtype)
         bias = self.bias
         out = F.linear(x, self.weight, None if self.returns_bias else bias)
+        if self.padded_width:
+            out = F.pad(out, (0, self.padded_width - out.shape[-1]))
         if self.gathers:
             out = self._gathered(out)
             bias = self._gathered(bias) if self.returns_bias and bias is not None else bias
@@ -130,6 +132,8 @@ class RowLinear(SplitModule):
         context, bias = self._split, self.bias
         if not self.input_is_split:
             x = own_features(x, self.placements["weight"], context)
+        elif self.padded_width:
+            x = x[..., : self.weight.shape[1]]
         out = F.linear(x, self.weight)
         dtype = out.dtype
         if context.group is not None and self.reduces:
@@ -155,12 +159,14 @@ class GroupedProjections(SplitModule):
 
     Args:
         out_features: of query, and of key and value, full and without copies.
-        copies: how many ranks hold the same keys and values.
+        copies: how many ranks hold the same keys and values: ranks / key/value heads, where these are fewer, else 1.
+        num_heads: key/value heads. `copies` are checked against them; where there are copies they must be known before
+            forward (see `note_heads`), because other copies would give queries the keys of other ones.
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
         others: as `ColumnLinear`'s.
 
     Raises:
-        ConfigError: tp is not a multiple of `copies`.
+        ConfigError: tp is not a multiple of `copies`, or the heads do not go with `copies`.
 
     Communicates: as `ColumnLinear`, with one reduction for all three.
     """
@@ -181,6 +187,7 @@ class GroupedProjections(SplitModule):
         mesh: Mesh,
         *,
         copies: int = 1,
+        num_heads: int | None = None,
         fused: bool = True,
         bias: bool = True,
         gathers: bool = False,
@@ -198,10 +205,14 @@ class GroupedProjections(SplitModule):
                 fix=f"use a divisor of {parts}",
             )
         super().__init__(mesh)
+        self.copies = copies
+        self.num_heads: int | None = None
+        if num_heads is not None:
+            self.note_heads(num_heads)
         query = split_even(0, out_features[0], parts=parts)
         few = split_even(0, out_features[1], parts=parts // copies)
         keys = Split(0, tuple(few.pieces[coord // copies] for coord in range(parts)))
-        self.copies, self.gathers, self.sequence_dim, self.reduce_dtype = copies, gathers, sequence_dim, reduce_dtype
+        self.gathers, self.sequence_dim, self.reduce_dtype = gathers, sequence_dim, reduce_dtype
         self.fused, self.splits = fused, (query, keys, keys)
         sizes = (out_features[0], out_features[1], out_features[1])
         made = [new_linear(size, in_features, bias=bias, init_weight=init_weight, dtype=dtype) for size in sizes]
@@ -213,12 +224,35 @@ class GroupedProjections(SplitModule):
                 for letter, value, split in zip("qkv", values, self.splits, strict=True):
                     self.add_parameter(f"{name}_{letter}", value, split, device=device)
 
+    def note_heads(self, num_heads: int) -> None:
+        """Says how many key/value heads there are.
+
+        Raises:
+            ConfigError: they do not go with the copies: a rank would have other keys than its queries'.
+        """
+        parts = self._provisional.mesh.size("tp")
+        right = max(1, parts // num_heads) if not (parts % num_heads and num_heads % parts) else None
+        if right != self.copies:
+            raise ConfigError(
+                f"{self.copies} copies (kv_size_multiplier) of {num_heads} key/value heads on {parts} tp ranks",
+                why="a rank's queries would meet keys of other heads than in the unsplit model",
+                fix=f"use kv_size_multiplier {right}" if right else f"use a divisor or a multiple of {num_heads} ranks",
+            )
+        self.num_heads = num_heads
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` or full.
 
         Raises:
+            ConfigError: several ranks hold the same keys, and nobody has said how many heads there are.
             LayoutError: several ranks hold the same keys, and no model sums their gradients.
         """
+        if self.copies > 1 and self.num_heads is None:
+            raise ConfigError(
+                f"kv_size_multiplier {self.copies} for an unknown number of key/value heads",
+                why="only ranks / heads copies give every query the keys of its own head",
+                fix="give the model a config with num_key_value_heads, or the layer num_heads=",
+            )
         if self.copies > 1 and self.training and torch.is_grad_enabled() and not self.is_adopted:
             raise LayoutError(
                 "gradients of keys and values that several ranks hold are summed by nobody",

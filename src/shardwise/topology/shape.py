@@ -90,6 +90,35 @@ class MeshShape:
             )
         return shape
 
+    @classmethod
+    def filling(cls, world_size: int, *, tp_size: int = 1, pp_size: int = 1, shards: bool = False) -> "MeshShape":
+        """The shape of so many ranks, of which those that tp and pp leave are data ranks.
+
+        Args:
+            shards: whether data ranks shard (`fsdp`) or replicate (`ddp`).
+
+        Raises:
+            MeshError: a size is no positive integer, or tp and pp do not divide the ranks.
+        """
+        sizes = {"tp_size": tp_size, "pp_size": pp_size}
+        wrong = [f"{name} is {size!r}" for name, size in sizes.items() if type(size) is not int or size < 1]
+        if wrong:
+            raise MeshError("; ".join(wrong), fix="use integers of at least 1")
+        asked = tp_size * pp_size
+        if world_size % asked:
+            raise MeshError(
+                f"tp_size {tp_size} x pp_size {pp_size} = {asked} does not divide {world_size} "
+                f"rank{'s' * (world_size > 1)}",
+                fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
+            )
+        data_size = world_size // asked
+        return cls(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            fsdp_size=data_size if shards else 1,
+            dp_replicate_size=1 if shards else data_size,
+        )
+
     def __str__(self) -> str:
         return ".".join(f"{axis}{size}" for axis, size in self._sizes() if size > 1) or "tp1"
 

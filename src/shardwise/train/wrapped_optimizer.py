@@ -47,8 +47,9 @@ class CompletingOptimizer(torch.optim.Optimizer):
         parameters = [each for group in self.param_groups for each in group["params"]]
         average_gradients(parameters, self._mesh)
         if self.max_norm is not None:
-            mark_replicated(parameters, self._mesh)
-            self.grad_norm = clip_grad_norm_(parameters, self.max_norm)
+            known = parameters or [torch.empty(0)]  # a stage without any takes part in the sum
+            mark_replicated(known, self._mesh)
+            self.grad_norm = clip_grad_norm_(known, self.max_norm)
         self.optimizer.step()
         return loss
 

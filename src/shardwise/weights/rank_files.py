@@ -5,6 +5,7 @@ See `shardwise.save_checkpoint` for checkpoints that any layout can load.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,56 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shardwise.comm.agree import run_in_turns
 from shardwise.errors import LoadError
+from shardwise.mesh import Mesh
 from shardwise.weights.staging import atomic_file
 
-__all__ = ["read_file", "read_tree", "write_tree"]
+__all__ = ["place_of", "read_file", "read_tree", "write_by_rank", "write_tree"]
 
 _MARK = "shardwise tensor "
 _NAME = "checkpoint.pt"
+
+
+def place_of(directory: str | os.PathLike[str], mesh: Mesh, *, by_data_rank: bool = False) -> Path:
+    """Where this rank's file is: that of its tp and pp coords, or of its data rank, too."""
+    name = f"tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
+    return Path(directory) / (f"{name}_dp_rank_{mesh.data_rank:02d}" if by_data_rank else name)
+
+
+def write_by_rank(
+    tree: Any,
+    directory: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    serially: bool = False,
+    by_data_rank: bool = False,
+    file_per_tensor: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Writes what every rank of the first data rank holds, or of all of them (`by_data_rank`); see `write_tree`.
+
+    Args:
+        serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
+
+    Raises:
+        LoadError: a file cannot be written. The same on every rank.
+
+    Communicates: one gather of a small object over all ranks, for every turn.
+    """
+    turn, num_turns = 0, 1
+    if serially:
+        turn, num_turns = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp"), mesh.size("tp") * mesh.size("pp")
+    if mesh.data_rank and not by_data_rank:
+        turn = -1
+    place = place_of(directory, mesh, by_data_rank=by_data_rank)
+    run_in_turns(
+        lambda: write_tree(tree, place, file_per_tensor=file_per_tensor, dtype=dtype),
+        mesh.group(),
+        turn=turn,
+        num_turns=num_turns,
+        doing="saving",
+    )
 
 
 def write_tree(tree: Any, place: Path, *, file_per_tensor: bool = False, dtype: torch.dtype | None = None) -> None:

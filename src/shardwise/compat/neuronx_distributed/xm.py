@@ -9,25 +9,17 @@ import torch
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
+    check_data_groups,
     current_mesh,
     model_parallel_is_initialized,
 )
-from shardwise.errors import ConfigError
 from shardwise.job.devices import pick_device
-from shardwise.topology.axes import DATA_AXES
 from shardwise.train.average import average_gradients
 
 __all__ = [
-    "add_step_closure",
-    "get_ordinal",
-    "is_master_ordinal",
-    "mark_step",
-    "master_print",
-    "optimizer_step",
-    "rendezvous",
-    "xla_device",
-    "xrt_world_size",
-]
+    "add_step_closure", "get_ordinal", "is_master_ordinal", "mark_step", "master_print", "optimizer_step", "rendezvous",
+    "xla_device", "xrt_world_size",
+]  # fmt: skip
 
 
 def optimizer_step(
@@ -48,13 +40,7 @@ def optimizer_step(
     Communicates: as `average_gradients`.
     """
     mesh = current_mesh()
-    own = [list(group) for group in mesh.shape.groups(*DATA_AXES)]
-    if groups is not None and [list(group) for group in groups] != own:
-        raise ConfigError(
-            f"optimizer_step over the groups {[list(group) for group in groups]}",
-            why=f"gradients are averaged over data ranks: {own}",
-            fix="pass groups=parallel_state.get_data_parallel_group(as_list=True)",
-        )
+    check_data_groups(groups, "optimizer_step")
     average_gradients((each for group in optimizer.param_groups for each in group["params"]), mesh)
     return optimizer.step(**(optimizer_args or {}))
 

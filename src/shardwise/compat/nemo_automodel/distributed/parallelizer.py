@@ -18,15 +18,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
-from shardwise.compat.mesh_names import adopt_device_mesh
-from shardwise.compat.nemo_automodel.imports import import_from_path
 from shardwise.compat.nemo_automodel.nvfsdp import Strategy, read_strategy, warn_of_unused
-from shardwise.compat.nemo_automodel.plans import hf_plan, read_plan, style_of
-from shardwise.compat.nemo_automodel.precision import cast_output, own_dtype, precision_of
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parallel.starting_values import initialize_meta
+from shardwise.parallel.torch_precision import cast_output, own_dtype, precision_of
+from shardwise.parallel.torch_styles import hf_plan, read_plan, style_of
+from shardwise.plan.imports import import_from_path
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.runtime.canonical import canonical_tensor
 from shardwise.runtime.registry import entry_of

@@ -16,3 +16,4 @@ from shardwise.compat.neuronx_distributed.parallel_layers.loss_functions import 
 from shardwise.compat.neuronx_distributed.parallel_layers.model_utils import (
     move_model_to_device as move_model_to_device,
 )
+from shardwise.compat.neuronx_distributed.parallel_layers.pad import pad_model as pad_model

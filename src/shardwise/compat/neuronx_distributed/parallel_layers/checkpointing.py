@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError, LoadError
-from shardwise.weights.rank_files import read_file, read_tree, write_tree
+from shardwise.weights.rank_files import place_of, read_file, read_tree, write_by_rank
 
 __all__ = ["load", "save"]
 
@@ -29,29 +29,18 @@ def save(
     """Writes what this rank holds to `save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt`, complete or not at all.
 
     Args:
-        save_serially: one model-parallel rank after the other, so that few tensors are in host memory at a time.
         save_xser: a file for every tensor, in `tp_rank_TT_pp_rank_PP.tensors/`; `load` needs `load_xser` then.
-        down_cast_bf16: write floating-point tensors in bfloat16.
         master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
-
-    Raises:
-        LoadError: a file cannot be written. The same on every rank.
-
-    Communicates: one gather of a small object over all ranks, for every turn.
+        others: see `shardwise.weights.rank_files.write_by_rank`.
     """
-    mesh, place = current_mesh(), _place(save_dir, master_dp_only=master_dp_only)
-    turn, num_turns = 0, 1
-    if save_serially:
-        turn, num_turns = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp"), mesh.size("tp") * mesh.size("pp")
-    if mesh.data_rank and master_dp_only:
-        turn = -1
-    dtype = torch.bfloat16 if down_cast_bf16 else None
-    run_in_turns(
-        lambda: write_tree(dict(state_dict), place, file_per_tensor=save_xser, dtype=dtype),
-        mesh.group(),
-        turn=turn,
-        num_turns=num_turns,
-        doing="saving",
+    write_by_rank(
+        dict(state_dict),
+        save_dir,
+        current_mesh(),
+        serially=save_serially,
+        by_data_rank=not master_dp_only,
+        file_per_tensor=save_xser,
+        dtype=torch.bfloat16 if down_cast_bf16 else None,
     )
 
 
@@ -84,7 +73,7 @@ def load(
     if not sharded and target is None:
         raise ConfigError("sharded=False without a model", fix="pass the model that takes the full tensors")
     with raise_on_all_ranks(current_mesh().group(), "loading"):
-        place = _place(load_dir, master_dp_only=master_dp_only) if sharded else Path(load_dir)
+        place = place_of(load_dir, current_mesh(), by_data_rank=not master_dp_only) if sharded else Path(load_dir)
         state = read_tree(place, file_per_tensor=load_xser) if sharded else read_file(place)
         if target is None:
             return state
@@ -97,9 +86,3 @@ def load(
         else:
             target.load_state_dict(values)
     return state
-
-
-def _place(directory: str | os.PathLike[str], *, master_dp_only: bool) -> Path:
-    mesh = current_mesh()
-    name = f"tp_rank_{mesh.coord('tp'):02d}_pp_rank_{mesh.coord('pp'):02d}"
-    return Path(directory) / (name if master_dp_only else f"{name}_dp_rank_{mesh.data_rank:02d}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.errors import MeshError, UnsupportedError
+from shardwise.errors import ConfigError, MeshError, UnsupportedError
 from shardwise.job.groups import new_own_group
 from shardwise.job.rendezvous import read_world_size
 from shardwise.mesh import Mesh
@@ -61,29 +61,13 @@ def initialize_model_parallel(
             fix="leave them at their defaults",
         )
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
-    shape = shape_of(tensor_model_parallel_size, pipeline_model_parallel_size, world_size, shards=shards)
-    _State.mesh = Mesh.open(shape)
+    tp_size, pp_size = tensor_model_parallel_size, pipeline_model_parallel_size
+    _State.mesh = Mesh.open(MeshShape.filling(world_size, tp_size=tp_size, pp_size=pp_size, shards=shards))
 
 
-def shape_of(tensor: int, pipeline: int, world_size: int, *, shards: bool) -> MeshShape:
-    """The arrangement of so many ranks.
-
-    Raises:
-        MeshError: there is none.
-    """
-    sizes = {"tensor": tensor, "pipeline": pipeline}
-    wrong = [f"{n}_model_parallel_size is {size!r}" for n, size in sizes.items() if type(size) is not int or size < 1]
-    if wrong:
-        raise MeshError("; ".join(wrong), fix="use integers of at least 1")
-    asked = tensor * pipeline
-    if world_size % asked:
-        raise MeshError(
-            f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline} = {asked} does not divide "
-            f"{world_size} ranks",
-            fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
-        )
-    data = {"fsdp_size" if shards else "dp_replicate_size": world_size // asked}
-    return MeshShape(tp_size=tensor, pp_size=pipeline, **data)
+def adopt(mesh: Mesh) -> None:
+    """Takes over a mesh that somebody else has opened; theirs alone to close."""
+    _State.mesh = mesh
 
 
 def model_parallel_is_initialized() -> bool:
@@ -163,6 +147,17 @@ get_data_parallel_world_size = globals()["get_data_parallel_size"]
 get_zero1_sharding_groups = globals()["get_data_parallel_replica_groups"]
 
 
+def check_data_groups(groups: Sequence[Sequence[int]] | None, doing: str) -> None:
+    """Raises `ConfigError` where groups are given that are not the data-parallel ones."""
+    own = get_zero1_sharding_groups()
+    if groups is not None and [list(group) for group in groups] != own:
+        raise ConfigError(
+            f"{doing} over the groups {[list(group) for group in groups]}",
+            why=f"data ranks are {own}",
+            fix="pass parallel_state.get_data_parallel_group(as_list=True)",
+        )
+
+
 def get_world_group() -> dist.ProcessGroup | None:
     """The group of all ranks."""
     return current_mesh().group() or _own_group()
@@ -177,9 +172,3 @@ def get_pipeline_model_parallel_next_rank(step: int = 1) -> int:
 def get_pipeline_model_parallel_prev_rank() -> int:
     """The rank before this one along the pipeline; the last before the first."""
     return get_pipeline_model_parallel_next_rank(-1)
-
-
-def rmsg(msg: str) -> str:
-    """`msg` with this rank's place before it."""
-    mesh = _State.mesh
-    return f"[rank_{mesh.rank if mesh else 0} {mesh.coords if mesh else {}}] {msg}"

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
-from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.compat.spelling import also_spelled
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
 from shardwise.runtime.transparent import seen_through
+from shardwise.train.wrapped_optimizer import CompletingOptimizer
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -57,17 +57,20 @@ def save_checkpoint(
     for name, is_given in {"use_xser": use_xser, "use_zero1_dcp": use_zero1_dcp}.items():
         if is_given:
             warn_once(f"save_checkpoint: {name} changes nothing: tensors are streamed in one format")
-    checkpoints.save_checkpoint(
+    lora = getattr(model, "lora_config", None)
+    pending = checkpoints.save_checkpoint(
         path,
         model=seen_through(model),
         optimizer=_optimizer(optimizer),
         scheduler=scheduler,
-        extra=user_content,
+        extra=user_content if lora is None else lora.packed(user_content),
         tag=tag or None,
         async_save=async_save,
         keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
         num_writers=num_workers,
     )
+    if lora is not None:
+        lora.export(seen_through(model), path, pending.wait())
 
 
 def load_checkpoint(
@@ -89,7 +92,7 @@ def load_checkpoint(
     Raises:
         LoadError: there is none, or it is damaged or of another model; the same on every rank, nothing is changed.
     """
-    return checkpoints.load_checkpoint(
+    content = checkpoints.load_checkpoint(
         path,
         tag or None,
         model=None if model is None else seen_through(model),
@@ -97,7 +100,9 @@ def load_checkpoint(
         scheduler=scheduler,
         strict=strict,
     )
+    is_packed = isinstance(content, dict) and content.keys() == {"user_content", "lora_config"}
+    return content["user_content"] if is_packed else content
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
-    return optimizer.optimizer if isinstance(optimizer, NxDOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, CompletingOptimizer) else optimizer

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+
+from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
     current_mesh,
     initialize_model_parallel,
     model_parallel_is_initialized,
 )
 from shardwise.compat.warned import warn_once
-from shardwise.errors import ConfigError, MeshError, did_you_mean
+from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean
+from shardwise.job.rendezvous import read_world_size
 
-__all__ = ["neuronx_distributed_config"]
+__all__ = ["initialize", "neuronx_distributed_config"]
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
@@ -33,6 +37,12 @@ _PIPELINE = frozenset(
     manual_pp_stage_partition_fn manual_pp_loss_fn
     """.split()  # noqa: SIM905
 )
+_PIPELINE_REFUSED = {
+    "manual_pp_loss_fn": "a model's own loss is used",
+    "manual_pp_partition": "stages are found on a tiny model",
+    "manual_pp_stage_partition_fn": "stages are cut by cost, or after the layers of pipeline_cuts",
+    "return_mb_loss": "microbatches are weighted by their targets, and only their sum is a loss",
+}
 
 
 def neuronx_distributed_config(
@@ -51,16 +61,16 @@ def neuronx_distributed_config(
     sequential_move_factor: int | None = None,
     lnc_size: int = 1,
 ) -> dict[str, Any]:
-    """What the training functions take, complete; initialises model parallelism, unless that has been done alike.
+    """What the training functions take, complete; initialises model parallelism, unless that has been done alike, or
+    no ranks have been started yet (a Lightning Trainer starts them).
 
     Args:
-        pipeline_config, optimizer_config, model_init_config, mixed_precision_config: dictionaries, which stay as they
-            are; keys that are left out have their documented defaults.
-        others: as documented.
+        others: as documented; dictionaries stay as they are, and keys that are left out have their defaults.
 
     Raises:
         ConfigError: a key is unknown, or a value none of those documented.
         MeshError: model parallelism is initialised with other sizes, or the sizes do not divide the ranks.
+        UnsupportedError: stages that the caller makes by hand, or losses of single microbatches.
 
     Communicates: as `initialize_model_parallel`.
     """
@@ -71,18 +81,14 @@ def neuronx_distributed_config(
     }
     for name, value in given.items():
         _check_keys(name, value, _DEFAULTS[name])
-    _check_keys("pipeline_config", pipeline_config, _PIPELINE)
+    _check_pipeline(pipeline_config or {})
     sub = {name: {**_DEFAULTS[name], **(value or {})} for name, value in given.items()}
     if sequential_move_factor is not None:
         sub["model_init_config"]["sequential_move_factor"] = sequential_move_factor
-    _check_values(sub["model_init_config"]["sequential_move_factor"], activation_checkpoint_config)
-    _warn_of_unused(mixed_precision_config=any(sub["mixed_precision_config"].values()), pad_model=pad_model)
-    shards = bool(sub["optimizer_config"]["zero_one_enabled"])
-    sizes = tensor_parallel_size, pipeline_parallel_size
-    if not model_parallel_is_initialized():
-        initialize_model_parallel(*sizes, context_parallel_size, expert_parallel_size, shards=shards)
-    _check_sizes(*sizes)
-    return {
+    _check_values(sub["model_init_config"]["sequential_move_factor"], activation_checkpoint_config, lora_config)
+    if any(sub["mixed_precision_config"].values()):
+        warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
+    config = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "expert_parallel_size": expert_parallel_size,
@@ -94,6 +100,31 @@ def neuronx_distributed_config(
         "lora_config": lora_config,
         **sub,
     }
+    sizes = tensor_parallel_size, pipeline_parallel_size
+    is_started = dist.is_initialized() or read_world_size() > 1 or model_parallel_is_initialized()
+    if is_started or sizes == (1, 1) or any(type(size) is not int or size < 1 for size in sizes):
+        initialize(config)
+    return config
+
+
+def initialize(config: Mapping[str, Any]) -> None:
+    """Initialises model parallelism as a config says; checks the sizes where that has been done.
+
+    Raises:
+        MeshError: it has been done with other sizes, or the sizes do not divide the ranks.
+    """
+    tensor, pipeline = config["tensor_parallel_size"], config["pipeline_parallel_size"]
+    if not model_parallel_is_initialized():
+        others = config["context_parallel_size"], config["expert_parallel_size"]
+        initialize_model_parallel(
+            tensor, pipeline, *others, shards=bool(config["optimizer_config"]["zero_one_enabled"])
+        )
+    if (tensor, pipeline) != (current_mesh().size("tp"), current_mesh().size("pp")):
+        raise MeshError(
+            f"tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline} on {current_mesh().shape}",
+            why="model parallel is initialised already, with other sizes",
+            fix="use the same sizes, or call parallel_state.destroy_model_parallel() first",
+        )
 
 
 def _check_keys(name: str, value: Mapping[str, Any] | None, known: Any) -> None:
@@ -105,7 +136,16 @@ def _check_keys(name: str, value: Mapping[str, Any] | None, known: Any) -> None:
         )
 
 
-def _check_values(factor: Any, activation_checkpoint_config: Any) -> None:
+def _check_pipeline(config: Mapping[str, Any]) -> None:
+    _check_keys("pipeline_config", config, _PIPELINE)
+    for name, why in _PIPELINE_REFUSED.items():
+        if config.get(name):
+            raise UnsupportedError(f"pipeline_config {name}", why=why, fix="leave it out")
+
+
+def _check_values(factor: Any, activation_checkpoint_config: Any, lora_config: Any) -> None:
+    if not isinstance(lora_config, LoraConfig | None):
+        raise ConfigError(f"lora_config cannot be a {type(lora_config).__name__}", fix="use modules.lora.LoraConfig")
     if type(factor) is not int or factor < 1:
         raise ConfigError(f"sequential_move_factor is {factor!r}", why="it counts processes", fix="use 1 to 32")
     if isinstance(activation_checkpoint_config, str) and activation_checkpoint_config != "full":
@@ -114,19 +154,3 @@ def _check_values(factor: Any, activation_checkpoint_config: Any) -> None:
             + did_you_mean(activation_checkpoint_config, ["full"]),
             fix='use None, "full", a module class or several',
         )
-
-
-def _check_sizes(tensor: int, pipeline: int) -> None:
-    if (tensor, pipeline) != (current_mesh().size("tp"), current_mesh().size("pp")):
-        raise MeshError(
-            f"tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline} on {current_mesh().shape}",
-            why="model parallel is initialised already, with other sizes",
-            fix="use the same sizes, or call parallel_state.destroy_model_parallel() first",
-        )
-
-
-def _warn_of_unused(*, mixed_precision_config: bool, pad_model: bool) -> None:
-    if mixed_precision_config:
-        warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
-    if pad_model:
-        warn_once("neuronx_distributed_config: pad_model changes nothing: heads need not divide by the number of ranks")

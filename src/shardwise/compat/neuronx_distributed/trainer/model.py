@@ -16,30 +16,40 @@ __all__ = ["NxDModel"]
 
 
 class NxDModel(Transparent):
-    """Wraps a split model; its modules and parameters keep their names, and `shardwise`'s functions take it, too."""
+    """Wraps a split model; its modules and parameters keep their names, and `shardwise`'s functions take it, too. What
+    begins with `local_` is the same: names are those of what this rank holds.
+    """
 
-    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__(module)
-        self.__dict__["nxd_config"] = dict(nxd_config or {})
+        self.__dict__["nxd_config"] = dict(nxd_config)
+        lora = nxd_config["lora_config"]
+        self.__dict__["lora_config"] = lora if lora is not None and lora.enable_lora else None
         self.train()
 
     def local_module(self) -> nn.Module:
         """The split model itself."""
         return self.__dict__["module"]
 
-    original_module = local_module
-
     def local_modules(self) -> list[nn.Module]:
         """The split model, in a list."""
         return [self.local_module()]
 
+    original_module = local_module
+    local_parameters, local_named_parameters = Transparent.parameters, Transparent.named_parameters
+    local_buffers, local_named_buffers = Transparent.buffers, Transparent.named_buffers
+    local_children, local_named_children = Transparent.children, Transparent.named_children
+    local_named_modules, local_state_dict = Transparent.named_modules, Transparent.state_dict
+
     def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one batch; the loss, detached. See `shardwise.train.run_batch`."""
-        number = self.__dict__["nxd_config"].get("pipeline_config", {}).get("num_microbatches", 1)
+        """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, the same on every
+        rank. See `shardwise.train.run_batch`.
+        """
+        number = self.nxd_config["pipeline_config"].get("num_microbatches", 1)
         return run_batch(self.local_module(), current_mesh(), *args, num_microbatches=number, **kwargs)
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model computes, without gradients."""
+        """What the model computes, without gradients; the same on every rank of a pipeline."""
         args, kwargs = named_inputs(args, kwargs)
         return self.local_module()(*args, **kwargs)

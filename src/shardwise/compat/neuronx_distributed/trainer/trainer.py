@@ -10,15 +10,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.by_hand import adopt_model, build_in_turns
+from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.prepare import prepare
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.neuronx_distributed.trainer.config import initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.recompute import recompute_classes
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.padded_heads import pad_heads
 from shardwise.runtime.split_module import SplitModule
+from shardwise.runtime.transparent import seen_through
+from shardwise.search.layer_order import find_layer_order
 from shardwise.train.optimizer import divided_groups
+from shardwise.train.wrapped_optimizer import CompletingOptimizer
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 
@@ -29,58 +37,79 @@ def initialize_parallel_model(
     """Builds a model and splits it as the config says.
 
     A model with parallel layers is taken as it is written; a transformers model without any is split by its automatic
-    plan; any other is replicated over tp.
+    plan, and cut into the stages of a pipeline; any other is replicated over tp.
 
     Args:
         model_fn: returns the model, the same on every rank. `model_init_config` says how many ranks call it at a time,
             and whether it builds on the meta device.
 
     Raises:
+        ConfigError: `lora_config` or `pipeline_config` do not fit the model.
+        MeshError: the sizes do not divide the ranks.
         PlanError: the model cannot be split.
-        UnsupportedError: the config asks for what does not exist yet.
+        UnsupportedError: a hand-written model in stages, or a model with adapters.
 
     Communicates: as `shardwise.parallelize`.
     """
-    mesh = current_mesh()
-    if nxd_config["lora_config"] is not None:
-        raise UnsupportedError(
-            "lora_config", why="adapters of this API are to come", fix="use peft before model_fn returns"
-        )
-    if mesh.size("pp") > 1:
-        raise UnsupportedError(
-            f"pipeline_parallel_size {mesh.size('pp')}",
-            why="pipelines of this API are to come",
-            fix="use shardwise.parallelize with pipeline=shardwise.Pipeline(...), or pipeline_parallel_size 1",
-        )
+    initialize(nxd_config)
     options = nxd_config["model_init_config"]
     model = build_in_turns(
         lambda: model_fn(*model_args, **model_kwargs),
-        mesh,
+        current_mesh(),
         ranks_at_a_time=options["sequential_move_factor"],
         on_meta=options["meta_device_init"],
         fill=options["param_init_fn"],
     )
-    recompute = recompute_of(model, nxd_config["activation_checkpoint_config"])
-    shards = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
-    by_hand = any(isinstance(module, SplitModule) for module in model.modules())
-    if by_hand or not isinstance(model, PreTrainedModel):
-        adopt_model(model, mesh, policy=FsdpPolicy(zero_stage=1) if shards else None, recompute=recompute)
+    return NxDModel(split_model(model, nxd_config), nxd_config)
+
+
+def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
+    """Splits a model that is built, in place; returns it, or PEFT's model around it."""
+    mesh, lora = current_mesh(), nxd_config["lora_config"]
+    if lora is not None and lora.enable_lora:
+        model = seen_through(LoRAModel(model, lora))
+    base = find_model(model)
+    recompute = recompute_of(base, nxd_config["activation_checkpoint_config"])
+    is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
+    if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
+        if mesh.size("pp") > 1:
+            raise UnsupportedError(
+                f"a hand-written {type(base).__name__} in the stages of a pipeline",
+                why="its layers cannot be told: stages are found on a tiny transformers model without parallel layers",
+                fix="let model_fn return a transformers model as it is, or use pipeline_parallel_size 1",
+            )
+        if nxd_config["pad_model"]:
+            config: Any = base.config
+            pad_heads(base, config.num_attention_heads)
+        adopt_model(model, mesh, policy=FsdpPolicy(zero_stage=1) if is_sharded else None, recompute=recompute)
     else:
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
             fsdp=FsdpPolicy(zero_stage=1),
             recompute=recompute,
+            pipeline=pipeline_of(base, nxd_config["pipeline_config"]) if mesh.size("pp") > 1 else None,
         )
-        prepare(model, mesh, spec)
-    return NxDModel(model, nxd_config)
+        prepare(base, mesh, spec)
+    if lora is not None and lora.enable_lora and lora.load_lora_from_ckpt:
+        load_checkpoint(lora.lora_save_dir, lora.lora_load_tag, model=model)
+    return model
+
+
+def pipeline_of(model: nn.Module, config: Mapping[str, Any]) -> Pipeline:
+    """What `pipeline_config` means: stages that cost alike, unless `pipeline_cuts` names the layers before cuts."""
+    number, cuts, layers = config.get("virtual_pipeline_size", 1), config.get("pipeline_cuts"), None
+    with raise_on_all_ranks(current_mesh().group(), "finding its layers"):
+        if cuts:
+            layers = find_layer_order(model).starts_after(cuts)
+    return Pipeline(schedule="1f1b" if number == 1 else "interleaved_1f1b", num_stages_per_rank=number, layers=layers)
 
 
 def initialize_parallel_optimizer(
     nxd_config: Mapping[str, Any],
-    optimizer_class: type[torch.optim.Optimizer],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
     parameters: Iterable[Any],
     **defaults: Any,
-) -> NxDOptimizer:
+) -> CompletingOptimizer:
     """An optimizer whose step clips by the norm of the full gradients; with ZeRO-1 its states are sharded over data
     ranks, as the parameters of the model are then.
 
@@ -91,10 +120,12 @@ def initialize_parallel_optimizer(
         ConfigError: there are none.
     """
     defaults.pop("decoupled_weight_decay", None)
-    groups = divided_groups(parameters)
-    if not groups:
+    groups = divided_groups(parameters) or [{"params": []}]
+    if not groups[0]["params"] and current_mesh().size("pp") == 1:  # a stage may have nothing to train
         raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
-    return NxDOptimizer(optimizer_class(groups, **defaults), nxd_config)
+    options = nxd_config["optimizer_config"]
+    max_norm = options["max_grad_norm"] if options["grad_clipping"] else None
+    return CompletingOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
 
 
 def recompute_of(model: nn.Module, asked: Any) -> Recompute:

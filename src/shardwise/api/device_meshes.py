@@ -29,11 +29,11 @@ _AXES = {
 """The names of dims, to what they are here. Parameters are sharded over data and context parallel ranks together."""
 
 _FLATTENED: dict[tuple[str, ...], str] = {("dp_shard", "cp"): "dp_shard_cp", ("dp", "cp"): "dp_cp"}
-"""What Automodel calls dims that it has flattened to one."""
+"""What NeMo Automodel calls dims that it has flattened to one."""
 
 
 def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
-    """The mesh over a `DeviceMesh` whose dims have the names of NeMo Automodel, of any of its versions.
+    """The mesh over a `DeviceMesh` whose dims have names that torch's own programs, NeMo Automodel or we use.
 
     Args:
         device_mesh: of the whole job; context parallel ranks count as data ranks: parameters are sharded over both.

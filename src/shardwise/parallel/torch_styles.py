@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from shardwise.compat.nemo_automodel.imports import import_from_path
 from shardwise.errors import PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
+from shardwise.plan.imports import import_from_path
 from shardwise.plan.match import match
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
@@ -91,7 +91,7 @@ def style_of(style: str) -> ParallelStyle:
 
 
 def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
-    """The plan as Automodel has them: patterns to style objects."""
+    """The plan as patterns to style objects."""
     styles: dict[str, list[str]] = {}
     for rule in plan.rules:
         styles.setdefault(rule.pattern, []).append(rule.style)
@@ -99,7 +99,7 @@ def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
 
 
 def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
-    """What a user passes as `tp_shard_plan`: as rules, and whether it is one of sequence parallelism.
+    """A plan of torch's styles: as rules, and whether it is one of sequence parallelism.
 
     Args:
         plan: patterns to torch's styles or style strings; the import path of such a dictionary, or of a function that

@@ -1,0 +1,126 @@
+"""`modules.lora`: NxD's LoRA over PEFT's, whose adapters are split as what they adapt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.api.state import export_pretrained
+from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.lora.inject import inject, named_targets
+from shardwise.lora.library import peft
+from shardwise.runtime.registry import is_split
+from shardwise.runtime.transparent import Transparent
+
+__all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
+
+_INITS = {"default": True, "gaussian": "gaussian"}
+_BIASES = ("none", "all", "lora_only")
+
+
+@dataclass
+class LoraConfig:
+    """What is adapted, how, and what a checkpoint is to hold.
+
+    Attributes:
+        target_modules: keywords, of which the name of a module includes one; a text is a pattern of full names; None
+            takes what PEFT knows of the architecture.
+        save_lora_base, merge_lora: write the base, with the adapter beside it (`base/` in the checkpoint) or added to
+            it (`merged/`), as Hugging Face directories; by default the adapter alone is saved.
+        save_lora_config_adapter: keep the config in the checkpoint; else in `lora_save_dir/adapter_config.json`, below
+            the directory of checkpoints, where PEFT finds the adapter, too.
+        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`.
+        lora_verbose, merge_sharded_lora: change nothing: adapters are full tensors in files.
+
+    Raises:
+        ConfigError: a value is none of those documented.
+    """
+
+    enable_lora: bool = True
+    lora_rank: int = 16
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    target_modules: Sequence[str] | str | None = None
+    use_rslora: bool = False
+    init_lora_weights: str = "default"
+    modules_to_save: Sequence[str] | None = None
+    save_lora_base: bool = False
+    merge_lora: bool = False
+    save_lora_config_adapter: bool = False
+    load_lora_from_ckpt: bool = False
+    lora_save_dir: str | os.PathLike[str] = "lora_adapter"
+    lora_load_tag: str | None = None
+    lora_verbose: bool = False
+    merge_sharded_lora: bool = True
+
+    def __post_init__(self) -> None:
+        for name, known in (("bias", _BIASES), ("init_lora_weights", tuple(_INITS))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(
+                    f"LoraConfig {name} is {value!r}{did_you_mean(str(value), known)}", fix=f"use one of {known}"
+                )
+        if type(self.lora_rank) is not int or self.lora_rank < 1 or not 0 <= self.lora_dropout < 1:
+            raise ConfigError(
+                f"LoraConfig lora_rank {self.lora_rank!r}, lora_dropout {self.lora_dropout!r}",
+                fix="use a rank of at least 1, and a dropout of 0 to 1",
+            )
+        if self.merge_lora and not self.save_lora_base:
+            raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
+
+    def for_peft(self, model: nn.Module) -> Any:
+        """The same as PEFT's config."""
+        return peft().LoraConfig(
+            r=self.lora_rank,
+            lora_alpha=self.lora_alpha,
+            lora_dropout=self.lora_dropout,
+            bias=self.bias,
+            target_modules=named_targets(model, self.target_modules),
+            use_rslora=self.use_rslora,
+            init_lora_weights=_INITS[self.init_lora_weights],
+            modules_to_save=list(self.modules_to_save) if self.modules_to_save else None,
+        )
+
+    def packed(self, user_content: Any) -> Any:
+        """What a checkpoint takes beside the tensors."""
+        config = {**asdict(self), "lora_save_dir": os.fspath(self.lora_save_dir)}
+        return {"user_content": user_content, "lora_config": config} if self.save_lora_config_adapter else user_content
+
+    def export(self, model: nn.Module, path: str | os.PathLike[str], tag: str) -> None:
+        """Writes what is asked for besides the checkpoint `tag`.
+
+        Communicates: as `shardwise.export_pretrained`.
+        """
+        if not self.save_lora_config_adapter:
+            export_pretrained(model, Path(path) / self.lora_save_dir, adapter="only")
+        if self.save_lora_base:
+            name, mode = ("merged", "merged") if self.merge_lora else ("base", "with_base")
+            export_pretrained(model, Path(path) / tag / name, adapter=mode)
+
+
+class LoRAModel(Transparent):
+    """A model, not split yet, with adapters: PEFT's model, whose base is frozen.
+
+    Raises:
+        ConfigError: no module's name includes one of the keywords, or PEFT cannot adapt one, such as a parallel layer.
+        PlanError: the model has been split already.
+    """
+
+    def __init__(self, module: nn.Module, LoraConfig: LoraConfig) -> None:  # noqa: N803 - so the document
+        if is_split(module):
+            raise PlanError(
+                f"{type(module).__name__} is split already",
+                why="adapters are split with what they adapt",
+                fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
+            )
+        super().__init__(inject(module, LoraConfig.for_peft(module), on_meta=False))
+        self.__dict__["lora_config"] = LoraConfig
+
+
+LoraModel = LoRAModel
