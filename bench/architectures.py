@@ -34,6 +34,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 from rich.progress import Progress
 from sweep.cases import GROUPS, Case, Variant, cases_of, prove
 from sweep.known import TASKS
+from sweep.support import write_support
 from sweep.table import summarize, write_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +65,8 @@ def main() -> None:
     summarize([row for row in rows if any(case.is_row(row) for case in cases)])
     if arguments.table:
         write_table(rows, arguments.table)
+    if arguments.support:
+        write_support(rows, arguments.support)
 
 
 def _arguments() -> argparse.Namespace:
@@ -80,6 +83,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="architectures proved at a time")
     parser.add_argument("--again", action="store_true", help="forget what earlier runs found for these cases")
     parser.add_argument("--table", type=Path, help="where to write the tables of all sweeps")
+    parser.add_argument("--support", type=Path, help="where to write which model types passed, as JSON")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "architectures.jsonl")
     return parser.parse_args()
 

@@ -122,26 +122,22 @@ _OWN_PARALLELIZE = (
     "should_parallelize_layer_predicate_func=None, **parallel_layer_specific_kwargs)"
 )
 _OPTIMUM = {
-    "Parallelizer._parallelize": (_OWN_PARALLELIZE, 0),
-    "Parallelizer.parallelize": (_PARALLELIZE, 0),
-    "Parallelizer.optimizer_for_mp": ("(optimizer, orig_param_to_parallel_param_on_xla)", 0),
+    "Parallelizer._parallelize": _OWN_PARALLELIZE,
+    "Parallelizer.parallelize": _PARALLELIZE,
+    "Parallelizer.optimizer_for_mp": "(optimizer, orig_param_to_parallel_param_on_xla)",
     "Parallelizer.save_model_sharded_checkpoint": (
-        "(model, output_dir, optimizer=None, use_xser=True, async_save=False, num_local_ranks_per_step=8)",
-        CHECKPOINTS,
+        "(model, output_dir, optimizer=None, use_xser=True, async_save=False, num_local_ranks_per_step=8)"
     ),
-    "Parallelizer.load_model_sharded_checkpoint": ("(model, load_dir)", CHECKPOINTS),
-    "Parallelizer.save_model_checkpoint": (
-        "(model, output_dir, as_regular=False, as_sharded=True, optimizer=None)",
-        CHECKPOINTS,
-    ),
-    "Parallelizer.load_model_checkpoint": ("(model, load_dir)", CHECKPOINTS),
-    "ParallelizersManager.get_supported_model_types": ("()", 0),
-    "ParallelizersManager.is_model_supported": ("(model_type_or_model)", 0),
-    "ParallelizersManager.parallelizer_for_model": ("(model_type_or_model)", 0),
-    "lazy_load_for_parallelism": ("(tensor_parallel_size=1, pipeline_parallel_size=1)", 0),
-    "make_optimizer_constructor_lazy": ("(optimizer_cls)", 0),
-    "utils.make_optimizer_constructor_lazy": ("(optimizer_cls)", 0),
-    "utils.from_pretrained_for_mp": ("(cls, pretrained_model_name_or_path, *model_args, config=None)", 0),
+    "Parallelizer.load_model_sharded_checkpoint": "(model, load_dir)",
+    "Parallelizer.save_model_checkpoint": "(model, output_dir, as_regular=False, as_sharded=True, optimizer=None)",
+    "Parallelizer.load_model_checkpoint": "(model, load_dir)",
+    "ParallelizersManager.get_supported_model_types": "()",
+    "ParallelizersManager.is_model_supported": "(model_type_or_model)",
+    "ParallelizersManager.parallelizer_for_model": "(model_type_or_model)",
+    "lazy_load_for_parallelism": "(tensor_parallel_size=1, pipeline_parallel_size=1)",
+    "make_optimizer_constructor_lazy": "(optimizer_cls)",
+    "utils.make_optimizer_constructor_lazy": "(optimizer_cls)",
+    "utils.from_pretrained_for_mp": "(cls, pretrained_model_name_or_path, *model_args, config=None)",
 }
 
 
@@ -195,11 +191,8 @@ def _items() -> list[Item]:
         Item(2, f"{nxd}.lightning.NeuronTQDMProgressBar"),
         Item(2, f"{nxd}.lightning.NeuronTensorBoardLogger", "(save_dir)"),
     ]
-    new = {"Parallelizer.save_model_checkpoint", "Parallelizer.load_model_checkpoint"}  # of the older version alone
-    found += [
-        Item(3 if name in new else 0, f"{optimum}.{name}", text, waits or DOORS)
-        for name, (text, waits) in _OPTIMUM.items()
-    ]
+    old = {"Parallelizer.save_model_checkpoint", "Parallelizer.load_model_checkpoint"}  # of the older version alone
+    found += [Item(3 if name in old else 0, f"{optimum}.{name}", text) for name, text in _OPTIMUM.items()]
     return found
 
 

@@ -47,10 +47,10 @@ def test_an_item_is_as_its_document_prints_it(item):
         return
     expected, own = documented(item), parameters(inspect.signature(found))
     collects = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    named = [each for each in expected if each[1] not in collects]
-    assert own[: len(named)] == named
+    named, mine = ([each for each in given if each[1] not in collects] for given in (expected, own))
+    assert mine[: len(named)] == named
     assert {kind for _, kind, _ in expected if kind in collects} <= {kind for _, kind, _ in own}
-    more = [each for each in own[len(named) :] if each[1] not in collects]
+    more = mine[len(named) :]
     assert all(default is not inspect.Parameter.empty for *_, default in more), "callers of the document do not pass it"
 
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.single
 
 HOMES = {
     "nemo_automodel": ["nemo_automodel.distributed.parallelizer"],
+    "optimum_neuron": ["optimum_neuron.distributed"],
     "neuronx_distributed": [
         "neuronx_distributed",
         "neuronx_distributed.parallel_layers.parallel_state",

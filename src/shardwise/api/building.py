@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig
 
+from shardwise.api.filling import build_unfilled
 from shardwise.api.prepare import check_options, prepare
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.lora.files import load_adapter_weights
-from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
-from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
-from shardwise.parallel.construction import Construction
-from shardwise.parallel.coverage import Allowed
-from shardwise.parallel.loading import find_weights, load_weights
-from shardwise.parallel.materialize import initialize_missing, record_missing
+from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.adapters import find_model
-from shardwise.weights.conversion import Resolution
-from shardwise.weights.foreign import config_place, open_weights
-from shardwise.weights.index import CheckpointIndex
-from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["load", "load_filled", "parallelize"]
 
@@ -119,60 +107,17 @@ def _load(  # noqa: PLR0913 - what `load` takes
 ) -> Any:
     check_options(mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "building the model"):
-        allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)
-        where = {name: options[name] for name in HUB_OPTIONS if name in options}
-        index, found = None, None
-        if isinstance(source, PreTrainedConfig):
-            config = copy.deepcopy(source)
-        else:
-            config, options = read_config(config_place(source), options)
-            index = open_weights(source, **where) if fill is None else None
-        chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
-        with Construction() as construction:
-            model = build_meta_model(config, auto_class, dtype=chosen, options=options)
-        if index is not None:
-            found = find_weights(model, index, allowed=allowed, key_mapping=key_mapping)
-        unsplit = record_missing(model, construction, found.tensors if found else ())
-        whole: Any = model
-        if adapter is not None:
-            with construction:
-                whole = inject(model, adapter)
-            unsplit, found = _with_adapters(model, unsplit, found)
-    with index or nullcontext():
+        model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
+        whole: Any = model if adapter is None else filling.inject(model, adapter)
+    with filling:
         registry = prepare(model, mesh, spec)
         if fill is not None:
             fill(model)
         with raise_on_all_ranks(mesh.group(), "loading"):
-            if not isinstance(source, PreTrainedConfig):
-                if index is not None and found is not None:
-                    load_weights(model, registry, index, found, dtype=chosen)
-                model.config.name_or_path = model.name_or_path = os.fspath(source)
-                read_generation_config(model, source, where)
-            initialize_missing(model, registry, construction, unsplit, seed=seed)
+            filling.fill(model, registry, seed=seed)
             if isinstance(adapter, str | os.PathLike):
                 load_adapter_weights(whole, adapter)
     return whole
-
-
-def _with_adapters(
-    model: PreTrainedModel, unsplit: Mapping[str, Tensor], found: Resolution | None
-) -> tuple[dict[str, Tensor], Resolution | None]:
-    """What was known of the tensors of `model` before it had adapters, by the names that they have now."""
-    names = names_in_base(model)
-    tensors = {fqn: value.detach() for fqn, value in model.named_parameters() if fqn not in names}
-    tensors |= {fqn: unsplit[base] for fqn, base in names.items() if base in unsplit}
-    if found is None:
-        return tensors, None
-    known = {fqn: found.tensors[base] for fqn, base in names.items() if base in found.tensors}
-    first = {base: fqn for fqn, base in reversed(names.items())}
-    duplicates = {first[alias]: first[base] for alias, base in found.duplicates.items()}
-    return tensors, replace(found, tensors=known, duplicates=duplicates)
-
-
-def _stored_dtype(index: CheckpointIndex | None) -> torch.dtype | None:
-    """The dtype of the checkpoint's first floating-point tensor, as transformers takes it."""
-    entries = index.values() if index is not None else ()
-    return next((entry.dtype for entry in entries if entry.dtype.is_floating_point), None)
 
 
 def parallelize(  # noqa: PLR0913 - as above

@@ -186,7 +186,8 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
     # Integers of modules are compared where the plan uses them: others may be what a forward has left there.
     own = getattr(model, "config", None)
     config = own.to_dict() if isinstance(own, PreTrainedConfig) else {}
-    config.pop("_name_or_path", None)
+    for name in ("_name_or_path", "architectures", "dtype"):  # saving sets these, which rank 0 may have done alone
+        config.pop(name, None)
     return (
         {
             "the layout": str(shape),

@@ -100,13 +100,17 @@ def named_targets(model: nn.Module, keywords: Any) -> Any:
     return list(keywords) if by_end == fitting else fitting
 
 
-def inject_alike(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Puts adapters into `other`, a smaller model of the same architecture, as they are in `model`; of any values."""
+def inject_alike(model: nn.Module, other: nn.Module, *, fresh_values: bool = False) -> nn.Module:
+    """Puts adapters into `other`, a model of the same architecture, as they are in `model`; of any values, or of those
+    that they begin with where `other` is of the same size.
+    """
     library = peft()
     for name, given in getattr(model, "peft_config", {}).items():
         config = copy.deepcopy(given)
-        config.init_lora_weights, config.inference_mode = False, False
-        if getattr(config, "layers_to_transform", None) is not None:
+        config.inference_mode = False
+        if not fresh_values:
+            config.init_lora_weights = False
+        if not fresh_values and getattr(config, "layers_to_transform", None) is not None:
             config.layers_to_transform = config.layers_pattern = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -21,6 +21,7 @@ __all__ = [
     "build_meta_model",
     "model_class_of",
     "num_positions",
+    "read_class_config",
     "read_config",
     "read_generation_config",
 ]
@@ -67,6 +68,40 @@ def read_config(
             fix="correct the values, or take the config of another checkpoint of the kind",
         ) from error
     return config, unused
+
+
+def read_class_config(
+    config_class: Any,
+    source: str | os.PathLike[str],
+    config: PreTrainedConfig | str | os.PathLike[str] | None,
+    where: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """As `read_config`, as `from_pretrained` of a model class does it: by that class's own config class, which may be
+    that of a part of what is at `source`.
+
+    Args:
+        config: instead of the one at `source`: a config, or the place of one.
+        where: those of `HUB_OPTIONS` that are given.
+        options: the others.
+
+    Raises:
+        LoadError: there is no config, or transformers cannot read it.
+    """
+    if isinstance(config, PreTrainedConfig):
+        return config, dict(options)
+    where = {name: value for name, value in where.items() if name != "variant"}
+    place = source if config is None else config
+    _check_file(place, dict(where))
+    try:
+        found, rest = config_class.from_pretrained(os.fspath(place), return_unused_kwargs=True, **where, **options)
+    except Exception as error:  # a config's class refuses its values with errors of many kinds
+        raise LoadError(
+            f"{config_class.__name__} cannot read the model config {os.fspath(place)!r}",
+            why=" ".join(str(error).split()),
+            fix="use the model class of this checkpoint",
+        ) from error
+    return found, rest
 
 
 def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:

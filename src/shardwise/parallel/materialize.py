@@ -20,7 +20,7 @@ from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.registry import Registry, attach_entry
 
-__all__ = ["initialize_missing", "put_tensor", "record_missing"]
+__all__ = ["draw_values", "initialize_missing", "put_tensor", "record_missing"]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
@@ -82,7 +82,7 @@ def initialize_missing(
         if not any(map(registry.holds, fqns)):
             continue
         stream = bases.get(fqns[0], fqns[0]).rpartition(".")[0]
-        drawn = _drawn(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{stream}")
+        drawn = draw_values(construction, [unsplit[fqn] for fqn in fqns], f"{seed}/{stream}")
         for fqn, value in zip(fqns, drawn, strict=True):
             _check_initialized(fqn, value)
             if not registry.holds(fqn):
@@ -97,8 +97,8 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def _drawn(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
-    """The tensors' values, what is random in them from a stream of that name."""
+def draw_values(construction: Construction, tensors: list[Tensor], stream: str) -> list[Tensor]:
+    """The initial values of recorded tensors, what is random in them from a stream of that name, `SEED/MODULE`."""
     digest = hashlib.sha256(stream.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -76,7 +76,10 @@ class PipelineRunner:
         is_first, is_last: whether this rank holds the first or the last stage.
         times_next: whether the next run notes when which action ran, for `timeline`.
         name: of this pipeline, the same on every rank and no other's.
+        num_microbatches: how many a forward with gradients takes; as many as fill the pipeline where None.
     """
+
+    num_microbatches: int | None = None
 
     def __init__(self, model: nn.Module, registry: Registry, plan: PipelinePlan, stages: Stages) -> None:
         mesh = registry.mesh

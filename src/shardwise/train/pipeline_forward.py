@@ -6,8 +6,9 @@ targets a loop calls `loss = model(**batch).loss` and then `loss.backward()`. St
 backward of the first microbatch runs while the last one's forward has not begun. So the forward runs the whole
 schedule, keeps the gradients aside, and `backward` adds them to `.grad`, times the gradient that comes in: a loop that
 divides or scales its loss gets what it expects. A model in training mode takes as many microbatches as fill the
-pipeline, if the rows divide; in eval mode it takes one, and computes exactly what the unsplit model computes on the
-whole batch, also where that is no sum over rows (the balance of a mixture of experts).
+pipeline, or as somebody has asked for (`PipelineRunner.num_microbatches`), if the rows divide; in eval mode it takes
+one, and computes exactly what the unsplit model computes on the whole batch, also where that is no sum over rows (the
+balance of a mixture of experts).
 """
 
 from __future__ import annotations
@@ -163,8 +164,9 @@ class _Forward:
         whole = {name: _detached_leaf(value) for name, value in self.arguments.items()}
         if not self.model.training:
             return [whole], [1.0], rows
-        most = _MOST_PER_STAGE * self.runner.plan.num_stages
-        fitting = [n for n in range(2, min(rows, most) + 1) if rows % n == 0 and self.runner.takes(n)]
+        asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
+        numbers = range(2, min(rows, most) + 1) if asked is None else [asked]
+        fitting = [n for n in numbers if n > 1 and rows % n == 0 and (asked or self.runner.takes(n))]
         parts = split_rows(self.arguments, rows, fitting[-1]) if fitting else [self.arguments]
         counts = [count_targets(self.model, part) for part in parts]
         if not fitting or not any(counts):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.registry import registry_of
+from shardwise.train.pipeline import runner_of
 from shardwise.train.step import TrainStep
 
-__all__ = ["named_inputs", "run_batch"]
+__all__ = ["add_runners", "named_inputs", "run_batch"]
 
 
 def run_batch(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 1, **kwargs: Any) -> Tensor:
@@ -43,6 +47,34 @@ def run_batch(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 
     loss = _loss_of(model(*args, **kwargs))
     loss.backward()
     return loss.detach()
+
+
+def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
+    """Gives a split model `run_train` and `run_eval`, and a pipeline its number of microbatches, where rows divide."""
+    pipeline = runner_of(find_model(model))
+    if pipeline is not None:
+        pipeline.num_microbatches = num_microbatches
+    model.__dict__["run_train"] = MethodType(_run_train, model)
+    model.__dict__["run_eval"] = MethodType(_run_eval, model)
+
+
+def _run_train(model: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward and backward of one batch, in the microbatches that were asked for; the loss, detached."""
+    pipeline = runner_of(find_model(model))
+    number = (pipeline.num_microbatches if pipeline is not None else None) or 1
+    if pipeline is None or pipeline.takes(number):
+        return run_batch(model, registry_of(model).mesh, *args, num_microbatches=number, **kwargs)
+    args, kwargs = named_inputs(args, kwargs)
+    loss: Tensor = model(*args, **kwargs).loss
+    loss.backward()
+    return loss.detach()
+
+
+@torch.no_grad()
+def _run_eval(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the model computes, without gradients."""
+    args, kwargs = named_inputs(args, kwargs)
+    return model(*args, **kwargs)
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,1 @@
+"""Optimum Neuron (`optimum.neuron`) over ours; see docs/migrate."""

@@ -1,0 +1,223 @@
+"""`Parallelizer`: one for every model."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import checkpoints
+from shardwise.api.lazily import split_lazily, split_rewritten
+from shardwise.api.left_whole import leave_ends, leave_unwanted
+from shardwise.api.state import export_pretrained
+from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.optimum_neuron.distributed.arguments import check_arguments
+from shardwise.compat.warned import warn_once
+from shardwise.errors import ConfigError
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.registry import registry_of
+from shardwise.train.moved_optimizer import move_optimizer
+from shardwise.train.run_batch import add_runners
+
+__all__ = ["Parallelizer"]
+
+Path = str | os.PathLike[str]
+Predicate = Callable[[nn.Module], bool] | None
+_TAG = "shards"
+
+
+class Parallelizer:
+    """Splits any model by its automatic plan; subclasses may write `_parallelize` by hand."""
+
+    @classmethod
+    def _parallelize(
+        cls,
+        model: nn.Module,
+        device: torch.device | None = None,
+        parallelize_embeddings: bool = True,
+        sequence_parallel_enabled: bool = False,
+        should_parallelize_layer_predicate_func: Predicate = None,
+        **parallel_layer_specific_kwargs: Any,
+    ) -> nn.Module:
+        """Splits the model in place. A subclass may put parallel layers of `neuronx_distributed` in the place of
+        modules: `parallelize` gives those whose parameters keep their names the part of the weights that was there.
+
+        Args:
+            should_parallelize_layer_predicate_func: asked about every attention, MLP or other module that would be
+                split as one, the embedding and the head; those for which it is False are replicated.
+            parallel_layer_specific_kwargs: those of `parallelize`, for an overridden method to hand on.
+        """
+        options = parallel_layer_specific_kwargs
+        inner, mesh = find_model(model), current_mesh()
+        spec = ParallelSpec(
+            sequence_parallel=sequence_parallel_enabled and mesh.size("tp") > 1,
+            fsdp=FsdpPolicy(zero_stage=1),
+            recompute=options.get("recompute") or Recompute(),
+        )
+        if not parallelize_embeddings and mesh.size("tp") > 1:
+            spec = leave_ends(inner, spec)
+        if should_parallelize_layer_predicate_func is not None and mesh.size("tp") > 1:
+            spec = leave_unwanted(inner, mesh.shape, spec, should_parallelize_layer_predicate_func)
+        split_lazily(
+            model, mesh, spec, checkpoint=options.get("checkpoint_dir"), ranks_at_a_time=options.get("ranks_at_a_time")
+        )
+        return model
+
+    @classmethod
+    def parallelize(
+        cls,
+        model: nn.Module,
+        device: torch.device | None = None,
+        parallelize_embeddings: bool = True,
+        sequence_parallel_enabled: bool = False,
+        kv_size_multiplier: int | None = None,
+        pipeline_parallel_input_names: Any = None,
+        pipeline_parallel_num_microbatches: int = 1,
+        pipeline_parallel_use_zero1_optimizer: bool = False,
+        pipeline_parallel_gradient_checkpointing_enabled: bool = False,
+        checkpoint_dir: Path | None = None,
+        num_local_ranks_per_step: int = 8,
+    ) -> nn.Module:
+        """Splits the model in place, and gives it its values: those it has, or what lazy loading has not read or drawn.
+
+        Args:
+            model: of transformers, or PEFT's around one; real and the same on every rank, or loaded lazily.
+            device: nothing but the kind of device that the ranks compute on: each has its own.
+            parallelize_embeddings: False replicates embedding and head; sizes need not divide in any case.
+            kv_size_multiplier, pipeline_parallel_input_names, pipeline_parallel_use_zero1_optimizer: change nothing.
+            pipeline_parallel_num_microbatches: of a forward with gradients, and of `run_train`, where rows divide.
+            pipeline_parallel_gradient_checkpointing_enabled: recompute blocks, with a pipeline.
+            checkpoint_dir: of a sharded checkpoint of any degrees, which is loaded instead of other weights.
+            num_local_ranks_per_step: how many ranks of a machine read or draw weights at a time; all below 1.
+
+        Returns: the model itself, with `run_train` and `run_eval` besides.
+
+        Raises:
+            MeshError: model parallel is not initialised.
+            ConfigError: an argument is none of those documented.
+            PlanError, UnsupportedError: the model cannot be split so.
+            LoadError: the checkpoint or the weights cannot be read.
+
+        Communicates: as `shardwise.parallelize`, and a gather of a small object for every turn of loading.
+        """
+        mesh = current_mesh()
+        check_arguments(
+            find_model(model),
+            mesh,
+            device=device,
+            kv_size_multiplier=kv_size_multiplier,
+            input_names=pipeline_parallel_input_names,
+            num_microbatches=pipeline_parallel_num_microbatches,
+            zero1=pipeline_parallel_use_zero1_optimizer,
+            ranks_at_a_time=num_local_ranks_per_step,
+        )
+        recomputes = pipeline_parallel_gradient_checkpointing_enabled and mesh.size("pp") > 1
+        model = cls._split(
+            model,
+            {"checkpoint_dir": checkpoint_dir, "ranks_at_a_time": num_local_ranks_per_step},
+            recompute=Recompute(mode="full" if recomputes else "none"),
+            device=mesh.device,
+            parallelize_embeddings=parallelize_embeddings,
+            sequence_parallel_enabled=sequence_parallel_enabled,
+            should_parallelize_layer_predicate_func=None,
+            kv_size_multiplier=kv_size_multiplier,
+        )
+        add_runners(model, num_microbatches=pipeline_parallel_num_microbatches)
+        return model
+
+    @classmethod
+    def _split(cls, model: nn.Module, loading: Mapping[str, Any], **given: Any) -> nn.Module:
+        """By `_parallelize`, whoever wrote it."""
+        if cls._parallelize.__func__ is Parallelizer._parallelize.__func__:  # type: ignore[attr-defined]
+            return cls._parallelize(model, **given, **loading)
+        taken = inspect.signature(cls._parallelize).parameters
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+            given |= loading
+        else:
+            given = {name: value for name, value in given.items() if name in taken}
+        place, ranks = loading["checkpoint_dir"], loading["ranks_at_a_time"]
+        rewrite = functools.partial(cls._parallelize, model, **given)
+        return split_rewritten(model, current_mesh(), rewrite, checkpoint=place, ranks_at_a_time=ranks)
+
+    @classmethod
+    def optimizer_for_mp(
+        cls, optimizer: torch.optim.Optimizer, orig_param_to_parallel_param_on_xla: Mapping[int, nn.Parameter]
+    ) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of the split model: a lazy one becomes exactly what was asked for, any
+        other keeps its class, options, groups and state.
+
+        Args:
+            orig_param_to_parallel_param_on_xla: the id of a parameter of `optimizer` to the parameter that it became.
+
+        Raises:
+            ConfigError: the mapping lacks parameters of the optimizer that no other stage has.
+            UnsupportedError: the optimizer does not update parts of parameters as it would full ones.
+        """
+        return move_optimizer(optimizer, orig_param_to_parallel_param_on_xla)
+
+    @classmethod
+    def save_model_sharded_checkpoint(
+        cls,
+        model: nn.Module,
+        output_dir: Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        use_xser: bool = True,
+        async_save: bool = False,
+        num_local_ranks_per_step: int = 8,
+    ) -> None:
+        """Saves the model, and the optimizer, to `output_dir/shards`, for any degrees; see `shardwise.save_checkpoint`.
+
+        Args:
+            use_xser, num_local_ranks_per_step: change nothing: ranks stream tensor by tensor.
+            async_save: return when everything has been copied to host memory.
+        """
+        if num_local_ranks_per_step != 8:
+            warn_once("save_model_sharded_checkpoint: num_local_ranks_per_step changes nothing: tensors are streamed")
+        checkpoints.save_checkpoint(output_dir, model=model, optimizer=optimizer, tag=_TAG, async_save=async_save)
+
+    @classmethod
+    def load_model_sharded_checkpoint(cls, model: nn.Module, load_dir: Path) -> None:
+        """Loads the model of a sharded checkpoint of any degrees; see `shardwise.load_checkpoint`."""
+        cls.load_sharded_checkpoint(load_dir, model)
+
+    @classmethod
+    def load_sharded_checkpoint(
+        cls, load_dir: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """As `load_model_sharded_checkpoint`, the optimizer, too."""
+        registry_of(model)
+        checkpoints.load_checkpoint(load_dir, model=model, optimizer=optimizer)
+
+    @classmethod
+    def save_model_checkpoint(
+        cls,
+        model: nn.Module,
+        output_dir: Path,
+        as_regular: bool = False,
+        as_sharded: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Saves the model as `from_pretrained` reads it (`as_regular`), as a sharded checkpoint, or both.
+
+        Raises:
+            ConfigError: neither is asked for, or an optimizer would be left out.
+        """
+        if not as_regular and not as_sharded:
+            raise ConfigError("save_model_checkpoint with as_regular=False and as_sharded=False", fix="choose one")
+        if optimizer is not None and not as_sharded:
+            raise ConfigError("an optimizer in a regular checkpoint", why="it holds weights", fix="use as_sharded=True")
+        if as_regular:
+            export_pretrained(model, output_dir)
+        if as_sharded:
+            cls.save_model_sharded_checkpoint(model, output_dir, optimizer=optimizer)
+
+    @classmethod
+    def load_model_checkpoint(cls, model: nn.Module, load_dir: Path) -> None:
+        """Loads what `save_model_checkpoint` saved `as_sharded`; see `load_model_sharded_checkpoint`."""
+        cls.load_model_sharded_checkpoint(model, load_dir)

@@ -1,0 +1,33 @@
+"""Lazy loading and lazy optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.api.lazily import build_lazily as from_pretrained_for_mp
+from shardwise.api.lazily import loading_lazily
+from shardwise.errors import ConfigError
+from shardwise.train.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
+
+__all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]
+
+
+@contextmanager
+def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> Iterator[None]:
+    """Inside, and for this thread alone, `from_pretrained` reads no weights, and every `nn.Linear` and `nn.Embedding`
+    is built on the meta device; `Parallelizer.parallelize` reads or initialises them, each rank its part.
+
+    Does nothing where both sizes are 1.
+
+    Raises:
+        ConfigError: a size is no integer of at least 1.
+    """
+    for name, size in (("tensor", tensor_parallel_size), ("pipeline", pipeline_parallel_size)):
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{name}_parallel_size is {size!r}", fix="use an integer of at least 1")
+    if tensor_parallel_size == pipeline_parallel_size == 1:
+        yield
+        return
+    with loading_lazily():
+        yield

@@ -1,0 +1,213 @@
+"""Models that are loaded lazily are those that `from_pretrained` would have loaded, once they are split."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+import shardwise
+from shardwise.api.lazily import build_lazily, loading_lazily, split_lazily
+from shardwise.errors import LoadError, UnsupportedError
+from shardwise.plan.options import ParallelSpec
+from tests.families import tiny_model
+
+pytestmark = [pytest.mark.single, pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    tiny_model("llama").save_pretrained(directory)
+    return directory
+
+
+def lazily(directory, auto=AutoModelForCausalLM, **options):
+    with loading_lazily():
+        return auto.from_pretrained(directory, **options)
+
+
+def split(model):
+    with shardwise.Mesh.open("tp1") as mesh:
+        split_lazily(model, mesh, ParallelSpec())
+    return model
+
+
+def assert_equal(model, expected):
+    found, wanted = shardwise.full_state_dict(model), expected.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def test_it_is_the_same_model_once_it_is_split(saved):
+    model = lazily(saved)
+    assert all(value.is_meta for value in model.parameters()) and not model.training
+    assert model._weight_map["model.norm.weight"] == saved / "model.safetensors"
+    expected = AutoModelForCausalLM.from_pretrained(saved)
+    assert_equal(split(model), expected)
+    ids = torch.arange(3, 15).view(2, 6)
+    assert torch.equal(model(input_ids=ids).logits, expected(input_ids=ids).logits)
+
+
+def test_it_is_undone_whatever_happens_inside(saved):
+    before = PreTrainedModel.__dict__["from_pretrained"]
+    for error in (RuntimeError, KeyboardInterrupt, GeneratorExit):
+        with pytest.raises(error), loading_lazily(), loading_lazily():
+            raise error
+        assert PreTrainedModel.__dict__["from_pretrained"] is before
+        assert not nn.Linear(2, 2).weight.is_meta
+
+    def stopped():
+        with loading_lazily():
+            yield nn.Linear(2, 2).weight.is_meta
+
+    generator = stopped()
+    assert next(generator)
+    generator.close()
+    assert PreTrainedModel.__dict__["from_pretrained"] is before and not nn.Linear(2, 2).weight.is_meta
+    with loading_lazily():
+        PreTrainedModel.from_pretrained = own = classmethod(lambda cls: "another's")
+    assert PreTrainedModel.__dict__["from_pretrained"] is own, "what somebody else put there stays"
+    PreTrainedModel.from_pretrained = before
+
+
+def test_other_threads_see_nothing_of_it(saved):
+    found = {}
+
+    def other():
+        found["linear"] = nn.Linear(2, 2).weight.is_meta
+        found["loaded"] = any(each.is_meta for each in AutoModelForCausalLM.from_pretrained(saved).parameters())
+
+    def leaves_first(entered, may_leave):
+        with loading_lazily():
+            entered.set()
+            may_leave.wait(30)
+
+    events = threading.Event(), threading.Event()
+    lazy_too = threading.Thread(target=leaves_first, args=events)
+    with loading_lazily():
+        lazy_too.start()
+        assert events[0].wait(30)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        events[1].set()
+        lazy_too.join()
+        assert next(AutoModelForCausalLM.from_pretrained(saved).parameters()).is_meta, "another left, not this one"
+    assert found == {"linear": False, "loaded": False}
+
+
+def test_linears_and_embeddings_are_built_without_memory():
+    with loading_lazily():
+        modules = nn.Linear(2, 3), nn.Embedding(4, 2), nn.LayerNorm(2), nn.Linear(2, 2, device="cpu")
+    assert [all(each.is_meta for each in module.parameters()) for module in modules] == [True, True, False, False]
+
+
+def test_a_model_of_a_config_starts_as_it_would_at_any_layout():
+    config = tiny_model("gpt2", tied=True).config
+    with loading_lazily():
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.lm_head.weight.is_meta and model.lm_head.weight is model.transformer.wte.weight
+    model.transformer.ln_f.weight.data.fill_(2.0)  # what is real stays as it is
+    torch.manual_seed(7)
+    split(model)
+    with shardwise.Mesh.open("tp1") as mesh:
+        expected = shardwise.load(config, mesh, seed=7)
+    expected.transformer.ln_f.weight.data.fill_(2.0)
+    own = [name for name, value in model.named_parameters() if "c_" not in name]  # Conv1D is real
+    assert own and all(torch.equal(model.get_parameter(name), expected.get_parameter(name)) for name in own)
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_keywords_are_honoured(saved, tmp_path):
+    for name in ("torch_dtype", "dtype"):
+        assert split(lazily(saved, **{name: torch.bfloat16})).dtype is torch.bfloat16
+    model, info = lazily(saved, AutoModelForSequenceClassification, output_loading_info=True, num_labels=5)
+    assert info["missing_keys"] == {"score.weight"} and info["unexpected_keys"] == {"lm_head.weight"}
+    assert info["mismatched_keys"] == set() and info["error_msgs"] == []
+    assert split(model).score.weight.shape == (5, 64) and bool(model.score.weight.std() > 0)
+    assert lazily(saved, attn_implementation="eager").config._attn_implementation == "eager"
+    (tmp_path / "sub").mkdir()
+    tiny_model("llama").save_pretrained(tmp_path / "sub", variant="fp16")
+    other = lazily(tmp_path, subfolder="sub", variant="fp16")
+    assert_equal(split(other), tiny_model("llama"))
+    config = AutoConfig.from_pretrained(saved)
+    config.vocab_size = 90
+    with pytest.raises(LoadError, match="of another shape"):
+        lazily(saved, config=config)
+    _, info = lazily(saved, config=config, ignore_mismatched_sizes=True, output_loading_info=True)
+    assert ("lm_head.weight", (96, 64), (90, 64)) in info["mismatched_keys"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"device_map": "auto"}, {"quantization_config": object()}, {"gguf_file": "x"}, {"state_dict": {"a": 1}}]
+)
+def test_what_cannot_be_had_is_refused(saved, options):
+    with pytest.raises(UnsupportedError, match=next(iter(options))):
+        build_lazily(transformers.LlamaForCausalLM, saved, **options)
+    with pytest.raises(LoadError):
+        build_lazily(transformers.LlamaForCausalLM, saved / "nowhere")
+
+
+def test_a_class_reads_its_own_part_of_a_config(tmp_path):
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 60,
+    }
+    config = transformers.CLIPConfig(text_config=text, vision_config={**text, "image_size": 8, "patch_size": 4})
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    model = build_lazily(transformers.CLIPTextModel, tmp_path)
+    assert model.config.vocab_size == 60
+    assert_equal(split(model), transformers.CLIPTextModel.from_pretrained(tmp_path))
+
+
+def test_resizing_before_the_split_is_right(saved):
+    model, expected = lazily(saved), AutoModelForCausalLM.from_pretrained(saved)
+    for each in (model, expected):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(101, mean_resizing=False)
+    assert_equal(split(model), expected)
+
+
+def test_values_that_would_be_lost_are_refused(saved):
+    model = lazily(saved)
+    with pytest.raises(UnsupportedError, match=r"loading lm_head\.weight into a model whose weights are read"):
+        model.load_state_dict(tiny_model("llama").state_dict())
+    copied = copy.deepcopy(model)
+    assert_equal(split(copied), AutoModelForCausalLM.from_pretrained(saved))
+    wrapper = nn.Sequential(lazily(saved))
+    with pytest.raises(UnsupportedError, match="0 was loaded lazily"), shardwise.Mesh.open("tp1") as mesh:
+        split_lazily(wrapper, mesh, ParallelSpec())
+
+
+def test_adapters_that_came_later_start_as_peft_has_them(saved):
+    import peft
+
+    model = peft.get_peft_model(lazily(saved), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    assert all(value.is_meta for value in model.parameters())
+    split(model)
+    parts = dict(model.named_parameters())
+    assert all(bool((value == 0).all()) for name, value in parts.items() if "lora_B" in name)
+    assert all(bool(value.std() > 0) and value.requires_grad for name, value in parts.items() if "lora_A" in name)
+    stored = load_file(saved / "model.safetensors")
+    base = parts["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
+    assert torch.equal(base, stored["model.layers.0.self_attn.q_proj.weight"]) and not base.requires_grad
+
+
+def test_damage_is_told_before_anything_is_split(saved, tmp_path):
+    AutoConfig.from_pretrained(saved).save_pretrained(tmp_path)
+    tensors = load_file(saved / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LoadError, match="hold NaN"):
+        split(lazily(tmp_path))
