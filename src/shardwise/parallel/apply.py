@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.mesh import Mesh
@@ -19,7 +20,9 @@ from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.deferred_logits import apply_deferral
 from shardwise.runtime.modes import has_dropout
 from shardwise.runtime.registry import Registry, attach_registry, is_split, note_parameters
 from shardwise.runtime.wrapping import check_unwrapped
@@ -65,6 +68,7 @@ def apply_plan(
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
+    apply_deferral(_head_of(model), context)
     apply_adapters(model, registry)
     attach_registry(model, registry)
     guard_state_dict(model, registry)
@@ -83,6 +87,12 @@ def apply_plan(
     fit_absent(registry, compute_dtype=_compute_dtype(spec, dtype))
     guard_hooks(model, registry)
     return registry
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    """The output head, where the model says what it is."""
+    found = find_model(model)
+    return found.get_output_embeddings() if isinstance(found, PreTrainedModel) else None
 
 
 def _compute_dtype(spec: ParallelSpec, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -179,6 +179,7 @@ class SplitContext:
         state: of the forward under way. Each has its own: forwards of copies of a model, which share this context, may
             be nested, and backward may recompute parts of an earlier one after a later one has run.
         same_rows: the group of all ranks that must be given the same rows, where it is a larger one than `group`.
+        drops_output: whether nobody is given what forwards return besides the loss.
         batch_compared: whether forwards are given parts of a batch that those ranks have compared.
         model_name: the model's class, for messages.
         gathered_for: functions for which a forward has had to gather split logits.
@@ -206,6 +207,7 @@ class SplitContext:
     state: ForwardState = field(default_factory=ForwardState)
     same_rows: Group | None = None
     batch_compared: bool = False
+    drops_output: bool = False
     model_name: str = "the model"
     gathered_for: set[str] = field(default_factory=set)
     last_look: str | None = None

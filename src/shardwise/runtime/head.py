@@ -12,6 +12,7 @@ from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradie
 from shardwise.errors import LayoutError
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.deferred_logits import DeferredLogits
 from shardwise.runtime.logits import SplitLogits, as_logits
 from shardwise.runtime.loss import SplitLossMode
 from shardwise.runtime.outputs import map_fields
@@ -42,10 +43,15 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
         if not context.state.keep_logits_split:
             sizes = context.even_sizes(vocabulary_size)
             return gather_full(local, context.group, dim=local.ndim - 1, sizes=sizes)
-        shape = (*local.shape[:-1], vocabulary_size)
         if context.state.loss_mode is None:
             context.state.loss_mode = SplitLossMode(context)
             context.state.loss_mode.__enter__()
+        if isinstance(local, DeferredLogits):
+            return local.split_over(vocabulary_size, finish)
+        return finish(local)
+
+    def finish(local: Tensor) -> Tensor:
+        shape = (*local.shape[:-1], vocabulary_size)
         split = DTensor.from_local(
             local,
             context.mesh,

@@ -114,6 +114,7 @@ class TrainStep:
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         weights = [count / num_tokens if num_tokens else 0.0 for count in counts]
         total = torch.zeros((), device=self.mesh.device)
+        self._registry.context.drops_output = True
         try:
             if self._schedule is not None:
                 if num_tokens:  # which all ranks know
@@ -125,6 +126,7 @@ class TrainStep:
                             time_reduction(self._registry, is_last=number == len(parts) - 1)
                         total += self._microbatch(part, weight, scale)
         finally:
+            self._registry.context.drops_output = False
             self._scale_gradients(1 / scale)
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:

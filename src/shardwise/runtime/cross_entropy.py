@@ -1,0 +1,324 @@
+"""Cross-entropy of every row, from this rank's classes: of logits, or of the input of the head that would make them.
+
+# [Note: the loss without logits]
+The logits of 2 x 4096 tokens and 128 thousand words, in the model's dtype, in float32, and their gradient take 12 bytes
+each: 12.6 GB. Nothing needs all of them at once. `head_cross_entropy` multiplies some rows with the head at a time and
+keeps three sums of every row; backward multiplies them again. That is one product with the head more than with logits,
+and at most two tensors of `CHUNK_ELEMENTS` live at a time. Ranks exchange the sums of all rows at once, as they do for
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm.operations import all_gather_single
+from shardwise.runtime.checks import check_index
+from shardwise.runtime.context import SplitContext
+
+__all__ = ["CHUNK_ELEMENTS", "Head", "head_cross_entropy", "reduced", "split_cross_entropy"]
+
+CHUNK_ELEMENTS = 2**26
+"""Logits that are made at a time where they are not needed together: 256 MiB in float32."""
+
+Steps = Sequence[Callable[[Tensor], Tensor]]
+"""What is done to logits, element by element, on their way from the head to the loss."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of features.
+
+    Attributes:
+        weight: `[classes, features]`, per rank `[classes of this rank, features]`.
+        bias: `[classes]`, split alike; None where there is none.
+        steps: what is done to the logits.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    steps: Steps = ()
+
+
+def split_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    context: SplitContext,
+    num_classes: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of every row, computed in float32 from this rank's classes.
+
+    Args:
+        logits: `[rows, classes]`, per rank `[rows, classes of this rank]` in the order of `torch.chunk`; not modified.
+        target: int `[rows]`, the same on every tp rank.
+        weight: `[classes]`, full on every rank.
+
+    Returns:
+        Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
+
+    Communicates: over tp, one all-gather of three values a row and rank (four with label smoothing); nothing backward.
+    """
+    targets = _Targets.read(target, logits.shape[-1], context, num_classes, weight, ignore_index, label_smoothing)
+    losses: Tensor = _SplitCrossEntropy.apply(logits, targets, context)
+    return losses, targets.row_weight
+
+
+def head_cross_entropy(
+    hidden: Tensor,
+    head: Head,
+    target: Tensor,
+    *,
+    context: SplitContext,
+    num_classes: int,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As `split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
+
+    Args:
+        hidden: `[rows, features]`, the same on every tp rank.
+
+    Communicates: what `split_cross_entropy` does.
+    """
+    targets = _Targets.read(target, head.weight.shape[0], context, num_classes, weight, ignore_index, label_smoothing)
+    losses: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, context, tuple(head.steps))
+    return losses, targets.row_weight
+
+
+def reduced(losses: Tensor, weights: Tensor, reduction: str, shape: torch.Size) -> Tensor:
+    """The losses of rows as `F.cross_entropy` reduces them; unreduced in `shape`."""
+    if reduction == "mean":
+        total = weights.sum()
+        # Over no targets the mean is NaN, as in torch, and its gradient zero: 0/0 would make that NaN too.
+        nothing = torch.where(total == 0, torch.nan, 0.0)
+        return losses.sum() / torch.where(total == 0, 1.0, total) + nothing
+    return losses.sum() if reduction == "sum" else losses.reshape(shape)
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What the targets say of each row, `[rows]`, and what is the same for all.
+
+    Attributes:
+        kept: whether it is not ignored.
+        position: its target among this rank's classes, clamped into them.
+        is_own: whether it is one of them.
+        owner: the rank whose it is.
+        row_weight: what its loss counts.
+        own_weight: weights of this rank's classes.
+        shares: the sum of the weights of each rank's classes.
+    """
+
+    kept: Tensor
+    position: Tensor
+    is_own: Tensor
+    owner: Tensor
+    row_weight: Tensor
+    own_weight: Tensor | None
+    shares: Tensor
+    num_classes: int
+    smoothing: float
+
+    @classmethod
+    def read(
+        cls,
+        target: Tensor,
+        num_local: int,
+        context: SplitContext,
+        num_classes: int,
+        weight: Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+    ) -> _Targets:
+        kept = target != ignore_index
+        _check_targets(target, kept, num_classes)
+        sizes = context.even_sizes(num_classes)
+        start = sum(sizes[: context.coord])
+        position = target - start
+        class_weights = torch.ones(num_classes, device=target.device) if weight is None else weight.detach().float()
+        return cls(
+            kept=kept,
+            position=position.clamp(0, max(0, num_local - 1)),
+            is_own=kept & (position >= 0) & (position < num_local),
+            owner=target.clamp(0, num_classes - 1) // sizes[0],
+            row_weight=kept.float() if weight is None else class_weights[target.clamp(min=0)] * kept,
+            own_weight=None if weight is None else class_weights[start : start + num_local],
+            shares=torch.stack([part.sum() for part in class_weights.split(sizes)]) if smoothing else class_weights[:0],
+            num_classes=num_classes,
+            smoothing=smoothing,
+        )
+
+    def sums(self, values: Tensor, rows: slice) -> Tensor:
+        """This rank's part of the losses of some rows, whose logits in float32 are used up: the largest, the target's
+        below it, with smoothing their weighted sum below it, and the sum of exponentials below it, `[3 or 4, rows]`.
+        """
+        lowest = torch.finfo(values.dtype).min  # of a rank without classes, or whose logits are all minus infinity
+        has_classes = values.shape[-1] > 0
+        largest = values.amax(-1).clamp_(min=lowest) if has_classes else values.new_full(values.shape[:1], lowest)
+        values -= largest.unsqueeze(-1)
+        position = self.position[rows].unsqueeze(-1)
+        picked = values.gather(-1, position).squeeze(-1) if has_classes else torch.zeros_like(largest)
+        found = [largest, picked]
+        if self.smoothing:
+            found.append((values if self.own_weight is None else values * self.own_weight).sum(-1))
+        found.append(values.exp_().sum(-1))
+        return torch.stack(found)
+
+    def losses(self, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses of all rows, and the logarithms of their sums of exponentials, from all ranks' sums
+        `[ranks, 3 or 4, rows]`.
+        """
+        # What a rank has is relative to its own largest logit; `below` is how far that is below the largest of all.
+        largest = parts[:, 0].amax(0)
+        below = parts[:, 0] - largest
+        log_total = (parts[:, -1] * below.exp()).sum(0).log()
+        picked = torch.gather(parts[:, 1] + below, 0, self.owner.unsqueeze(0)).squeeze(0)
+        losses = (log_total - picked) * self.row_weight
+        if self.smoothing:
+            spread = log_total * self.shares.sum() - (parts[:, 2] + below * self.shares.unsqueeze(-1)).sum(0)
+            losses = losses * (1 - self.smoothing) + spread * self.kept * (self.smoothing / self.num_classes)
+        return losses, largest + log_total
+
+    def gradient(self, values: Tensor, log_total: Tensor, incoming: Tensor, rows: slice) -> Tensor:
+        """The gradient of some rows' logits, which are given in float32 and used up."""
+        hard = incoming[rows] * self.row_weight[rows] * (1 - self.smoothing)
+        soft = incoming[rows] * self.kept[rows] * (self.smoothing / self.num_classes)
+        values -= log_total[rows].unsqueeze(-1)
+        result = values.exp_()
+        result *= (hard + soft * self.shares.sum()).unsqueeze(-1) if self.smoothing else hard.unsqueeze(-1)
+        if values.shape[-1]:
+            result.scatter_add_(-1, self.position[rows].unsqueeze(-1), (-hard * self.is_own[rows]).unsqueeze(-1))
+        if self.smoothing:
+            result -= soft.unsqueeze(-1) * (1.0 if self.own_weight is None else self.own_weight)
+        return result
+
+
+_ALL = slice(None)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: _Targets, context: SplitContext) -> Tensor:
+        losses, log_total = targets.losses(_all_gathered(targets.sums(_own_float(logits), _ALL), context))
+        # Of the vocabulary-sized tensors only the logits are kept; the softmax is recomputed in backward.
+        ctx.save_for_backward(logits, log_total)
+        ctx.targets = targets
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        logits, log_total = ctx.saved_tensors
+        return ctx.targets.gradient(_own_float(logits), log_total, incoming, _ALL).to(logits.dtype), None, None
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: _Targets,
+        context: SplitContext,
+        steps: Steps,
+    ) -> Tensor:
+        chunks = _chunks(hidden.shape[0], weight.shape[0] * (1 + len(steps)))  # each step keeps something
+        sums = [
+            targets.sums(_own_float(_stepped(steps, F.linear(hidden[rows], weight, bias))), rows) for rows in chunks
+        ]
+        losses, log_total = targets.losses(_all_gathered(torch.cat(sums, -1), context))
+        ctx.save_for_backward(hidden, weight, bias, log_total)
+        ctx.targets, ctx.steps = targets, steps
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, log_total = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        # Over chunks gradients add up in float32, as they do inside of one product.
+        by_hidden = torch.empty_like(hidden) if needs[0] else None
+        by_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        by_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
+        for rows in _chunks(hidden.shape[0], weight.shape[0] * (1 + len(ctx.steps))):
+            gradient = _through(ctx.steps, F.linear(hidden[rows], weight, bias), ctx.targets, log_total, incoming, rows)
+            if by_hidden is not None:
+                torch.mm(gradient, weight, out=by_hidden[rows])
+            if by_weight is not None:
+                _add_product_(by_weight, gradient, hidden[rows])
+            if by_bias is not None:
+                by_bias += gradient.sum(0, dtype=torch.float32)
+        by_weight = by_weight.to(weight.dtype) if by_weight is not None else None
+        by_bias = by_bias.to(bias.dtype) if by_bias is not None else None
+        return by_hidden, by_weight, by_bias, None, None, None
+
+
+def _through(
+    steps: Steps, logits: Tensor, targets: _Targets, log_total: Tensor, incoming: Tensor, rows: slice
+) -> Tensor:
+    """The gradient of what the head makes of some rows, behind which `steps` are done."""
+    if not steps:
+        return targets.gradient(logits.float(), log_total, incoming, rows).to(logits.dtype)
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        stepped = _stepped(steps, logits)
+    by_stepped = targets.gradient(_own_float(stepped.detach()), log_total, incoming, rows)
+    (gradient,) = torch.autograd.grad(stepped, logits, by_stepped.to(stepped.dtype))
+    return gradient
+
+
+def _add_product_(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
+    """Adds `gradient.T @ hidden` to `total` in float32; of a product in another dtype, some rows at a time."""
+    if hidden.dtype == total.dtype:
+        total.addmm_(gradient.t(), hidden)
+        return
+    for classes in _chunks(total.shape[0], total.shape[1]):
+        total[classes] += gradient[:, classes].t() @ hidden
+
+
+def _chunks(num_rows: int, width: int) -> list[slice]:
+    """Runs of rows of at most `CHUNK_ELEMENTS` elements, that are as long as each other."""
+    count = max(1, -(-num_rows // max(1, CHUNK_ELEMENTS // max(1, width))))
+    size = max(1, -(-num_rows // count))
+    return [slice(start, min(start + size, num_rows)) for start in range(0, max(1, num_rows), size)]
+
+
+def _stepped(steps: Steps, logits: Tensor) -> Tensor:
+    for step in steps:
+        logits = step(logits)
+    return logits
+
+
+def _own_float(values: Tensor) -> Tensor:
+    """A copy in float32 that may be written to."""
+    return values.to(torch.float32, copy=True)
+
+
+def _all_gathered(x: Tensor, context: SplitContext) -> Tensor:
+    """Every rank's `x`, `[ranks, *x.shape]`."""
+    if context.group is None:
+        return x.unsqueeze(0)
+    parts = x.new_empty(context.size, *x.shape)
+    all_gather_single(parts.flatten(0, 1), x, context.group)
+    return parts
+
+
+def _check_targets(target: Tensor, kept: Tensor, num_classes: int) -> None:
+    # A target of no rank would come back as a silent loss; where checking would stall a GPU, the device checks.
+    valid = (~kept | ((target >= 0) & (target < num_classes))).all()
+
+    def say() -> str:
+        bad = target[kept & ((target < 0) | (target >= num_classes))]
+        return f"Target {int(bad[0])} is out of bounds: there are {num_classes} classes"
+
+    check_index(valid, "a target is outside the classes", say)
