@@ -12,6 +12,7 @@ import shardwise
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
+from shardwise.train.rows import StreamRows
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -32,8 +33,7 @@ def evaluate(layout, max_batches):
         assert [module.training for module in model.modules()] == modes, "parallelize changed a mode"
         read = functools.partial(
             evaluation_batches,
-            tokens(),
-            seq_length=LENGTH,
+            StreamRows(tokens(), seq_length=LENGTH),
             batch_size=4,
             max_batches=max_batches,
             data_rank=mesh.data_rank,

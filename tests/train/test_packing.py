@@ -17,16 +17,17 @@ from shardwise.mesh import Mesh
 from shardwise.ranks.spawn import spawn
 from shardwise.train import corpus
 from shardwise.train.corpus import Encoder, cache_path, file_source, find_files, read_tokens, write_tokens
+from shardwise.train.data_config import DataConfig, patterns_of
 from shardwise.train.once_per_machine import once_per_machine
 from shardwise.train.packing import PackedBatches
-from shardwise.train.run_config import DataConfig
+from shardwise.train.rows import StreamRows
 from shardwise.weights.staging import atomic_file
 
 pytestmark = pytest.mark.single
 
 SEPARATOR = 256
 BYTES = Encoder(encode=lambda texts: [list(text.encode()) for text in texts], separator=SEPARATOR, fingerprint="bytes")
-PATTERNS = DataConfig().include
+PATTERNS = patterns_of(DataConfig())
 
 
 def decoded(path):
@@ -187,8 +188,9 @@ def test_a_missing_datasets_package_is_named(monkeypatch):
 
 
 def batches(num_tokens=103, **options):
-    settings = {"seq_length": 5, "batch_size": 4, "seed": 3, **options}
-    return PackedBatches(np.arange(num_tokens, dtype=np.uint32), **settings)
+    settings = {"batch_size": 4, "seed": 3, **options}
+    rows = StreamRows(np.arange(num_tokens, dtype=np.uint32), seq_length=settings.pop("seq_length", 5))
+    return PackedBatches(rows, **settings)
 
 
 def take(stream, count):

@@ -14,7 +14,8 @@ __all__ = ["HELP", "add_arguments", "check_run", "run"]
 
 HELP = """\
 Look a training run over without starting it: spelling and types of its keys, files and packages it needs, whether the
-ranks fill the layout, whether batches divide among them, and whether the model can be split that way. Lists every
+ranks fill the layout, whether batches divide among them, whether the model can be split that way, with its adapter,
+and keeps documents of a row apart, and whether the first prompts or messages are what they should be. Lists every
 problem at once; the exit code is 1 if there is one.
 
   shardwise check run.yaml
@@ -47,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> list[Problem]:
     """Everything wrong with a run, after the problems that are `known`, on `world_size` ranks if it is given."""
-    from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
+    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
+    from shardwise.cli.inputs import check_inputs
     from shardwise.cli.models import check_model
     from shardwise.cli.places import check_outputs
 
@@ -56,8 +58,10 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
     if world_size is not None and "layout" not in broken:
         with problems.of("layout"):
             MeshShape.parse(config.layout).check_world_size(world_size)
-    problems += [each for each in [*check_inputs(config), *check_outputs(config)] if each.key not in broken]
+    found = [*check_inputs(config), *check_adapter(config), *check_outputs(config)]
+    problems += [each for each in found if each.key not in broken]
     groups = {problem.key.split(".")[0] for problem in problems}
-    if "model" not in groups and "pipeline" not in groups and "layout" not in broken:
-        problems += check_model(config, with_optimizer="optimizer" not in groups)
+    if not groups & {"model", "pipeline", "adapter"} and "layout" not in broken:
+        with_data = not groups & {"data", "evaluation"}
+        problems += check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
     return problems

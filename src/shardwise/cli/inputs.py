@@ -16,6 +16,7 @@ from shardwise.cli.config_file import Problems
 from shardwise.errors import LoadError, MeshError, did_you_mean
 from shardwise.topology.shape import MeshShape
 from shardwise.train.corpus import find_files
+from shardwise.train.data_config import held_out, patterns_of
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
@@ -26,10 +27,10 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     """Everything wrong with the files, packages and classes that `config` names."""
     model, data = config.model, config.data
     problems = Problems()
-    for key, path in (("data.path", data.path), ("evaluation.path", config.evaluation.path)):
-        if path is not None:
+    for key, read in (("data.path", data), ("evaluation.path", held_out(data, config.evaluation))):
+        if read.path is not None:
             with problems.of(key):
-                find_files(Path(path), data.include)
+                find_files(Path(read.path), patterns_of(read))
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)

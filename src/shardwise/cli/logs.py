@@ -100,9 +100,11 @@ class Screen:
         num_steps: length of the run.
         every: steps between lines where `console` is no terminal.
         num_done: steps that an earlier run has done.
+        notes: what was left out of the data, shown with every step.
     """
 
-    def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0) -> None:
+    def __init__(self, console: Console, *, num_steps: int, every: int, num_done: int = 0, notes: str = "") -> None:
+        self._notes = f"  data: {notes}" if notes else ""
         self._console = console
         self._num_steps = num_steps
         self._every = every
@@ -124,7 +126,7 @@ class Screen:
         """Move the bar, or print a line if one is due."""
         self._speeds.append(record.tokens_per_second)
         speed = sum(self._speeds) / len(self._speeds)
-        rest = f"{speed:,.0f} tok/s  {record.memory_bytes / 2**30:.2f} GiB"
+        rest = f"{speed:,.0f} tok/s  {record.memory_bytes / 2**30:.2f} GiB{self._notes}"
         self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
         is_due = record.step % self._every == 0 or record.step in (1, self._num_steps)
         if is_due and not self._console.is_terminal:

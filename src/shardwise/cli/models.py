@@ -12,62 +12,29 @@ import transformers
 from shardwise.api.building import load, load_filled
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
+from shardwise.cli.adapters import adapter_of
 from shardwise.cli.config_file import Problems, config_error
+from shardwise.cli.data import check_records
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.places import check_place
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
+from shardwise.cli.tokenizer import build_encoder, load_tokenizer
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import Compile, ParallelSpec, Precision
 from shardwise.runtime.label_use import check_label_use
+from shardwise.search.apart import find_apart
 from shardwise.topology.shape import MeshShape
-from shardwise.train.corpus import Encoder, digest
+from shardwise.train.data_config import DataConfig, held_out, rows_of
 from shardwise.train.optimizer import build_optimizer
+from shardwise.train.rows import Apart
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
-from shardwise.weights.locate import locate_source
 
-__all__ = ["build_encoder", "build_model", "check_model", "load_tokenizer", "make_optimizer", "spec_of"]
+__all__ = ["build_model", "check_model", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def load_tokenizer(config: TrainConfig) -> Any:
-    """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
-    place = str(config.model.tokenizer or config.model.path)
-    directory = locate_source(place)
-    try:
-        return transformers.AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # a damaged file raises errors of many kinds
-        names = [] if directory is None else sorted(entry.name for entry in directory.iterdir())
-        why = f"found {', '.join(names) or 'nothing'}; transformers says: " if directory is not None else ""
-        raise LoadError(
-            f"cannot load a tokenizer from {place!r}",
-            why=f"{why}{' '.join(str(error).split())}",
-            fix="name a directory or hub id that has tokenizer files with model.tokenizer",
-        ) from error
-
-
-def build_encoder(tokenizer: Any) -> Encoder:
-    """How `tokenizer` encodes documents and what it ends them with. Raises `ConfigError` where it has no end token."""
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            "the tokenizer has no end-of-sequence token",
-            why="it separates the documents that share a row",
-            fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
-        )
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        # verbose: it would warn of texts longer than the model's window, which are cut into rows later.
-        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
-    return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)
 
 
 def build_model(
@@ -76,7 +43,8 @@ def build_model(
     """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
-        fill: instead of both, what gives the split model, still on the meta device, its values.
+        fill: what gives the split model its values instead, still on the meta device; with an adapter those that
+            are trained, over the loaded base.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model, or rows are longer than the model can see.
@@ -86,18 +54,31 @@ def build_model(
     model_config = read_model_config(config, tokenizer)
     if problems := _check_fit(model_config, config, tokenizer):
         raise config_error("the configuration", problems)
-    if fill is not None:
+    adapter = adapter_of(config)
+    if fill is not None and adapter is None:
         source, spec = model_config if given.path is None else given.path, spec_of(config, mesh.device)
         return load_filled(source, mesh, spec=spec, dtype=getattr(torch, given.dtype), fill=fill)
-    return load(
+    model: torch.nn.Module = load(
         model_config if given.path is None else given.path,
         mesh,
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
+        adapter=adapter,
         allow_missing=given.allow_missing,
         allow_unused=given.allow_unused,
         **vars(spec_of(config, mesh.device)),
     )
+    if fill is not None:
+        fill(model)
+    return model
+
+
+def find_run_apart(data: DataConfig, model_config: Any) -> Apart:
+    """What keeps documents in rows of `data` apart; raises `UnsupportedError` where nothing does."""
+    kind = rows_of(data)
+    if kind == "stream":
+        return "padded without mask"  # its rows know no documents
+    return find_apart(model_config, transformers.AutoModelForCausalLM, packed=kind == "packed")
 
 
 def spec_of(config: TrainConfig, device: torch.device | None = None) -> ParallelSpec:
@@ -117,8 +98,10 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
     )
 
 
-def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Problem]:
-    """What does not fit together in model, tokenizer, rows, layout and optimizer; reads no weights."""
+def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: bool = True) -> list[Problem]:
+    """What does not fit together in model, tokenizer, rows, layout, adapter and optimizer; reads no weights, and of
+    records the first ones.
+    """
     problems = Problems()
     with problems.of("model"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
@@ -132,9 +115,20 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True) -> list[Pro
             found = read_model_config(config, tokenizer)
             _check_task(found)
     if not problems:
+        if with_data:
+            problems += check_records(config, tokenizer)
+        for data in _read_by(config):
+            with problems.of("data.rows"):
+                find_run_apart(data, found)
         problems += _check_fit(found, config, tokenizer)
         problems += _rehearse(config, found, with_optimizer=with_optimizer)
     return problems
+
+
+def _read_by(config: TrainConfig) -> list[DataConfig]:
+    """What the run reads, once for each kind of rows."""
+    read = [config.data, *([held_out(config.data, config.evaluation)] if config.evaluation.path else [])]
+    return list({rows_of(data): data for data in read}.values())
 
 
 def _check_task(model_config: Any) -> None:
@@ -149,7 +143,13 @@ def _check_task(model_config: Any) -> None:
 def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -> list[Problem]:
     """What goes wrong when the model and its optimizer are built as the run would build them."""
     dtype = getattr(torch, config.model.dtype)
-    rehearsal = Rehearsal(source=model_config, shape=MeshShape.parse(config.layout), spec=spec_of(config), dtype=dtype)
+    rehearsal = Rehearsal(
+        source=model_config,
+        shape=MeshShape.parse(config.layout),
+        spec=spec_of(config),
+        dtype=dtype,
+        adapter=adapter_of(config),
+    )
     problems = Problems()
     try:
         with rehearsal.open() as model:

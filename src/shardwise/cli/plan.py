@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.cli.config_file import read_config
+from shardwise.cli.config_file import config_error, read_config
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
 from shardwise.plan.options import ParallelSpec, Pipeline, Precision, Recompute
@@ -80,12 +80,21 @@ def run(arguments: argparse.Namespace) -> int:
         spec = replace(spec, precision=Precision(compute=arguments.compute))
     if arguments.recompute is not None:
         spec = replace(spec, recompute=Recompute(mode=arguments.recompute))
-    print(
-        describe(model, shape, batch=batch, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))
-    )
+    adapter = arguments.adapter
+    if config is not None and adapter is None:
+        adapter = _adapter_of(arguments.model, config)
+    print(describe(model, shape, batch=batch, num_microbatches=num_microbatches, adapter=adapter, **vars(spec)))
     if arguments.timeline is not None:
         _draw_step(arguments.timeline, shape, spec, num_microbatches)
     return 0
+
+
+def _adapter_of(place: str, config: TrainConfig) -> Any:
+    from shardwise.cli.adapters import adapter_of, check_adapter  # torch and peft are slow to import
+
+    if problems := check_adapter(config):
+        raise config_error(place, problems)
+    return adapter_of(config)
 
 
 def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:

@@ -12,7 +12,6 @@ import json
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +36,21 @@ from shardwise.train.run_config import CheckpointConfig, TrainConfig
 __all__ = ["RunCheckpoints", "SavedRun", "describe_run", "find_saved_run"]
 
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
-_NUM_SAMPLES = 64
 
 
-def describe_run(config: TrainConfig, model_config: Any, batches: PackedBatches) -> dict[str, Any]:
-    """What must be the same when a run goes on, as JSON: its model, its data, and its optimizer."""
+def describe_run(
+    config: TrainConfig, model_config: Any, batches: PackedBatches, *, adapter: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What must be the same when a run goes on, as JSON: its model, its data, its optimizer, and its adapter."""
     model = {key: value for key, value in model_config.to_dict().items() if key not in _VOLATILE}
-    tokens = batches.tokens
-    starts = range(0, len(tokens), max(1, len(tokens) // _NUM_SAMPLES))
-    sampled = 0
-    for start in starts:
-        sampled = zlib.crc32(tokens[start : start + batches.seq_length].tobytes(), sampled)
     optimizer = {
         key: value for key, value in vars(config.optimizer).items() if key not in ("schedule", "max_grad_norm")
     }
     described = {
         "model": model,
         "optimizer": {**optimizer, "schedule": vars(config.optimizer.schedule)},
-        "data": {"tokens": f"{sampled:08x}", "dropout seed": config.seed},
+        "data": {**batches.rows.describe(), "dropout seed": config.seed},
+        **({"adapter": adapter} if adapter else {}),
     }
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
     return found
@@ -215,11 +211,12 @@ def _newest(directory: Path) -> str | None:
 
 
 def _check_same_run(saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
+    keys = {part: {**saved.get(part, {}), **run.get(part, {})} for part in {**saved, **run}}
     changed = [
-        f"{part}.{key}: was {saved.get(part, {}).get(key)!r}, is {value!r}"
-        for part, values in run.items()
-        for key, value in values.items()
-        if saved.get(part, {}).get(key) != value
+        f"{part}.{key}: was {saved.get(part, {}).get(key)!r}, is {run.get(part, {}).get(key)!r}"
+        for part, values in keys.items()
+        for key in values
+        if saved.get(part, {}).get(key) != run.get(part, {}).get(key)
     ]
     if changed:
         raise ConfigError(

@@ -7,9 +7,10 @@ from typing import Any
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.train.corpus import Source, dataset_source, file_source, find_files
-from shardwise.train.run_config import DataConfig
+from shardwise.train.data_config import DataConfig, patterns_of
+from shardwise.train.records import RecordSource, dataset_records, file_records
 
-__all__ = ["open_source"]
+__all__ = ["open_records", "open_source"]
 
 
 def open_source(config: DataConfig) -> Source:
@@ -20,7 +21,25 @@ def open_source(config: DataConfig) -> Source:
         ConfigError: `datasets` is not installed, or the split or column does not exist.
     """
     if config.path is not None:
-        return file_source(find_files(Path(config.path), config.include), text_key=config.text_key)
+        return file_source(find_files(Path(config.path), patterns_of(config)), text_key=config.text_key)
+    return dataset_source(_open_split(config, "text"), text_key=config.text_key)
+
+
+def open_records(config: DataConfig) -> RecordSource:
+    """The records that `config` names: prompts with responses, or lists of messages.
+
+    Raises:
+        LoadError: there is nothing there, or nothing readable.
+        ConfigError: `datasets` is not installed, or the split or a column does not exist.
+    """
+    if config.path is not None:
+        return file_records(find_files(Path(config.path), patterns_of(config)))
+    needed = ("prompt", "response") if config.format == "prompt" else ("messages",)
+    return dataset_records(_open_split(config, *needed))
+
+
+def _open_split(config: DataConfig, *needed: str) -> Any:
+    """The split of the data set; it has the columns that the settings `needed` name."""
     rows = _open_dataset(config)
     if isinstance(rows, dict):  # `save_to_disk` writes one split, or a dictionary of them
         if config.split not in rows:
@@ -30,13 +49,14 @@ def open_source(config: DataConfig) -> Source:
                 why=f"its splits are {', '.join(rows)}",
             )
         rows = rows[config.split]
-    if config.text_key not in (columns := list(rows.column_names)):
-        raise ConfigError(
-            f"data.text_key is {config.text_key!r}, which is no column of {config.dataset}"
-            f"{did_you_mean(config.text_key, columns)}",
-            why=f"the columns are {', '.join(columns)}",
-        )
-    return dataset_source(rows, text_key=config.text_key)
+    columns = list(rows.column_names)
+    for name in needed:
+        if (key := getattr(config, f"{name}_key")) not in columns:
+            raise ConfigError(
+                f"data.{name}_key is {key!r}, which is no column of {config.dataset}{did_you_mean(key, columns)}",
+                why=f"the columns are {', '.join(columns)}",
+            )
+    return rows
 
 
 def _open_dataset(config: DataConfig) -> Any:

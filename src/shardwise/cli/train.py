@@ -45,6 +45,11 @@ A small run.yaml:
   optimizer: {lr: 3e-4, schedule: {name: cosine, warmup_steps: 50}}
   log: {dir: runs/first, tensorboard: true}
   export: runs/first/model              # for AutoModelForCausalLM.from_pretrained
+
+To fine-tune with LoRA on conversations, of which the assistant's words are learned:
+
+  data: {path: chats.jsonl, format: chat, seq_length: 2048}     # or format: prompt, with prompt and response
+  adapter: {r: 16, lora_alpha: 32, target_modules: all-linear, export: merged}
 """
 
 
@@ -114,10 +119,11 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             why="WORLD_SIZE is set, so the ranks have been started already",
             fix="leave it out",
         )
-    from shardwise.cli.inputs import check_inputs  # torch and transformers are slow to import
+    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
+    from shardwise.cli.inputs import check_inputs
 
     config = read_config(arguments.config, arguments.overrides)
-    if problems := check_inputs(config):
+    if problems := [*check_inputs(config), *check_adapter(config)]:
         raise config_error(str(arguments.config), problems)
     _train(config)
 

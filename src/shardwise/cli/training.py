@@ -8,39 +8,38 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import Progress
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.export import export_bytes
+from shardwise.cli.adapters import describe_adapter, export_mode
 from shardwise.cli.config_file import config_error, dump_config
+from shardwise.cli.data import prepare_rows
 from shardwise.cli.inputs import read_data_state
-from shardwise.cli.launch import local_rank
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
-from shardwise.cli.models import build_encoder, build_model, load_tokenizer, make_optimizer, read_model_config
+from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
 from shardwise.cli.places import check_outputs, check_place, unexported
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
-from shardwise.cli.sources import open_source
 from shardwise.cli.timelines import with_timeline
+from shardwise.cli.tokenizer import build_encoder, load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.errors import ConfigError, LoadError, ShardwiseError
+from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
 from shardwise.parallel.compiled import count_compilation
-from shardwise.runtime.registry import local_part, registry_of
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.registry import find_parameters, local_part, registry_of
 from shardwise.train.clip import clip_grad_norm_
-from shardwise.train.corpus import Encoder, cache_path, read_tokens, write_tokens
+from shardwise.train.data_config import DataConfig, held_out
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
-from shardwise.train.once_per_machine import once_per_machine
 from shardwise.train.packing import PackedBatches
-from shardwise.train.run_config import DataConfig, TrainConfig
+from shardwise.train.rows import Rows
+from shardwise.train.run_config import TrainConfig
 from shardwise.train.step import TrainStep
 from shardwise.weights.staging import atomic_file
 
@@ -67,9 +66,11 @@ def train(config: TrainConfig) -> StepRecord | None:
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
         tokenizer = load_tokenizer(config)
-        encoder = build_encoder(tokenizer)
-        batches = _open_batches(config, mesh, encoder, console)
-        run = describe_run(config, read_model_config(config, tokenizer), batches)
+        build_encoder(tokenizer)
+        model_config = read_model_config(config, tokenizer)
+        read = functools.partial(_read_rows, config, mesh, tokenizer, model_config, console)
+        batches = _open_batches(config, mesh, read(config.data))
+        run = describe_run(config, model_config, batches, adapter=describe_adapter(config))
         saved = find_saved_run(config.checkpoint, mesh, run, console)
         model = build_model(config, mesh, tokenizer, fill=saved.fill if saved is not None else None).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
@@ -82,14 +83,14 @@ def train(config: TrainConfig) -> StepRecord | None:
             optimizer=optimizer,
             batches=iter(batches),
             device=mesh.device,
-            evaluate=_prepare_evaluation(config, model, mesh, encoder, console),
+            evaluate=_prepare_evaluation(config, model, mesh, read),
             skips_nonfinite=config.precision.nonfinite == "skip" or config.precision.compute == "float16",
         )
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
-            done = num_done if saved is not None else None
-            reporters = _open_reporters(config, open_logs, console, done) if mesh.rank == 0 else []
+            done, notes = num_done if saved is not None else None, batches.rows.notes()
+            reporters = _open_reporters(config, open_logs, console, done, notes) if mesh.rank == 0 else []
         _print_head(console, config, model, batches)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
             record = run_loop(
@@ -131,7 +132,7 @@ def _finish(
         console.print(f"compiled {count_compilation()}")
     try:
         if config.export is not None:
-            _export(model, config.export, config.log.dir, tokenizer)
+            _export(model, config, config.export, tokenizer)
             console.print(f"exported to {config.export}")
     finally:
         if mesh.rank == 0:
@@ -139,28 +140,33 @@ def _finish(
                 partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
 
 
-def _open_batches(config: TrainConfig, mesh: Mesh, encoder: Encoder, console: Console) -> PackedBatches:
+def _read_rows(
+    config: TrainConfig, mesh: Mesh, tokenizer: Any, model_config: Any, console: Console, data: DataConfig
+) -> Rows:
+    precision = spec_of(config, mesh.device).precision
+    dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
+    apart = find_run_apart(data, model_config)
+    return prepare_rows(config, data, tokenizer, console, apart=apart, dtype=dtype)
+
+
+def _open_batches(config: TrainConfig, mesh: Mesh, rows: Rows) -> PackedBatches:
     batches = PackedBatches(
-        _prepare_tokens(config, config.data, encoder, console),
-        seq_length=config.data.seq_length,
-        batch_size=config.batch_size,
-        data_rank=mesh.data_rank,
-        data_size=mesh.data_size,
-        seed=config.seed,
+        rows, batch_size=config.batch_size, data_rank=mesh.data_rank, data_size=mesh.data_size, seed=config.seed
     )
     if config.data.state is not None:
         batches.load_state_dict(read_data_state(config.data.state))
     return batches
 
 
-def _export(model: torch.nn.Module, directory: str, log_dir: str, tokenizer: Any) -> None:
+def _export(model: torch.nn.Module, config: TrainConfig, directory: str, tokenizer: Any) -> None:
     """Exports the model; where that fails, next to the log, so that no weights are lost. Fails on all ranks alike."""
+    mode = export_mode(config)
     try:
-        export_pretrained(model, directory, tokenizer=tokenizer)
+        export_pretrained(model, directory, tokenizer=tokenizer, adapter=mode)
     except Exception as error:  # whatever came between, the weights are there to be kept
-        rescued = unexported(log_dir)
+        rescued = unexported(config.log.dir)
         try:
-            export_pretrained(model, rescued, tokenizer=tokenizer)
+            export_pretrained(model, rescued, tokenizer=tokenizer, adapter=mode)
         except ShardwiseError as second:
             why = f"{error}\nnor to {rescued}: {second}"
             raise LoadError(f"the model cannot be exported to {directory}", why=why) from error
@@ -172,56 +178,29 @@ def _export(model: torch.nn.Module, directory: str, log_dir: str, tokenizer: Any
 
 
 def _prepare_evaluation(
-    config: TrainConfig, model: torch.nn.Module, mesh: Mesh, encoder: Encoder, console: Console
+    config: TrainConfig, model: torch.nn.Module, mesh: Mesh, read: Callable[[DataConfig], Rows]
 ) -> Callable[[], float] | None:
     if config.evaluation.path is None:
         return None
-    held_out = replace(config.data, path=config.evaluation.path, dataset=None, subset=None)
-    tokens = _prepare_tokens(config, held_out, encoder, console)
-    if len(tokens) < config.data.seq_length:
+    try:
+        rows = read(held_out(config.data, config.evaluation))
+    except BatchError as error:
         raise ConfigError(
-            f"the text held out has {len(tokens):,} tokens, fewer than one row of {config.data.seq_length:,}",
-            at="evaluation.path",
-            fix="hold out more text, or use a smaller data.seq_length",
-        )
-    read = functools.partial(
+            error.summary, at="evaluation.path", why=error.why, fix="hold out more text, or use other rows"
+        ) from error
+    batches = functools.partial(
         evaluation_batches,
-        tokens,
-        seq_length=config.data.seq_length,
+        rows,
         batch_size=config.batch_size,
         max_batches=config.evaluation.max_batches,
         data_rank=mesh.data_rank,
         data_size=mesh.data_size,
     )
-    return build_evaluation(model, mesh, read)
-
-
-def _prepare_tokens(config: TrainConfig, data: DataConfig, encoder: Encoder, console: Console) -> NDArray[Any]:
-    """The tokens of `data`, encoded by one rank of each machine unless an earlier run has done so."""
-    directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
-
-    def write() -> None:
-        source = open_source(data)
-        path = cache_path(directory, source, encoder)
-        try:
-            if path.exists():
-                read_tokens(path, verify=True)
-                return
-        except LoadError as error:
-            logger.warning("%s (%s); it is made again", error.summary, error.why)
-        if not console.is_terminal:
-            console.print("tokenizing ...")
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("tokenizing", total=source.size)
-            write_tokens(path, source, encoder=encoder, on_progress=lambda done: bar.update(task, completed=done))
-
-    # The others open the source afterwards: by then a data set of the hub has been downloaded once.
-    once_per_machine(write, local_rank=local_rank())
-    return read_tokens(cache_path(directory, open_source(data), encoder))
+    return build_evaluation(model, mesh, batches)
 
 
 def _open_reporters(
-    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None
+    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None, notes: str
 ) -> list[Reporter]:
     directory = Path(config.log.dir)
     jsonl = JsonlLog(directory / "train.jsonl", num_done=num_done)
@@ -229,7 +208,7 @@ def _open_reporters(
     if config.log.tensorboard:
         curves = TensorBoardLog(directory / "tensorboard", num_done=num_done)
         reporters.append(open_logs.enter_context(closing(curves)))
-    screen = Screen(console, num_steps=config.steps, every=config.log.every, num_done=num_done or 0)
+    screen = Screen(console, num_steps=config.steps, every=config.log.every, num_done=num_done or 0, notes=notes)
     reporters.append(open_logs.enter_context(closing(screen)))
     with atomic_file(directory / "config.yaml") as partial:
         partial.write_text(dump_config(config), encoding="utf-8")
@@ -240,12 +219,23 @@ def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, b
     num_full = sum(math.prod(entry.layout.shape) for entry in registry_of(model).entries.values())
     num_held = sum(local_part(parameter).numel() for parameter in model.parameters())
     sequence = ", sequence parallel" if config.sequence_parallel else ""
+    rows = batches.rows
+    notes = f" ({rows.notes()})" if rows.notes() else ""
     passes = config.steps * config.batch_size / batches.num_rows
+    name = type(find_model(model)).__name__
     console.print(
-        f"model   {type(model).__name__}, {num_full:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
+        f"model   {name}, {num_full:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
         f"layout  {config.layout}{sequence}",
-        f"data    {len(batches.tokens):,} tokens, {batches.num_rows:,} rows of {batches.seq_length:,}",
+        *([f"adapter {_describe_trained(model)}"] if config.adapter is not None else []),
+        f"data    {rows.num_tokens:,} tokens, {rows.num_rows:,} rows of {rows.seq_length:,}{notes}",
         f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data)",
         f"logs    {Path(config.log.dir) / 'train.jsonl'}",
         sep="\n",
     )
+
+
+def _describe_trained(model: torch.nn.Module) -> str:
+    """How much of the model is trained, in words: on this rank, in full numbers."""
+    trained = [entry for _, value, entry in find_parameters(model) if entry is not None and value.requires_grad]
+    number = sum(math.prod(entry.layout.shape) for entry in trained)
+    return f"{number:,} parameters are trained, in {len(trained):,} tensors"

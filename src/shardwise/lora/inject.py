@@ -65,7 +65,9 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
     if on_meta:
         _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
     try:
-        with torch.device("meta") if on_meta else nullcontext():
+        with torch.device("meta") if on_meta else nullcontext(), warnings.catch_warnings():
+            # PEFT 0.21 asks transformers by a name that is on its way out.
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
             wrapped: nn.Module = peft().get_peft_model(model, config)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(

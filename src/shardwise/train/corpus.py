@@ -30,7 +30,9 @@ __all__ = [
     "digest",
     "file_source",
     "find_files",
+    "json_lines",
     "read_tokens",
+    "text_batches",
     "write_tokens",
 ]
 
@@ -150,15 +152,25 @@ def _blocks(file: Path) -> Iterator[str | None]:
 
 
 def _lines(file: Path, text_key: str) -> Iterator[str | None]:
-    with file.open(encoding="utf-8") as lines:
+    for number, document in json_lines(file):
+        yield from _text_of(document, text_key, f"{file}:{number}")
+
+
+def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """The number of every line of a .jsonl file that is not empty, counted from 1, and its value. A byte order mark is
+    left out.
+
+    Raises:
+        LoadError: a line is not JSON; says where.
+    """
+    with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                document = json.loads(line)
-            except json.JSONDecodeError as error:
+                yield number, json.loads(line)
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
-            yield from _text_of(document, text_key, f"{file}:{number}")
 
 
 def dataset_source(rows: Any, *, text_key: str) -> Source:
@@ -202,7 +214,7 @@ def write_tokens(
     num_tokens = checksum = 0
     try:
         with atomic_file(path) as partial, partial.open("wb") as out:
-            for texts in _batches(source.read(on_progress)):
+            for texts in text_batches(source.read(on_progress)):
                 rows = iter(encoder.encode([text for text in texts if text is not None]))
                 for text in texts:
                     tokens = np.asarray([encoder.separator] if text is None else next(rows), dtype=TOKEN_TYPE)
@@ -245,7 +257,8 @@ def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
     return tokens
 
 
-def _batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
+def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:
+    """Runs of text, as many together as are given to the tokenizer at once."""
     batch: list[str | None] = []
     num_chars = 0
     for text in texts:
@@ -270,6 +283,7 @@ def _text_of(document: object, key: str, place: str) -> tuple[str | None, ...]:
             f"data.text_key is {key!r}, which is not there{did_you_mean(key, map(str, document))}",
             at=place,
             why=f"the keys are {', '.join(map(str, document))}",
+            fix="prompts with responses and lists of messages are read with data.format: prompt, or chat",
         )
     text = document[key]
     if not isinstance(text, str):

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.mesh import Mesh
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import in_eval_mode
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.batch import IGNORED, count_targets
+from shardwise.train.rows import Rows
 
 __all__ = ["build_evaluation", "evaluation_batches"]
 
@@ -28,6 +29,9 @@ def build_evaluation(
 
     Communicates: what the model's forwards do, and over the data ranks one all-reduce of two values.
     """
+    # Beside a cache, transformers' models take rows for one document each (see [Note: packed rows]).
+    takes_cache = "use_cache" in inspect.signature(find_model(model).forward).parameters
+    without_cache: dict[str, Any] = {"use_cache": False} if takes_cache else {}
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -37,7 +41,7 @@ def build_evaluation(
                 count = count_targets(model, batch)
                 # Other ranks wait for this one, so it computes a loss even where nothing counts.
                 labels = batch["labels"] if count else torch.zeros_like(batch["labels"])
-                loss = model(**_placed(batch | {"labels": labels}, mesh.device)).loss
+                loss = model(**without_cache, **_placed(batch | {"labels": labels}, mesh.device)).loss
                 totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
         group = mesh.group(*DATA_AXES)
         if group is not None:
@@ -48,9 +52,8 @@ def build_evaluation(
 
 
 def evaluation_batches(
-    tokens: NDArray[np.unsignedinteger[Any]],
+    rows: Rows,
     *,
-    seq_length: int,
     batch_size: int,
     max_batches: int,
     data_rank: int = 0,
@@ -59,15 +62,15 @@ def evaluation_batches(
     """This data rank's share of every global batch of rows in order, the last one short of rows filled up with rows
     whose labels are all ignored: every rank gets as many batches of equal shape.
     """
-    num_rows = min(len(tokens) // seq_length, batch_size * max_batches)
+    num_rows = min(rows.num_rows, batch_size * max_batches)
     share = batch_size // data_size
     for first in range(0, num_rows, batch_size):
-        places = range(first + data_rank * share, first + (data_rank + 1) * share)
-        rows = [tokens[min(p, num_rows - 1) * seq_length :][:seq_length] for p in places]
-        input_ids = torch.from_numpy(np.stack(rows).astype(np.int64))
-        labels = input_ids.clone()
-        labels[[place >= num_rows for place in places]] = IGNORED
-        yield {"input_ids": input_ids, "labels": labels}
+        places = range(first, first + batch_size)
+        batch = [min(place, num_rows - 1) for place in places]
+        own = slice(data_rank * share, (data_rank + 1) * share)
+        found = rows.read(batch[own], batch=batch)
+        found["labels"][[place >= num_rows for place in places[own]]] = IGNORED
+        yield found
 
 
 def _placed(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

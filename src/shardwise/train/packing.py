@@ -1,64 +1,47 @@
-"""Rows of tokens for every data-parallel rank, in an order that depends on the seed alone."""
+"""Batches of rows for every data-parallel rank, in an order that depends on the seed alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardwise.errors import BatchError, ConfigError
+from shardwise.errors import ConfigError
+from shardwise.train.rows import Rows
 
 __all__ = ["PackedBatches"]
 
 
 class PackedBatches:
-    """An endless stream of batches of packed rows; each data-parallel rank gets its share of every global batch.
+    """An endless stream of batches of rows; each data-parallel rank gets its share of every global batch.
 
-    The tokens are cut into rows of `seq_length`, dropping the rest. Each pass over the rows shuffles them again, from
-    the seed and the number of the pass. Global batch `i` holds rows `i * batch_size` to `(i + 1) * batch_size` of that
-    order, whatever `data_size` is, and the rank at `data_rank` takes a contiguous share of it. So ranks that differ
-    only in tp or pp read the same rows, and a run on another layout, or a resumed one, sees the same batches.
+    Each pass over the rows shuffles them again, from the seed and the number of the pass. Global batch `i` holds rows
+    `i * batch_size` to `(i + 1) * batch_size` of that order, whatever `data_size` is, and the rank at `data_rank` takes
+    a contiguous share of it. So ranks that differ only in tp or pp read the same rows, and a run on another layout, or
+    a resumed one, sees the same batches.
 
     Args:
-        tokens: [num_tokens] unsigned integers, usually a memory map.
-        seq_length: tokens in a row.
+        rows: what is read.
         batch_size: rows in a global batch.
         data_rank: which share this rank takes (`mesh.data_rank`).
         data_size: how many shares there are (`mesh.data_size`).
         seed: decides the order.
 
     Raises:
-        BatchError: there are fewer tokens than one row.
         ConfigError: `batch_size` does not divide among `data_size` ranks, or `data_rank` is not one of them.
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[np.unsignedinteger[Any]],
-        *,
-        seq_length: int,
-        batch_size: int,
-        data_rank: int = 0,
-        data_size: int = 1,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0) -> None:
         if batch_size % data_size or not 0 <= data_rank < data_size:
             raise ConfigError(
                 f"a batch of {batch_size} rows has no share for data rank {data_rank} of {data_size}",
                 why="every data-parallel rank takes the same number of rows",
                 fix=f"use a batch_size that is a multiple of {data_size}",
             )
-        self.num_rows = len(tokens) // seq_length
-        if self.num_rows == 0:
-            raise BatchError(
-                f"the data holds {len(tokens):,} tokens, fewer than one row of {seq_length:,}",
-                fix="use more text or a smaller data.seq_length",
-            )
-        self.tokens = tokens
-        self.seq_length = seq_length
+        self.rows = rows
+        self.num_rows = rows.num_rows
         self.batch_size = batch_size
         self.seed = seed
         self.num_batches_read = 0
@@ -70,18 +53,11 @@ class PackedBatches:
             yield next(self)
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next batch: `input_ids` and `labels`, int64.
-
-        Both are [batch_size, seq_length] over all data ranks, [batch_size / data_size, seq_length] here. Labels equal
-        the inputs; transformers' causal models shift them.
-        """
+        """The next batch: `input_ids`, `labels` and what else the rows give, `batch_size / data_size` rows of each."""
         first = self.num_batches_read * self.batch_size
-        places = range(first, first + self.batch_size)[self._share]
-        starts = [self._row(place) * self.seq_length for place in places]
-        rows = np.stack([self.tokens[start : start + self.seq_length] for start in starts]).astype(np.int64)
+        batch = [self._row(place) for place in range(first, first + self.batch_size)]
         self.num_batches_read += 1
-        input_ids = torch.from_numpy(rows)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        return self.rows.read(batch[self._share], batch=batch)
 
     def state_dict(self) -> dict[str, int]:
         """Where the stream stands, the same on every rank."""
@@ -106,12 +82,7 @@ class PackedBatches:
         self.num_batches_read = state["num_batches_read"]
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "num_tokens": len(self.tokens),
-            "seq_length": self.seq_length,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-        }
+        return {**self.rows.identity(), "batch_size": self.batch_size, "seed": self.seed}
 
     def _row(self, place: int) -> int:
         """The row at `place` of the endless order."""

@@ -19,6 +19,7 @@ from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.schedule.build import build_schedule
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
+from shardwise.train.data_config import DataConfig, EvaluationConfig, Problem, check_data
 
 __all__ = [
     "CheckpointConfig",
@@ -37,25 +38,6 @@ __all__ = [
 ]
 
 Finite = Field(allow_inf_nan=False)
-TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a configuration.
-
-    Attributes:
-        key: the dotted key it is about, such as `optimizer.lr`.
-        what: what is wrong, with the value.
-        fix: what to write instead; empty when `what` says it all.
-    """
-
-    key: str
-    what: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.what}" + (f"; {self.fix}" if self.fix else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,42 +58,6 @@ class ModelConfig:
     """Patterns of parameters that the checkpoint at `path` need not have and that are drawn from the seed then."""
     allow_unused: tuple[str, ...] = ()
     """Patterns of tensors of that checkpoint which belong to layers that the model does not have."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where the text comes from, and how it is cut into rows."""
-
-    path: str | None = None
-    """A text or .jsonl file, or a directory of them."""
-    dataset: str | None = None
-    """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
-    subset: str | None = None
-    """Configuration name of a `dataset` that has several."""
-    split: str = "train"
-    """Split of a `dataset`."""
-    text_key: str = "text"
-    """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
-    include: tuple[str, ...] = TEXT_PATTERNS
-    """Which files of a directory are read, as glob patterns below it."""
-    seq_length: Annotated[int, Field(ge=2)] = 512
-    """Tokens in a row, at least 2: each token predicts the next."""
-    cache_dir: str | None = None
-    """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
-    state: str | None = None
-    """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    """Text that is held out, and how often the loss on it is reported."""
-
-    path: str | None = None
-    """A text or .jsonl file, or a directory of them; null evaluates nothing."""
-    every: PositiveInt = 100
-    """Steps between evaluations; the last step is always followed by one."""
-    max_batches: PositiveInt = 50
-    """Most batches of one evaluation, of `batch_size` rows each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,13 +184,24 @@ class TrainConfig:
     """Decides the order of the data, dropout, and weights that are not loaded."""
     timeout_seconds: Annotated[float, Field(gt=0, lt=10**9)] = 600.0
     """How long ranks wait for one that does not come, at the start and in a step. Then it is named."""
+    adapter: dict[str, Any] | None = None
+    """Trains an adapter (LoRA) on the frozen model: any keys of peft.LoraConfig, such as
+    `{r: 16, lora_alpha: 32, target_modules: all-linear}`, or `path`, the directory or hub id of an adapter that is
+    trained further; and `export`, what is exported: `only` the adapter, as PEFT does (the default), `with_base` the
+    model with the adapter inside, or `merged`."""
     export: str | None = None
-    """Directory for the trained model and its tokenizer, for `from_pretrained`."""
+    """Directory for the trained model and its tokenizer, for `from_pretrained`; of a run with `adapter`, see there."""
 
 
 def check_config(config: TrainConfig) -> list[Problem]:
     """Everything wrong with `config` that its values show, besides their types and bounds."""
-    return [*_check_sources(config), *_check_optimizer(config), *_check_layout(config), *_check_checkpoint(config)]
+    return [
+        *_check_sources(config),
+        *check_data(config.data, config.evaluation),
+        *_check_optimizer(config),
+        *_check_layout(config),
+        *_check_checkpoint(config),
+    ]
 
 
 def lr_factor(schedule: ScheduleConfig, *, step: int, num_steps: int) -> float:
@@ -268,7 +225,7 @@ def _check_checkpoint(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _check_sources(config: TrainConfig) -> Iterator[Problem]:
-    model, data = config.model, config.data
+    model = config.model
     if (model.path is None) == (model.config is None):
         given = "neither is given" if model.path is None else "both are given"
         yield Problem("model", f"takes either path (trained weights) or config (new weights); {given}")
@@ -278,16 +235,6 @@ def _check_sources(config: TrainConfig) -> Iterator[Problem]:
         )
     if isinstance(model.config, Mapping) and "model_type" not in model.config:
         yield Problem("model.config", "has no model_type", "name the architecture, such as model_type: llama")
-    if (data.path is None) == (data.dataset is None):
-        given = "neither is given" if data.path is None else "both are given"
-        yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
-    if data.dataset is None and data.subset is not None:
-        yield Problem("data.subset", "only means something with data.dataset")
-    if not data.include:
-        yield Problem("data.include", "is empty, so no file would be read")
-    for pattern in data.include:
-        if not pattern or pattern.startswith("/"):
-            yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
 
 
 def _check_optimizer(config: TrainConfig) -> Iterator[Problem]:

@@ -1,0 +1,117 @@
+"""The adapter that a run trains: its keys are those of `peft.LoraConfig`, each checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from shardwise.cli.config_file import Problems
+from shardwise.errors import did_you_mean
+from shardwise.lora.inject import read_adapter_config
+from shardwise.lora.library import peft
+from shardwise.train.run_config import Problem, TrainConfig
+
+__all__ = ["adapter_of", "check_adapter", "describe_adapter", "export_mode"]
+
+_OWN_KEYS = ("path", "export")
+_EXPORTS = ("only", "with_base", "merged")
+
+
+def adapter_of(config: TrainConfig) -> Any:
+    """What `load` takes as `adapter`: a config of PEFT's, or where an adapter lies; None where none is trained."""
+    given = config.adapter
+    if given is None:
+        return None
+    if "path" in given:
+        return given["path"]
+    return peft().LoraConfig(**{"task_type": "CAUSAL_LM", **_lora_values(given)})
+
+
+def export_mode(config: TrainConfig) -> str | None:
+    """What is exported of a model with an adapter; None where none is trained."""
+    return None if config.adapter is None else config.adapter.get("export", "only")
+
+
+def describe_adapter(config: TrainConfig) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    return {key: value for key, value in (config.adapter or {}).items() if key != "export"}
+
+
+def check_adapter(config: TrainConfig) -> list[Problem]:
+    """Everything wrong with `adapter` that needs no model."""
+    given, problems = config.adapter, Problems()
+    if given is None:
+        return problems
+    with problems.of("adapter"):
+        peft()
+    if problems:
+        return problems
+    problems += _check_own(config, given)
+    lora = _lora_values(given)
+    if "path" in given:
+        if isinstance(given["path"], str):
+            with problems.of("adapter.path"):
+                read_adapter_config(given["path"])
+        problems += [
+            Problem(f"adapter.{key}", "is decided by the adapter at adapter.path", "leave it out") for key in lora
+        ]
+        return problems
+    known = {each.name for each in dataclasses.fields(peft().LoraConfig) if each.init}
+    types = typing.get_type_hints(peft().LoraConfig)
+    for key, value in lora.items():
+        if key not in known:
+            close = did_you_mean(key, [*known, *_OWN_KEYS])
+            problems.append(Problem(f"adapter.{key}", f"peft.LoraConfig has no such key{close}"))
+        elif wanted := _wrong_type(value, types[key]):
+            problems.append(Problem(f"adapter.{key}", f"is {value!r}, {wanted}"))
+    if lora.get("inference_mode"):
+        problems.append(Problem("adapter.inference_mode", "is true, which would train nothing", "leave it out"))
+    for key in ("r", "lora_alpha"):
+        if type(number := lora.get(key, 1)) is int and number < 1:
+            problems.append(Problem(f"adapter.{key}", f"is {number}, must be at least 1"))
+    if type(rate := lora.get("lora_dropout", 0.0)) in (int, float) and not 0 <= rate < 1:
+        problems.append(Problem("adapter.lora_dropout", f"is {rate}, must be at least 0 and below 1"))
+    if not problems:
+        try:
+            adapter_of(config)
+        except (ValueError, TypeError) as error:
+            problems.append(Problem("adapter", " ".join(str(error).split())))
+    return problems
+
+
+def _check_own(config: TrainConfig, given: dict[str, Any]) -> list[Problem]:
+    problems = []
+    if "path" in given and not (isinstance(given["path"], str) and given["path"]):
+        what = f"is {given['path']!r}, must be a directory or hub id"
+        problems.append(Problem("adapter.path", what))
+    if "export" in given:
+        mode = given["export"]
+        if mode not in _EXPORTS:
+            what = f"is {mode!r}, must be {', '.join(_EXPORTS[:-1])} or {_EXPORTS[-1]}"
+            problems.append(Problem("adapter.export", what + did_you_mean(str(mode), _EXPORTS)))
+        elif config.export is None:
+            problems.append(
+                Problem("adapter.export", f"is {mode}, and nothing is exported", "name a directory with export")
+            )
+    return problems
+
+
+def _lora_values(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in _OWN_KEYS}
+
+
+def _wrong_type(value: Any, wanted: Any) -> str:
+    """What the value must be, in words; empty where it is that, or where the type cannot be held against anything."""
+    try:
+        TypeAdapter(wanted).validate_python(value, strict=True)
+    except ValidationError as error:
+        each = dict.fromkeys(
+            one["msg"].removeprefix("Input should be ").removeprefix("a valid ") for one in error.errors()
+        )
+        return f"must be {' or '.join(each)}"
+    except PydanticUserError:
+        return ""
+    return ""

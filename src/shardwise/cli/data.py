@@ -1,0 +1,178 @@
+"""The rows that a run reads: made once on each machine, kept, and opened by every rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from shardwise.cli.config_file import Problems
+from shardwise.cli.launch import local_rank
+from shardwise.cli.sources import open_records, open_source
+from shardwise.cli.tokenizer import build_encoder
+from shardwise.errors import LoadError
+from shardwise.train.corpus import Encoder, Source, cache_path, read_tokens, text_batches, write_tokens
+from shardwise.train.data_config import DataConfig, held_out, rows_of
+from shardwise.train.documents import Document, documents_path, read_documents, write_documents
+from shardwise.train.examples import ExampleEncoder, build_example_encoder, encode_examples
+from shardwise.train.once_per_machine import once_per_machine
+from shardwise.train.records import RecordSource
+from shardwise.train.rows import Apart, DocumentRows, Rows, StreamRows
+from shardwise.train.run_config import Problem, TrainConfig
+
+__all__ = ["check_records", "prepare_rows"]
+
+logger = logging.getLogger("shardwise.train")
+
+_FEW_RECORDS = 100
+"""How many records are read to find what is wrong with all of them."""
+T = TypeVar("T", Source, RecordSource)
+
+
+def prepare_rows(
+    config: TrainConfig, data: DataConfig, tokenizer: Any, console: Console, *, apart: Apart, dtype: torch.dtype
+) -> Rows:
+    """The rows of `data`, encoded by one rank of each machine unless an earlier run has done so.
+
+    Args:
+        apart: what keeps documents of packed or padded rows apart.
+        dtype: what the model computes in.
+
+    Raises:
+        LoadError: a file, a line or a record is not what it should be; the same on every rank.
+        BatchError: there is not one row.
+    """
+    directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
+    if rows_of(data) == "stream":
+        encoder = build_encoder(tokenizer)
+
+        def find() -> tuple[Path, Source]:
+            source = open_source(data)
+            return cache_path(directory, source, encoder), source
+
+        path = _prepare(
+            find, read_tokens, lambda p, s, told: write_tokens(p, s, encoder=encoder, on_progress=told), console
+        )
+        return StreamRows(read_tokens(path), seq_length=data.seq_length)
+    maker = _maker_of(data, tokenizer)
+
+    def find_documents() -> tuple[Path, Any]:
+        source = maker.open()
+        return documents_path(directory, source.fingerprint, maker.fingerprint), source
+
+    def write(path: Path, source: Any, told: Callable[[int], None]) -> None:
+        write_documents(path, maker.make(source, told))
+
+    path = _prepare(find_documents, read_documents, write, console)
+    return DocumentRows(
+        read_documents(path),
+        seq_length=data.seq_length,
+        too_long=data.too_long,
+        apart=apart,
+        padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
+        dtype=dtype,
+    )
+
+
+def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
+    """What is wrong with the first records, or with how they are to be read."""
+    problems = Problems()
+    sources = [("data", config.data)]
+    if config.evaluation.path is not None:
+        sources.append(("evaluation", held_out(config.data, config.evaluation)))
+    for key, data in sources:
+        if data.format != "text" and data.dataset is None:  # which might be downloaded
+            with problems.of(f"{key}.path"):
+                maker = _maker_of(data, tokenizer)
+                _first(maker.make(maker.open(), lambda done: None, limit=_FEW_RECORDS), key)
+    return problems
+
+
+def _first(documents: Iterable[Document], key: str) -> None:
+    if not sum(1 for _ in documents):
+        raise LoadError("the data holds no records", at=key, why="every file is empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Maker:
+    """What makes documents of a source.
+
+    Attributes:
+        open: finds the source.
+        make: its documents, given it, what is told of progress, and at most how many.
+        fingerprint: digest of what decides them besides the source.
+    """
+
+    open: Callable[[], Any]
+    make: Callable[..., Iterator[Document]]
+    fingerprint: str
+
+
+def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
+    encoder = build_encoder(tokenizer)
+    if data.format == "text":
+
+        def of_text(source: Source, told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
+            return itertools.islice(_text_documents(source, encoder, told), limit)
+
+        fingerprint = f"text {encoder.fingerprint} {encoder.separator}"
+        return _Maker(open=lambda: open_source(data), make=of_text, fingerprint=fingerprint)
+    names = ("prompt", "response") if data.format == "prompt" else ("messages", "tools")
+    keys = {name: str(getattr(data, f"{name}_key")) for name in names}
+    examples: ExampleEncoder = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
+
+    def of_records(source: RecordSource, told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
+        return encode_examples(itertools.islice(source.read(told), limit), examples)
+
+    fingerprint = f"{examples.fingerprint} {encoder.fingerprint}"
+    return _Maker(open=lambda: open_records(data), make=of_records, fingerprint=fingerprint)
+
+
+def _text_documents(source: Source, encoder: Encoder, told: Callable[[int], None]) -> Iterator[Document]:
+    """A document of each text, every token but the first a target, the separator at its end included."""
+    ids: list[int] = []
+    for texts in text_batches(source.read(told)):
+        encoded = iter(encoder.encode([text for text in texts if text is not None]))
+        for text in texts:
+            if text is not None:
+                ids += next(encoded)
+                continue
+            tokens = np.array([*ids, encoder.separator], dtype=np.uint32)
+            if len(tokens) > 1:
+                yield Document(tokens, np.ones(len(tokens), dtype=np.bool_))
+            ids = []
+
+
+def _prepare(
+    find: Callable[[], tuple[Path, T]],
+    read: Callable[..., Any],
+    write: Callable[[Path, T, Callable[[int], None]], None],
+    console: Console,
+) -> Path:
+    """The file that `find` names, written by one rank of each machine unless it is there and whole."""
+
+    def work() -> None:
+        path, source = find()
+        try:
+            if path.exists():
+                read(path, verify=True)
+                return
+        except LoadError as error:
+            logger.warning("%s (%s); it is made again", error.summary, error.why)
+        if not console.is_terminal:
+            console.print("tokenizing ...")
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("tokenizing", total=source.size)
+            write(path, source, lambda done: bar.update(task, completed=done))
+
+    # The others look for the source afterwards: by then a data set of the hub has been downloaded once.
+    once_per_machine(work, local_rank=local_rank())
+    return find()[0]

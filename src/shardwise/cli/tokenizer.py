@@ -1,0 +1,51 @@
+"""The tokenizer that a run names, and how it encodes text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from shardwise.errors import ConfigError, LoadError
+from shardwise.train.corpus import Encoder, digest
+from shardwise.train.run_config import TrainConfig
+from shardwise.weights.locate import locate_source
+
+__all__ = ["build_encoder", "load_tokenizer"]
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
+    place = str(config.model.tokenizer or config.model.path)
+    directory = locate_source(place)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(place)
+    except Exception as error:  # a damaged file raises errors of many kinds
+        names = [] if directory is None else sorted(entry.name for entry in directory.iterdir())
+        why = f"found {', '.join(names) or 'nothing'}; transformers says: " if directory is not None else ""
+        raise LoadError(
+            f"cannot load a tokenizer from {place!r}",
+            why=f"{why}{' '.join(str(error).split())}",
+            fix="name a directory or hub id that has tokenizer files with model.tokenizer",
+        ) from error
+
+
+def build_encoder(tokenizer: Any) -> Encoder:
+    """How `tokenizer` encodes documents and what it ends them with. Raises `ConfigError` where it has no end token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end-of-sequence token",
+            why="it separates the documents that share a row",
+            fix='set one and save it: tokenizer.eos_token = "</s>"; tokenizer.save_pretrained(...)',
+        )
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        # verbose: it would warn of texts longer than the model's window, which are cut into rows later.
+        encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    fingerprint = digest(f"{type(tokenizer).__name__} {rules}")
+    return Encoder(encode=encode, separator=int(tokenizer.eos_token_id), fingerprint=fingerprint)

@@ -1,0 +1,96 @@
+"""What keeps documents of packed or padded rows apart in a model: tried on a tiny model, known by no name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardwise.errors import UnsupportedError
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from shardwise.train.rows import Apart, segment_inputs
+
+__all__ = ["find_apart"]
+
+_LENGTHS = (7, 5, 12)
+"""Of the documents that share a row: beside the windows of tiny models they are short and long."""
+_WIDTH = 26
+_TOLERANCE = 1e-4
+"""Of the largest logit: the same sums, in another order."""
+
+
+def find_apart(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> Apart:
+    """What a model of `config` needs so that documents in a row compute what they compute alone.
+
+    Args:
+        config: of the model; a tiny one is made of it.
+        auto_class: as in `load`.
+        packed: whether several share a row; else one does with padding.
+
+    Raises:
+        UnsupportedError: nothing keeps them apart; or there is no tiny model.
+    """
+    model = build_tiny_model(shrink_config(copy.deepcopy(config)), auto_class, seed=0).eval()
+    ids = make_batch(model, batch_size=1, sequence_length=_WIDTH, seed=0)["input_ids"]
+    ways: tuple[Apart, ...] = ("positions", "mask") if packed else ("padded", "padded without mask")
+    lengths = _LENGTHS if packed else _LENGTHS[:1]
+    takes = inspect.signature(model.forward).parameters
+    faults = []
+    for way in ways:
+        inputs = segment_inputs([lengths], _WIDTH, apart=way)
+        if unknown := sorted(inputs.keys() - takes.keys()):
+            faults.append(f"its forward takes no {' and no '.join(unknown)}")
+            continue
+        try:
+            fault = _fault(model, ids, lengths, inputs)
+        except Exception as error:  # noqa: BLE001 - a forward that is given what it does not serve fails in any way
+            fault = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        if not fault:
+            return way
+        faults.append(f"with {' and '.join(inputs) or 'nothing'}, {fault}")
+    what = "several documents in a row" if packed else "padded rows"
+    raise UnsupportedError(
+        f"a model of type {config.model_type!r} with {what}",
+        why="tried on a tiny one, documents see each other or the padding:\n" + "\n".join(dict.fromkeys(faults)),
+        fix="set data.rows=padded" if packed else "set data.rows=packed",
+    )
+
+
+def _fault(model: nn.Module, ids: Tensor, lengths: tuple[int, ...], inputs: Mapping[str, Tensor]) -> str:
+    """What is wrong with the documents of one row, empty where they compute what they do alone."""
+    together = _logits(model, ids, inputs)
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    start = 0
+    for number, length in enumerate(lengths):
+        alone = _logits(model, ids[:, start : start + length], {})
+        difference = float((together[:, start : start + length] - alone).abs().max())
+        if not difference <= _TOLERANCE * max(1.0, float(alone.abs().max())):
+            return f"logits of document {number} differ by {difference:.1e}"
+        start += length
+    seen: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.append(output.detach().requires_grad_())
+        return seen[-1]
+
+    handle = embedding.register_forward_hook(keep)
+    try:
+        last = _logits(model, ids, inputs, has_gradient=True)[:, start - lengths[-1] : start]
+    finally:
+        handle.remove()
+    (gradient,) = torch.autograd.grad(last.square().sum(), seen[-1])
+    others = gradient.flatten(0, -2)[: start - lengths[-1]]
+    return f"the last document reaches others by {float(others.abs().max()):.1e}" if others.count_nonzero() else ""
+
+
+def _logits(model: nn.Module, ids: Tensor, inputs: Mapping[str, Tensor], *, has_gradient: bool = False) -> Tensor:
+    takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+    with torch.set_grad_enabled(has_gradient):
+        output = model(input_ids=ids, **inputs, **({"use_cache": False} if takes_cache else {}))
+    logits: Tensor = output.logits
+    return logits

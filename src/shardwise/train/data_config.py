@@ -1,0 +1,157 @@
+"""What a run reads, as frozen values: the keys `data` and `evaluation` of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+__all__ = ["DataConfig", "EvaluationConfig", "Problem", "check_data", "held_out", "patterns_of", "rows_of"]
+
+TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
+RECORD_PATTERNS = ("**/*.jsonl",)
+Format = Literal["text", "prompt", "chat"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    Attributes:
+        key: the dotted key it is about, such as `optimizer.lr`.
+        what: what is wrong, with the value.
+        fix: what to write instead; empty when `what` says it all.
+    """
+
+    key: str
+    what: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}" + (f"; {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the text comes from, and how it is cut into rows."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them."""
+    dataset: str | None = None
+    """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
+    subset: str | None = None
+    """Configuration name of a `dataset` that has several."""
+    split: str = "train"
+    """Split of a `dataset`."""
+    format: Format = "text"
+    """What a record holds: `text`, of which everything is learned; a `prompt` and its response, or a `chat`: a list of
+    messages for the tokenizer's chat template. Of these the responses are learned."""
+    text_key: str = "text"
+    """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
+    prompt_key: str = "prompt"
+    """The same of the prompt."""
+    response_key: str = "response"
+    """The same of the response, which is learned with the end token behind it."""
+    messages_key: str = "messages"
+    """The same of the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]`."""
+    tools_key: str = "tools"
+    """The same of tools that the chat template is told of; a record need not have it."""
+    as_chat: bool = False
+    """Write a prompt and its response as messages of user and assistant, with the chat template."""
+    include: tuple[str, ...] | None = None
+    """Which files of a directory are read, as glob patterns below it; by default `**/*.jsonl`, and of `text` also
+    .txt, .md, .rst and .py."""
+    seq_length: Annotated[int, Field(ge=2)] = 512
+    """Tokens in a row, at least 2: each token predicts the next."""
+    rows: Literal["auto", "stream", "packed", "padded"] = "auto"
+    """How documents become rows: a `stream` of them, cut anywhere, in which each sees those before it; `packed`,
+    several to a row, of which none sees another; or `padded`, one to a row. `auto` is stream for text, else packed."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What happens to documents of packed and padded rows that are longer than `seq_length`; they are counted."""
+    cache_dir: str | None = None
+    """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
+    state: str | None = None
+    """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Text that is held out, and how often the loss on it is reported."""
+
+    path: str | None = None
+    """A text or .jsonl file, or a directory of them; null evaluates nothing."""
+    format: Format | None = None
+    """What its records hold, under the keys that `data` names; null is `data.format`."""
+    every: PositiveInt = 100
+    """Steps between evaluations; the last step is always followed by one."""
+    max_batches: PositiveInt = 50
+    """Most batches of one evaluation, of `batch_size` rows each."""
+
+
+def rows_of(data: DataConfig) -> Literal["stream", "packed", "padded"]:
+    """How documents become rows."""
+    if data.rows == "auto":
+        return "stream" if data.format == "text" else "packed"
+    return data.rows
+
+
+def patterns_of(data: DataConfig) -> tuple[str, ...]:
+    """Which files of a directory are read."""
+    if data.include is not None:
+        return data.include
+    return TEXT_PATTERNS if data.format == "text" else RECORD_PATTERNS
+
+
+def held_out(data: DataConfig, evaluation: EvaluationConfig) -> DataConfig:
+    """What is read for evaluation: as `data` is, but from its own path and in its own format."""
+    chosen = evaluation.format or data.format
+    rows = "auto" if data.rows == "stream" and chosen != "text" else data.rows
+    as_chat = data.as_chat and chosen == "prompt"
+    return replace(
+        data, path=evaluation.path, dataset=None, subset=None, format=chosen, rows=rows, as_chat=as_chat, state=None
+    )
+
+
+_MEANT_FOR = {
+    "text_key": ("text",),
+    "prompt_key": ("prompt",),
+    "response_key": ("prompt",),
+    "as_chat": ("prompt",),
+    "messages_key": ("chat",),
+    "tools_key": ("chat",),
+}
+"""The formats in which a key says something."""
+
+
+def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
+    """Everything wrong with them that their values show."""
+    if (data.path is None) == (data.dataset is None):
+        given = "neither is given" if data.path is None else "both are given"
+        yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
+    if data.dataset is None and data.subset is not None:
+        yield Problem("data.subset", "only means something with data.dataset")
+    if data.include == ():
+        yield Problem("data.include", "is empty, so no file would be read")
+    for pattern in data.include or ():
+        if not pattern or pattern.startswith("/"):
+            yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
+    if evaluation.path is None and evaluation.format is not None:
+        yield Problem("evaluation.format", f"is {evaluation.format}, and nothing is held out", "name evaluation.path")
+    yield from _check_rows(data, evaluation)
+
+
+def _check_rows(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Problem]:
+    defaults = {each.name: each.default for each in fields(DataConfig)}
+    formats = {data.format, *({evaluation.format} if evaluation.format and evaluation.path else ())}
+    for key, meant_for in _MEANT_FOR.items():
+        if getattr(data, key) != defaults[key] and not formats & {*meant_for}:
+            what = f"says something of data.format: {meant_for[0]}; the format is {data.format}"
+            yield Problem(f"data.{key}", what)
+    if data.rows == "stream" and data.format != "text":
+        what = f"is stream with data.format: {data.format}, whose documents keep to themselves"
+        yield Problem("data.rows", what, "use packed or padded")
+    kinds = {rows_of(data), *({rows_of(held_out(data, evaluation))} if evaluation.path else ())}
+    if data.too_long != defaults["too_long"] and kinds == {"stream"}:
+        yield Problem("data.too_long", "says something of data.rows: packed or padded; a stream is cut anywhere")
