@@ -26,7 +26,7 @@ from shardwise.cli.models import build_model, find_run_apart, make_optimizer, re
 from shardwise.cli.places import check_outputs, check_place, unexported
 from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
 from shardwise.cli.timelines import with_timeline
-from shardwise.cli.tokenizer import build_encoder, load_tokenizer
+from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError
 from shardwise.mesh import Mesh
@@ -66,11 +66,9 @@ def train(config: TrainConfig) -> StepRecord | None:
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
         tokenizer = load_tokenizer(config)
-        build_encoder(tokenizer)
-        model_config = read_model_config(config, tokenizer)
-        read = functools.partial(_read_rows, config, mesh, tokenizer, model_config, console)
+        read = functools.partial(_read_rows, config, mesh, tokenizer, console)
         batches = _open_batches(config, mesh, read(config.data))
-        run = describe_run(config, model_config, batches, adapter=describe_adapter(config))
+        run = describe_run(config, read_model_config(config, tokenizer), batches, adapter=describe_adapter(config))
         saved = find_saved_run(config.checkpoint, mesh, run, console)
         model = build_model(config, mesh, tokenizer, fill=saved.fill if saved is not None else None).train()
         torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
@@ -140,12 +138,10 @@ def _finish(
                 partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
 
 
-def _read_rows(
-    config: TrainConfig, mesh: Mesh, tokenizer: Any, model_config: Any, console: Console, data: DataConfig
-) -> Rows:
+def _read_rows(config: TrainConfig, mesh: Mesh, tokenizer: Any, console: Console, data: DataConfig) -> Rows:
     precision = spec_of(config, mesh.device).precision
     dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
-    apart = find_run_apart(data, model_config)
+    apart = find_run_apart(data, read_model_config(config, tokenizer))
     return prepare_rows(config, data, tokenizer, console, apart=apart, dtype=dtype)
 
 
