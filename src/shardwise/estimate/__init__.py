@@ -1,1 +1,1 @@
-"""What a layout costs, computed without torch: bytes a rank holds."""
+"""What a layout costs, computed without torch: bytes a rank holds, stages that cost alike."""

@@ -1,1 +1,1 @@
-"""What split modules do in their forward: linears, embeddings, norms, regions, the vocabulary loss."""
+"""What split modules do in their forward: linears, embeddings, norms, regions, stages of a pipeline, the loss."""
