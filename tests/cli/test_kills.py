@@ -4,12 +4,12 @@ run's, loss for loss.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from shardwise.cli.main import main
 from shardwise.cli.training import train
 from shardwise.errors import RankError
 from shardwise.ranks.spawn import spawn
+from shardwise.train.step import TrainStep
 from tests.cli.test_resume import lines_of, run, train_rank, with_values  # noqa: F401 - a fixture
 from tests.cli.test_train import config_of, tree  # noqa: F401 - a fixture
 
@@ -34,18 +35,16 @@ def num_lines(log):
     return log.read_text().count("\n") if log.exists() else 0
 
 
-def train_until(run, line, number, victims):  # noqa: F811
-    """Trains; when so many lines are written, `number` reaches those ranks. Returns the exit code."""
-    log = Path(run["log"]["dir"]) / "train.jsonl"
-    first = num_lines(log)
+def train_until(run, step, number, victims):  # noqa: F811
+    """Trains; `number` reaches those ranks when they begin their `step`-th step. Returns the exit code."""
+    own, steps = TrainStep.__call__, itertools.count(1)
 
-    def wait():
-        while num_lines(log) < first + line:
-            time.sleep(0.001)
-        os.kill(os.getpid(), number)
+    def counted(self, batch):
+        if next(steps) == step and int(os.environ["RANK"]) in victims:
+            os.kill(os.getpid(), number)
+        return own(self, batch)
 
-    if int(os.environ["RANK"]) in victims:
-        threading.Thread(target=wait, daemon=True).start()
+    TrainStep.__call__ = counted
     try:
         train(config_of(run))
     except SystemExit as end:
