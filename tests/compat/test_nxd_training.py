@@ -103,6 +103,32 @@ def test_adapters_train_and_are_saved_in_three_modes(on_ranks, layout, base, mer
         assert problems == [] and content == {"steps": 3} and found == written
 
 
+def adapters_in_stages(mesh):
+    """Three steps of adapters in two stages, and of the unsplit model."""
+    config = LoraConfig(enable_lora=True, lora_rank=4, lora_alpha=8, target_modules=["q_proj", "up"])
+    torch.manual_seed(0)
+    whole = LoRAModel(tiny_model("llama").train(), config)
+    expected = train_unsplit(whole.train(), batches()[:3])
+    nxd_config = nxd.neuronx_distributed_config(
+        pipeline_parallel_size=2,
+        pipeline_config={"num_microbatches": 2},
+        optimizer_config=CLIPPED,
+        lora_config=config,
+    )
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, tiny_model, "llama")
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=1e-2)
+    found = train(model, optimizer, batches()[:3])
+    parallel_state.destroy_model_parallel()
+    return differing("history", torch.tensor(found), torch.tensor(expected), 1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_adapters_train_in_stages(on_ranks, layout):
+    assert on_ranks(adapters_in_stages) == [[], []]
+
+
 class Small(nn.Module):
     def __init__(self, *, parallel):
         super().__init__()

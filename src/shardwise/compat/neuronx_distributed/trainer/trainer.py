@@ -47,7 +47,7 @@ def initialize_parallel_model(
         ConfigError: `lora_config` or `pipeline_config` do not fit the model.
         MeshError: the sizes do not divide the ranks.
         PlanError: the model cannot be split.
-        UnsupportedError: a hand-written model in stages, or a model with adapters.
+        UnsupportedError: a hand-written model in stages, or with adapters on its parallel layers.
 
     Communicates: as `shardwise.parallelize`.
     """
