@@ -209,7 +209,7 @@ def test_query_key_and_value_with_gathered_outputs(fused, bias, copies):
     def compute(mesh):
         x = draw((3, 6))
         module = GroupedProjections(
-            6, (8, 4), mesh, copies=copies, fused=fused, bias=bias, gathers=True
+            6, (8, 4), mesh, copies=copies, num_heads=4 // copies, fused=fused, bias=bias, gathers=True
         ).eval()  # its model, which sums gradients of copies, is not known
         outs = module(x)
         sum((out * torch.linspace(-1, 1, out.shape[-1])).sum() for out in outs).backward()
@@ -250,6 +250,6 @@ def test_what_cannot_be_is_an_error():
         with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
             StandaloneEmbedding(4, 4, mesh, scale_grad_by_freq=True)
         with pytest.raises(LayoutError, match="summed by nobody"):
-            GroupedProjections(4, (8, 4), mesh, copies=2)(torch.ones(1, 4))
+            GroupedProjections(4, (8, 4), mesh, copies=2, num_heads=1)(torch.ones(1, 4))
 
     on(2, compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -244,14 +245,14 @@ class GroupedProjections(SplitModule):
         """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` or full.
 
         Raises:
-            ConfigError: several ranks hold the same keys, and nobody has said how many heads there are.
             LayoutError: several ranks hold the same keys, and no model sums their gradients.
         """
         if self.copies > 1 and self.num_heads is None:
-            raise ConfigError(
-                f"kv_size_multiplier {self.copies} for an unknown number of key/value heads",
-                why="only ranks / heads copies give every query the keys of its own head",
-                fix="give the model a config with num_key_value_heads, or the layer num_heads=",
+            warnings.warn(
+                f"kv_size_multiplier {self.copies} is taken at its word: only ranks / heads copies give every query "
+                "the keys of its own head, and nothing says how many key/value heads there are. Give the model a "
+                "config with num_key_value_heads, or the layer num_heads=.",
+                stacklevel=2,
             )
         if self.copies > 1 and self.training and torch.is_grad_enabled() and not self.is_adopted:
             raise LayoutError(
