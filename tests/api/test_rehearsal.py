@@ -16,6 +16,9 @@ from shardwise.errors import MeshError
 from shardwise.parallel.activation_memory import MemoryCount
 from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime import cross_entropy
+from shardwise.runtime.deferred_logits import dropped_output
+from shardwise.runtime.registry import registry_of
 from shardwise.train.gradients import gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -57,6 +60,29 @@ def rehearse(layout, spec):
 @pytest.mark.parametrize(("layout", "spec"), CASES.values(), ids=list(CASES))
 def test_what_is_rehearsed_is_what_ranks_hold(on_ranks, layout, spec):
     assert on_ranks(hold)[0] == rehearse(layout, spec)
+
+
+def hold_without_logits(mesh, spec):
+    """The same of a step that makes its logits some rows at a time."""
+    cross_entropy.CHUNK_ELEMENTS = 96 * 4
+    model = tiny_model("llama")
+    batch = rows_of(tiny_batch(model, rows=ROWS * mesh.data_size, length=LENGTH), mesh)
+    model = shardwise.parallelize(model, mesh, **vars(spec)).train()
+    with MemoryCount(model) as count, dropped_output(registry_of(model).context):
+        loss = model(**batch).loss
+        time.sleep(0.1)
+        held = count.total()
+    loss.backward()
+    return held
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("layout", "spec"), [CASES["tp2"], CASES["fsdp2"]], ids=["tp2", "fsdp2"])
+def test_logits_that_are_not_made_are_not_counted(monkeypatch, on_ranks, layout, spec):
+    usual = rehearse(layout, spec).activations
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 96 * 4)
+    without = rehearse(layout, spec)
+    assert without == on_ranks(hold_without_logits)[0] and without.activations < usual
 
 
 @pytest.mark.single

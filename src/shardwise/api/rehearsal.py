@@ -26,6 +26,7 @@ from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.runtime.deferred_logits import dropped_output
 from shardwise.runtime.registry import registry_of
 from shardwise.runtime.stages import Stages
 from shardwise.tiny.inputs import make_batch
@@ -174,7 +175,7 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
     root, group = registry.stage_roots.get(stage), registry.mesh.group("tp")
     over_tp = CommunicationCount(group=group)
     with over_tp if group is not None else nullcontext():
-        with MemoryCount(model) as count, AsOnDevices():
+        with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry.context):
             received = [torch.empty(x.shape, dtype=x.dtype, requires_grad=x.needs_gradient) for x in incoming]
             output = stages.run(stage, batch, received) if root is None else root(batch, received)
             output = (output.loss,) if hasattr(output, "loss") else output
@@ -193,7 +194,7 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     group = mesh.group("tp")
     over_tp, over_all = CommunicationCount(group=group), CommunicationCount()
     with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers:
-        with MemoryCount(model) as count, AsOnDevices():
+        with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry_of(model).context):
             loss = model(**batch).loss
             activations = count.total()
         with AsOnDevices(), gradients_of(model).together():

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -28,11 +30,12 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.cross_entropy import Head, head_cross_entropy, reduced
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["DeferredLogits", "apply_deferral", "go_on", "make"]
+__all__ = ["DeferredLogits", "apply_deferral", "dropped_output", "go_on", "make"]
 
 _STEPS = frozenset({"float", "to", "type", "mul", "div", "true_divide", "tanh", "add", "sub", "clamp", "sigmoid"})
 """What is done element by element, with numbers alone, gives floating-point values, and writes into nothing."""
 
+_PLAIN = (Tensor, FakeTensor)
 _CASTS = frozenset({"float", "to", "type"})
 _OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__sub__": "sub"}
 _ASKING = frozenset(
@@ -156,7 +159,7 @@ class DeferredLogits(Tensor):
         return self._then(step, moved) if moved is not None else None
 
     def _viewed(self, shape: Any) -> Tensor | None:
-        if not all(isinstance(size, int) for size in shape):
+        if not isinstance(shape, tuple | list) or not all(isinstance(size, int) for size in shape):
             return None
         leading = math.prod(size for size in shape[:-1])
         is_last = shape[-1] == self.shape[-1] or (shape[-1] == -1 and leading * self.shape[-1] == self.numel())
@@ -176,7 +179,7 @@ class DeferredLogits(Tensor):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        if self.ndim != 2 or target.is_floating_point() or type(target) is not Tensor:
+        if self.ndim != 2 or target.is_floating_point() or type(target) not in _PLAIN:
             return None
         if size_average is not None or reduce is not None:
             reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
@@ -207,12 +210,22 @@ class DeferringHead:
         weight, bias = module.weight, module.bias
         num_rows = x.numel() // max(1, x.shape[-1])
         is_large = num_rows * weight.shape[0] > cross_entropy.CHUNK_ELEMENTS
-        if not (is_large and self._deferral.drops_output and torch.is_grad_enabled() and type(x) is Tensor):
+        if not (is_large and self._deferral.drops_output and _can_defer(x)):
             out: Tensor = super().forward(x)  # type: ignore[misc]
             return out
         if isinstance(module, FSDPModule):
             module.set_reshard_after_forward(False, recurse=False)  # the loss still multiplies with it
         return DeferredLogits.of_head(x, Head(weight, bias), self._deferral)
+
+
+@contextmanager
+def dropped_output(context: SplitContext) -> Iterator[None]:
+    """Inside, nobody is given what forwards return besides the loss."""
+    context.drops_output = True
+    try:
+        yield
+    finally:
+        context.drops_output = False
 
 
 def apply_deferral(head: nn.Module | None, context: SplitContext) -> None:
@@ -281,6 +294,12 @@ def _refuse_gradient(gradient: Tensor) -> None:
         why="a torch.autograd.Function took the logits as they are, which no function of torch does",
         fix="compute the loss outside of TrainStep, by model(**batch).loss.backward()",
     )
+
+
+def _can_defer(x: Tensor) -> bool:
+    """Whether the product of `x` may be computed later, and again: by what is in force now alone."""
+    is_plain = type(x) in _PLAIN and not torch.compiler.is_compiling()
+    return is_plain and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
 
 
 def _leaves_classes(index: Any, num_dims: int) -> bool:

@@ -15,6 +15,7 @@ from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.deferred_logits import dropped_output
 from shardwise.runtime.label_use import check_label_use
 from shardwise.runtime.registry import local_part, registry_of
 from shardwise.runtime.same_batch import check_same_batch, compared_already
@@ -114,24 +115,29 @@ class TrainStep:
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         weights = [count / num_tokens if num_tokens else 0.0 for count in counts]
         total = torch.zeros((), device=self.mesh.device)
-        self._registry.context.drops_output = True
         try:
-            if self._schedule is not None:
-                if num_tokens:  # which all ranks know
-                    self._run_pipeline(parts, weights, scale, total)
-            else:
-                with self._gradients.together(), compared_already(self._registry.context):
-                    for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                        if len(parts) > 1:
-                            time_reduction(self._registry, is_last=number == len(parts) - 1)
-                        total += self._microbatch(part, weight, scale)
+            with dropped_output(self._registry.context):
+                self._run(parts, weights, scale, total, num_tokens=num_tokens)
         finally:
-            self._registry.context.drops_output = False
             self._scale_gradients(1 / scale)
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:
                 all_reduce_(total, group)
         return StepResult(loss=total, num_tokens=num_tokens)
+
+    def _run(
+        self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor, *, num_tokens: int
+    ) -> None:
+        """Forward and backward of all microbatches; adds their losses to `total`."""
+        if self._schedule is not None:
+            if num_tokens:  # which all ranks know
+                self._run_pipeline(parts, weights, scale, total)
+            return
+        with self._gradients.together(), compared_already(self._registry.context):
+            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+                if len(parts) > 1:
+                    time_reduction(self._registry, is_last=number == len(parts) - 1)
+                total += self._microbatch(part, weight, scale)
 
     def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int]:
         """The microbatches, on the device, their numbers of targets, and the number over all ranks' batches."""
