@@ -28,6 +28,7 @@ from tests.cli.test_train import config_of, tree  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.spawn
 
+SECONDS = 120.0  # for one run on ranks, beside whatever else the machine does
 drill = pytest.mark.skipif("SHARDWISE_DRILL" not in os.environ, reason="minutes long: make drill")
 
 
@@ -56,18 +57,18 @@ def is_clean(directory, tags):
     return {path.name for path in Path(directory).iterdir()} == {*tags, ".lock", "latest"}
 
 
-@pytest.mark.timeout(300)  # four runs on ranks
+@pytest.mark.timeout(500)  # four runs on ranks
 def test_a_run_that_ctrl_c_and_a_kill_have_ended_goes_on_loss_for_loss(run, tmp_path):  # noqa: F811
     run["steps"], run["checkpoint"]["every"], run["evaluation"] = 8, 1, {}
     whole, ended = with_values(run, tmp_path / "whole"), with_values(run, tmp_path / "ended")
-    spawn(train_rank, 2, whole)
-    first, second = spawn(train_until, 2, ended, 2, signal.SIGINT, (1,))
+    spawn(train_rank, 2, whole, timeout=SECONDS)
+    first, second = spawn(train_until, 2, ended, 2, signal.SIGINT, (1,), timeout=SECONDS)
     assert first == second == 128 + signal.SIGINT, "both have seen it after the same step, and saved"
     assert 2 <= len(lines_of(ended)) < 6
     with pytest.raises((RankError, RuntimeError)):
-        spawn(train_until, 2, ended, 2, signal.SIGKILL, (1,))
+        spawn(train_until, 2, ended, 2, signal.SIGKILL, (1,), timeout=SECONDS)
     assert len(lines_of(ended)) < 8
-    spawn(train_rank, 2, ended)
+    spawn(train_rank, 2, ended, timeout=SECONDS)
     assert lines_of(ended) == lines_of(whole)
     assert is_clean(ended["checkpoint"]["dir"], {"step-7", "step-8"})
 

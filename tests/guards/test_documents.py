@@ -83,6 +83,7 @@ def test_examples_compile(path):
     compile(path.read_text(), path.name, "exec")
 
 
+@pytest.mark.timeout(330)  # half a minute each where nothing else computes
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in HEAVY], ids=lambda p: p.name)
 def test_examples_run(path: Path, tmp_path: Path):
     run = subprocess.run(
@@ -92,7 +93,7 @@ def test_examples_run(path: Path, tmp_path: Path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=300,
     )
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     assert run.stdout.strip(), f"{path.name} shows nothing"
