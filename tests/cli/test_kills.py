@@ -46,6 +46,7 @@ def train_until(run, step, number, victims):  # noqa: F811
         return own(self, batch)
 
     TrainStep.__call__ = counted
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
     try:
         train(config_of(run))
     except SystemExit as end:
