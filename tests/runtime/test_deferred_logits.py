@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
-from shardwise.runtime import cross_entropy
+from shardwise.runtime import cross_entropy, logits
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.deferred_logits import DeferredLogits, apply_deferral
+from shardwise.runtime.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
 from tests.families import rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.single
@@ -157,3 +157,36 @@ def test_steps_hold_two_chunks_of_logits_at_most(on_ranks, layout, family, sp):
     found = on_ranks(compare)
     assert all(chunked <= 2 * CHUNK for _, chunked in found), found
     assert any(usual > 4 * CHUNK for usual, _ in found), found
+
+
+def look_after_a_step(mesh):
+    """A step at whose size one rank's part of the logits is larger than a chunk, and the other's not; then a look."""
+    logits._SECONDS_TO_MEET = 10.0
+    model = tiny_model("llama", vocab_size=CLASSES)
+    batch = tiny_batch(model)
+    model = shardwise.parallelize(model, mesh).train()
+    kept, cross_entropy.CHUNK_ELEMENTS = cross_entropy.CHUNK_ELEMENTS, batch["labels"].numel() * (CLASSES // 2)
+    try:
+        shardwise.TrainStep(model, mesh)(batch)
+    finally:
+        cross_entropy.CHUNK_ELEMENTS = kept
+    return float(model(**batch).logits.detach().sum())
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_ranks_with_parts_of_other_sizes_decide_alike(on_ranks, layout):
+    first, second = on_ranks(look_after_a_step)
+    assert first == second
+
+
+def defers(mesh):
+    spec = {"fsdp": shardwise.FsdpPolicy(units=("model.layers.*",))}
+    usual, asked = (shardwise.parallelize(tiny_model("llama"), mesh, **options) for options in ({}, spec))
+    return [isinstance(model.get_output_embeddings(), DeferringHead) for model in (usual, asked)]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["fsdp2"])
+def test_a_head_that_may_be_freed_before_the_loss_makes_its_logits(on_ranks, layout):
+    assert on_ranks(defers) == [[True, False]] * 2

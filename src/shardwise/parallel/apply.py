@@ -68,7 +68,9 @@ def apply_plan(
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
-    apply_deferral(_head_of(model), context)
+    # FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for.
+    if mesh.size("fsdp") == 1 or (plan.pipeline is None and spec.fsdp.units is None):
+        apply_deferral(_head_of(model), context, _most_classes(plan, context))
     apply_adapters(model, registry)
     attach_registry(model, registry)
     guard_state_dict(model, registry)
@@ -93,6 +95,14 @@ def _head_of(model: nn.Module) -> nn.Module | None:
     """The output head, where the model says what it is."""
     found = find_model(model)
     return found.get_output_embeddings() if isinstance(found, PreTrainedModel) else None
+
+
+def _most_classes(plan: SplitPlan, context: SplitContext) -> int | None:
+    """The most classes of a split head that a tp rank has; None where it is not split."""
+    if plan.head is None:
+        return None
+    weight = f"{plan.head}.weight"
+    return context.even_sizes(plan.parameters[plan.tied.get(weight, weight)].shape[0])[0]
 
 
 def _compute_dtype(spec: ParallelSpec, dtype: torch.dtype | None) -> torch.dtype | None:

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import LayoutError
@@ -203,18 +202,17 @@ class DeferringHead:
     """Mixin of a linear: where the model's output is dropped, it defers what it would compute."""
 
     _deferral: SplitContext
+    _most_classes: int
 
     def forward(self, x: Tensor) -> Tensor:
         """Args: x `[..., features]`. Returns `[..., classes]`."""
         module: Any = self
         weight, bias = module.weight, module.bias
         num_rows = x.numel() // max(1, x.shape[-1])
-        is_large = num_rows * weight.shape[0] > cross_entropy.CHUNK_ELEMENTS
+        is_large = num_rows * self._most_classes > cross_entropy.CHUNK_ELEMENTS
         if not (is_large and self._deferral.drops_output and _can_defer(x)):
             out: Tensor = super().forward(x)  # type: ignore[misc]
             return out
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(False, recurse=False)  # the loss still multiplies with it
         return DeferredLogits.of_head(x, Head(weight, bias), self._deferral)
 
 
@@ -228,10 +226,15 @@ def dropped_output(context: SplitContext) -> Iterator[None]:
         context.drops_output = False
 
 
-def apply_deferral(head: nn.Module | None, context: SplitContext) -> None:
-    """Lets `head` defer logits, in place, where it is a linear of torch's own. Communicates nothing."""
+def apply_deferral(head: nn.Module | None, context: SplitContext, most_classes: int | None = None) -> None:
+    """Lets `head` defer logits, in place, where it is a linear of torch's own. Communicates nothing.
+
+    Args:
+        head: whose weight stays gathered from its forward to its backward, because the loss still multiplies with it.
+        most_classes: the most that a tp rank has, by which all of them decide alike; by default the head's own.
+    """
     if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
-        apply_mixin(head, DeferringHead, _deferral=context)
+        apply_mixin(head, DeferringHead, _deferral=context, _most_classes=most_classes or head.weight.shape[0])
 
 
 def go_on(func: Any, args: Any, kwargs: Any) -> Any:
