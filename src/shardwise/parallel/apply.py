@@ -24,7 +24,7 @@ from shardwise.runtime.adapters import find_model
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.deferred_logits import apply_deferral
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.registry import Registry, attach_registry, is_split, note_parameters
+from shardwise.runtime.registry import Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
@@ -70,7 +70,8 @@ def apply_plan(
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     # FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for.
     if mesh.size("fsdp") == 1 or (plan.pipeline is None and spec.fsdp.units is None):
-        apply_deferral(_head_of(model), context, _most_classes(plan, context))
+        head = _head_of(model)
+        apply_deferral(head, context, _most_classes(head, context))
     apply_adapters(model, registry)
     attach_registry(model, registry)
     guard_state_dict(model, registry)
@@ -97,12 +98,10 @@ def _head_of(model: nn.Module) -> nn.Module | None:
     return found.get_output_embeddings() if isinstance(found, PreTrainedModel) else None
 
 
-def _most_classes(plan: SplitPlan, context: SplitContext) -> int | None:
+def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
     """The most classes of a split head that a tp rank has; None where it is not split."""
-    if plan.head is None:
-        return None
-    weight = f"{plan.head}.weight"
-    return context.even_sizes(plan.parameters[plan.tied.get(weight, weight)].shape[0])[0]
+    entry = entries_of(head).get("weight") if head is not None else None
+    return context.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
 
 
 def _compute_dtype(spec: ParallelSpec, dtype: torch.dtype | None) -> torch.dtype | None:
