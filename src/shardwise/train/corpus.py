@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ __all__ = [
     "file_source",
     "find_files",
     "json_lines",
+    "read_files",
     "read_tokens",
     "text_batches",
     "write_tokens",
@@ -45,6 +46,8 @@ PIECE_CHARS = 1 << 20
 """A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
 ENCODE_CHARS = 4 << 20
 """Text given to the tokenizer at once; fast tokenizers work on its pieces in parallel."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +122,34 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
     Raises:
         LoadError: while reading: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
     """
-    stats = [(str(file.resolve()), file.stat()) for file in files]
-    times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
-    def read(on_progress: Callable[[int], None]) -> Iterator[str | None]:
+    def documents(file: Path) -> Iterator[str | None]:
+        return _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
+
+    size, times, read = read_files(files, documents)
+    return Source(fingerprint=digest("files", text_key, times), size=size, read=read)
+
+
+def read_files(
+    files: Sequence[Path], read_file: Callable[[Path], Iterator[Item]]
+) -> tuple[int, list[tuple[str, int, int, int]], Callable[[Callable[[int], None]], Iterator[Item]]]:
+    """How to read files one behind the other.
+
+    Args:
+        files: UTF-8, in this order.
+        read_file: the items of one.
+
+    Returns:
+        Their size in bytes; name, size and times of each, which change with every change; and a function that gives all
+        items, tells its argument the bytes it has read, and raises `LoadError` where a file cannot be read.
+    """
+    stats = [(str(file.resolve()), file.stat()) for file in files]
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[Item]:
         done = 0
         for file, (_, stat) in zip(files, stats, strict=True):
             try:
-                yield from _lines(file, text_key) if file.suffix == ".jsonl" else _blocks(file)
+                yield from read_file(file)
             except UnicodeDecodeError as error:
                 fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
                 raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
@@ -137,8 +160,8 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
             done += stat.st_size
             on_progress(done)
 
-    size = sum(stat.st_size for _, stat in stats)
-    return Source(fingerprint=digest("files", text_key, times), size=size, read=read)
+    times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
+    return sum(stat.st_size for _, stat in stats), times, read
 
 
 def _blocks(file: Path) -> Iterator[str | None]:

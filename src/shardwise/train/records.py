@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import LoadError
-from shardwise.train.corpus import digest, json_lines
+from shardwise.train.corpus import digest, json_lines, read_files
 
 __all__ = ["Record", "RecordSource", "dataset_records", "file_records"]
 
@@ -54,26 +54,11 @@ def file_records(files: Sequence[Path]) -> RecordSource:
                 why="prompts and messages are read from lines of JSON",
                 fix="write one object a line, or leave the file out with data.include",
             )
-    stats = [(str(file.resolve()), file.stat()) for file in files]
-    times = [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
-    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
-        done = 0
-        for file, (_, stat) in zip(files, stats, strict=True):
-            try:
-                for number, value in json_lines(file):
-                    yield _record(value, f"{file}:{number}")
-            except UnicodeDecodeError as error:
-                fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
-                raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
-            except LoadError:
-                raise
-            except OSError as error:
-                raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
-            done += stat.st_size
-            on_progress(done)
+    def records(file: Path) -> Iterator[Record]:
+        return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
 
-    size = sum(stat.st_size for _, stat in stats)
+    size, times, read = read_files(files, records)
     return RecordSource(fingerprint=digest("records", times), size=size, read=read)
 
 
