@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from typing import Any
 
@@ -19,25 +20,34 @@ from shardwise.topology.shape import MeshShape
 
 __all__ = ["LOADED_AT", "reload_elsewhere"]
 
-LOADED_AT = ("fsdp2", "tp1")
+LOADED_AT = ("fsdp2", "tp1")  # on the ranks that saved; the last one on the first of them
 _NUM_STEPS = 2
 
 
 def reload_elsewhere(model_class: Any, config: Any, layout: str, *, timeout: float) -> tuple[str, int]:
-    """Saves at `layout` and loads in each of `LOADED_AT`. Returns what differs, if anything, and how many tensors were
-    compared.
+    """Saves at `layout` and loads in each of `LOADED_AT`, all on the same ranks. Returns what differs, if anything, and
+    how many tensors were compared.
     """
+    size = MeshShape.parse(layout).world_size
     with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as directory:
-        size = MeshShape.parse(layout).world_size
-        saved = spawn(_save, size, model_class, config, layout, directory, timeout=timeout)[0]
-        for other in LOADED_AT:
-            size = MeshShape.parse(other).world_size
-            loaded = spawn(_load, size, model_class, config, other, directory, timeout=timeout)[0]
-            names = sorted(saved.keys() ^ loaded.keys()) or [
-                name for name, value in saved.items() if not torch.equal(value, loaded[name])
-            ]
-            if names:
-                return f"{layout} to {other}: {len(names)} of {len(saved)} differ, such as {names[0]}", len(saved)
+        return spawn(_save_and_load, size, model_class, config, layout, directory, timeout=timeout)[0]
+
+
+def _save_and_load(model_class: Any, config: Any, layout: str, directory: str) -> tuple[str, int]:
+    saved = _save(model_class, config, layout, directory)
+    rank = int(os.environ.get("RANK", "0"))
+    for other in LOADED_AT:
+        if MeshShape.parse(other).world_size == 1:
+            if rank:
+                break
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(name, None)
+        loaded = _load(model_class, config, other, directory)
+        names = sorted(saved.keys() ^ loaded.keys()) or [
+            name for name, value in saved.items() if not torch.equal(value, loaded[name])
+        ]
+        if names:
+            return f"{layout} to {other}: {len(names)} of {len(saved)} differ, such as {names[0]}", len(saved)
     return "", len(saved)
 
 

@@ -87,17 +87,19 @@ def test_every_layout_loads_and_saves(on_ranks, reference, tmp_path_factory, lay
     assert back.steps(2) == pytest.approx(last_losses, abs=1e-5)
 
 
-def resume(layout, directory):
-    """Losses of two steps after a save, and of the same steps after loading it, with dropout and float16."""
+def resume(layout, other, directory):
+    """Losses of two steps after a save, and of the same steps after loading it, with dropout and float16; and whether
+    another layout loads the same.
+    """
+    precision = Precision(compute="float16", params="float32", nonfinite="skip")
+    options = {"precision": precision, "model": {"attention_dropout": 0.3}}
     with shardwise.Mesh.open(layout) as mesh:
-        precision = Precision(compute="float16", params="float32", nonfinite="skip")
-        options = {"precision": precision, "model": {"attention_dropout": 0.3}}
         torch.manual_seed(mesh.data_rank)
         training = Training(mesh, "llama", **options)
         training.model.train()
         training.steps(2)
         training.save(directory)
-        saved, losses = training.whole(), training.steps(3)
+        saved, scale, losses = training.whole(), training.loss_scale(), training.steps(3)
         training.steps(1)
         training.load(directory)
         same = not differing(training.whole(), saved)
@@ -105,12 +107,17 @@ def resume(layout, directory):
         fresh = Training(mesh, "llama", lost=True, **options)
         fresh.model.train()
         fresh.load(directory, verify=False)
-        return same, losses, again, fresh.steps(3)
+        fresh_losses = fresh.steps(3)
+    with shardwise.Mesh.open(other) as mesh:
+        elsewhere = Training(mesh, "llama", lost=True, **options)
+        elsewhere.load(directory)
+        is_same_there = not differing(elsewhere.whole(), saved) and elsewhere.loss_scale() == scale
+    return same and is_same_there, losses, again, fresh_losses
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
-def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout):
-    for same, losses, again, fresh in spawn(resume, MeshShape.parse(layout).world_size, layout, tmp_path):
+@pytest.mark.parametrize(("layout", "other"), [("tp2", "fsdp2"), ("fsdp2", "pp2")])
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout, other):
+    for same, losses, again, fresh in spawn(resume, 2, layout, other, tmp_path):
         assert same
         assert len(set(losses)) == 3
         assert losses == again == fresh

@@ -110,6 +110,7 @@ DAMAGE = {
     "a byte of a header": (lambda root: flip(root / "step-2" / TENSORS, 40), f"header of {TENSORS} is damaged"),
     "a byte of the index": (lambda root: flip(root / "step-2" / "tensors.json", 99), "tensors.json is damaged"),
     "a byte of the manifest": (lambda root: flip(root / "step-2" / "manifest.json", 80), "manifest"),
+    "a byte of the configuration": (lambda root: flip(root / "step-2" / "config.json", 9), "config.json is damaged"),
     "cut short": (
         lambda root: os.truncate(root / "step-2" / TENSORS, 5000),
         f"{TENSORS} has 5,000 bytes of [0-9,]*",
@@ -139,6 +140,77 @@ def test_damage_is_named_and_changes_nothing(training, root, damage):
     with pytest.raises(LoadError, match=says) as found:
         training.load(root)
     assert str(root) in str(found.value)
+    assert not differing(training.whole(), before)
+
+
+NORM = "model.norm.weight"
+
+
+def edited(*place, to):
+    """Changes what stands at `place` in the index, or deletes it."""
+
+    def do(root):
+        data = json.loads((root / "step-2" / manifests.INDEX).read_text())
+        inner = data
+        for each in place[:-1]:
+            inner = inner[each]
+        inner[place[-1]] = to
+        if to is DELETED:
+            del inner[place[-1]]
+        change(root, manifests.INDEX, **data)
+
+    return do
+
+
+def no_random_state(root):
+    tensors = {key: each for key, each in tensors_of(root).items() if not key.endswith("/numpy")}
+    change(root, manifests.INDEX, tensors=tensors)
+
+
+def a_pipe(root):
+    (root / "step-2" / manifests.INDEX).unlink()
+    os.mkfifo(root / "step-2" / manifests.INDEX)
+
+
+DELETED = object()
+OPTIMIZER = ("optimizer", "parameters", NORM)
+EDITS = {
+    "a number that is text": (lambda root: change(root, "manifest.json", number="3"), "number: .*valid integer"),
+    "a size that is negative": (
+        lambda root: change(root, "manifest.json", files={manifests.INDEX: [-1, 1]}),
+        r"files.tensors.json.0: .*greater than or equal to 0",
+    ),
+    "a file without a name": (edited("files", to=[1]), "files.0: .*valid string"),
+    "a shape in words": (edited("tensors", f"model/{NORM}", "shape", to=["64"]), r"shape.0: .*valid integer"),
+    "a huge shape": (edited("tensors", f"model/{NORM}", "shape", to=[10**30]), r"shape.0: .*less than"),
+    "no dtype": (edited("tensors", f"model/{NORM}", "dtype", to="load"), "no dtype of safetensors files"),
+    "a checksum that is none": (edited("tensors", f"model/{NORM}", "parts", 0, 1, to=[]), r"parts.0.1: .*integer"),
+    "no optimizer class": (edited("optimizer", "class", to=DELETED), "optimizer.class: .*missing|required"),
+    "another group": (edited(*OPTIMIZER, "group", to=99), f"{NORM} is in group 99 of"),
+    "states that are none": (edited(*OPTIMIZER, "states", to="x"), "states: .*dictionary"),
+    "a state of no kind": (edited(*OPTIMIZER, "states", "step", to={"scalar": "x", "dtype": "float32"}), "states.step"),
+    "a value of no kind": (
+        edited(*OPTIMIZER, "states", "step", to={"value": {"$": "x"}}),
+        "a value of no known kind",
+    ),
+    "a rate in words": (edited("optimizer", "groups", 0, "lr", to="x"), "the saved option lr is 'x'"),
+    "a state without its tensor": (edited("tensors", f"optimizer/{NORM}/exp_avg", to=DELETED), f"no optimizer/{NORM}"),
+    "values that are none": (edited("values", to=[]), "values: .*"),
+    "a schedule of another kind": (edited("values", "scheduler", "milestones", to="x"), "milestones is 'x'"),
+    "a schedule that is none": (edited("values", "scheduler", to=5), "has other entries: 5"),
+    "no random state": (no_random_state, "the random state numpy of the checkpoint is missing"),
+    "a pipe": (a_pipe, "tensors.json is no file"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_was_edited_is_named_and_changes_nothing(training, root, edit):
+    do, says = EDITS[edit]
+    do(root)
+    before = training.whole()
+    with pytest.raises(LoadError, match=says) as found:
+        training.load(root)
+    assert str(root) in str(found.value) or "random" in says or "no known kind" in says
     assert not differing(training.whole(), before)
 
 

@@ -13,6 +13,7 @@ from shardwise.checkpoint.schedules import common_state
 from shardwise.comm.operations import all_gather_objects
 from shardwise.runtime.canonical import canonical_tensors
 from shardwise.runtime.registry import find_parameters, local_part
+from shardwise.train.gradients import gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 12
@@ -75,6 +76,11 @@ class Training:
         """Loads everything."""
         saved = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule}
         return shardwise.load_checkpoint(path, tag, **{**saved, **options})
+
+    def loss_scale(self) -> tuple[float, int] | None:
+        """Of float16: its value, and since how many steps it has that."""
+        scale = gradients_of(self.model).loss_scale
+        return None if scale is None else (scale.value, scale.good_steps)
 
     def whole(self) -> dict[str, Any]:
         """Every full tensor of the model and the optimizer, and every number of it."""

@@ -15,11 +15,11 @@ from shardwise.checkpoint.base import Sums, base_differences, base_sums, fingerp
 from shardwise.checkpoint.content import held_tensors, model_key
 from shardwise.checkpoint.directory import find_tag, root_of
 from shardwise.checkpoint.load_optimizer import OptimizerLoad
-from shardwise.checkpoint.manifest import Manifest, read_index, read_manifest
-from shardwise.checkpoint.random_states import restore_random
+from shardwise.checkpoint.manifest import INDEX, Manifest, read_index, read_manifest
+from shardwise.checkpoint.random_states import check_random, restore_random
 from shardwise.checkpoint.schedules import state_for_groups
-from shardwise.checkpoint.stored_parts import StoredParts, check_files
-from shardwise.checkpoint.tree import decode_tree
+from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
+from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
@@ -103,6 +103,8 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             if groups is not None:
                 state_for_groups(schedule, groups)  # raises here, where nothing is changed yet
             random = _tensors_of(stored, "random/") if registry is not None else {}
+            if registry is not None:
+                check_random(registry.mesh, stored.index.values.get("random", {}), random)
         with torch.no_grad():
             if model is not None and registry is not None:
                 _fill_model(stored, model, registry, planned, put)
@@ -127,7 +129,7 @@ def _open_alike(
         try:
             stored = open_checkpoint(root / name, verifies=verifies)
             if group is None or group.rank() == 0:
-                check_files(stored.directory, stored.manifest, list(stored.manifest.files))
+                _check_all_files(stored)
         except LoadError as error:
             error.summary = f"{error.summary} (rank {group.rank()})" if group is not None else error.summary
             raise
@@ -140,6 +142,14 @@ def _open_alike(
             device=registry.mesh.device,
         )
     return stored
+
+
+def _check_all_files(stored: StoredParts) -> None:
+    """Raises unless all files are there, and those that hold no tensors, whose bytes are few, as they were written."""
+    manifest = stored.manifest
+    check_files(stored.directory, manifest, list(manifest.files))
+    for name in manifest.files.keys() - {INDEX, *stored.index.files} if stored.verifies else ():
+        check_companion(stored.directory, manifest, name)
 
 
 @dataclass(frozen=True)
@@ -259,8 +269,11 @@ def _read_schedule(stored: StoredParts, scheduler: Any) -> Any:
     if saved != name:
         what = f"that of a {saved}" if saved else "none"
         raise LoadError(f"the checkpoint has no state of a {name}: {what}", at=str(stored.directory))
-    state = decode_tree(values["scheduler"], _tensors_of(stored, "scheduler"))
-    if state.keys() != scheduler.state_dict().keys():
-        lost = ", ".join(sorted(state.keys() ^ scheduler.state_dict().keys()))
+    state = decode_tree(values.get("scheduler"), _tensors_of(stored, "scheduler"))
+    own = scheduler.state_dict()
+    if not isinstance(state, Mapping) or state.keys() != own.keys():
+        lost = ", ".join(sorted(state.keys() ^ own.keys())) if isinstance(state, Mapping) else f"{state!r:.100}"
         raise LoadError(f"the saved state of {name} has other entries: {lost}", at=str(stored.directory))
+    if strays := [f"{each} is {state[each]!r:.100}" for each in own if not fits(own[each], state[each])]:
+        raise LoadError(f"the saved state of {name} is of another kind: {strays[0]}", at=str(stored.directory))
     return state

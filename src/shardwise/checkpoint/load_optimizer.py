@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.content import HeldTensor, is_whole, model_key, state_key
 from shardwise.checkpoint.stored_parts import StoredParts
-from shardwise.checkpoint.tree import decode_tree
+from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.errors import ConfigError, LoadError
 from shardwise.runtime.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
@@ -27,7 +27,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass(frozen=True)
 class _State:
-    """One state of one parameter: a tensor to be copied, or a value."""
+    """One state of one parameter: a tensor to be copied, or a value or number, which is there already."""
 
     held: HeldTensor
     parameter: Tensor
@@ -36,6 +36,7 @@ class _State:
     key: str = ""
     copies: tuple[Copy, ...] = ()
     group: Mapping[str, Any] | None = None
+    value: Any = None
 
 
 class OptimizerLoad:
@@ -82,6 +83,7 @@ class OptimizerLoad:
             unknown += [each.name for each in found if each.name not in saved["parameters"]]
             known = [each for each in found if each.name in saved["parameters"]]
             if options := self._options(known, saved):
+                self._check_options(group, options)
                 self._groups.append((group, options))
             self._known += [each.value for each in known]
             for each in known:
@@ -110,11 +112,21 @@ class OptimizerLoad:
         first: Mapping[str, Any] = found[0]
         return first
 
+    def _check_options(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for name, value in options.items():
+            if not fits(group.get(name), value):
+                raise LoadError(
+                    f"the saved option {name} is {value!r:.100}",
+                    at=str(self._stored.directory),
+                    why=f"it is {group[name]!r:.100} in the optimizer, which is of another kind",
+                )
+
     def _add(self, held: HeldTensor, states: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any]) -> None:
         coords = self._registry.mesh.coords
         for name, facts in states.items():
             key = state_key(held.name, name)
             copies: tuple[Copy, ...] = ()
+            value = self._number(key, facts) if "scalar" in facts else decode_tree(facts.get("value"), {})
             if "like" in facts:
                 copies = self._stored.plan(key, held.layout.pieces(coords))
             elif "whole" in facts or "ranks" in facts:
@@ -122,7 +134,15 @@ class OptimizerLoad:
                 stored = self._stored.index.tensors.get(key)
                 box = full_box(stored.shape if stored is not None else ())
                 copies = self._stored.plan(key, [Piece(box, box)])
-            self._states.append(_State(held, held.value, name, facts, key, copies, group))
+            self._states.append(_State(held, held.value, name, facts, key, copies, group, value))
+
+    def _number(self, key: str, facts: Mapping[str, Any]) -> Tensor:
+        try:
+            return torch.tensor(decode_tree(facts["scalar"], {}), dtype=getattr(torch, facts["dtype"]))
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise LoadError(
+                f"the state {key} is no {facts['dtype']}", at=str(self._stored.directory), why=str(error)[:200]
+            ) from error
 
     def _placed(self, key: str, held: HeldTensor, facts: Mapping[str, Any]) -> str:
         """The key of a state that has not the parameter's shape, where it can be used here at all."""
@@ -162,11 +182,11 @@ class OptimizerLoad:
         facts = state.facts
         local = local_part(state.parameter.detach())
         if "value" in facts:
-            return _like(old, decode_tree(facts["value"], {}))
+            return _like(old, state.value)
         if "scalar" in facts:
             on_device = any(state.group.get(name) for name in ("capturable", "fused")) if state.group else False
             device = old.device if isinstance(old, Tensor) else local.device if on_device else "cpu"
-            return torch.tensor(decode_tree(facts["scalar"], {}), dtype=getattr(torch, facts["dtype"]), device=device)
+            return state.value.to(device)
         stored = self._stored.index.tensors[state.key]
         if "like" not in facts:
             made = torch.empty(stored.shape, dtype=stored.dtype, device=local.device)

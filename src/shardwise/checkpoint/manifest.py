@@ -5,6 +5,8 @@ docs/checkpoint-format.md.
 from __future__ import annotations
 
 import json
+import os
+import stat
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.schema import check_index, check_manifest
 from shardwise.errors import LayoutError, LoadError
 from shardwise.sharding.boxes import Box, volume
 from shardwise.sharding.json_form import from_json, to_json
@@ -144,7 +147,7 @@ def read_manifest(directory: Path) -> Manifest:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise LoadError(f"{path.name} is not the manifest of a checkpoint", at=str(path))
     version = data.get("version")
-    if version != VERSION and isinstance(version, int):
+    if version != VERSION or type(version) is not int:
         raise LoadError(
             f"the checkpoint has version {version} of the format, and this Shardwise reads version {VERSION}",
             at=str(path),
@@ -154,12 +157,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise LoadError(
             "the manifest is damaged", at=str(path), why="its checksum is another", fix="load an older tag, or a copy"
         )
-    try:
-        known = {each.name: data[each.name] for each in fields(Manifest)}
-        known["files"] = {str(name): FileFacts(*map(int, facts)) for name, facts in data["files"].items()}
-        strays = [name for name in known["files"] if Path(name).name != name or name.startswith(".")]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise LoadError("the manifest is incomplete", at=str(path), why=repr(error)) from error
+    check_manifest(data, path)
+    known = {each.name: data[each.name] for each in fields(Manifest)}
+    known["files"] = {name: FileFacts(*facts) for name, facts in data["files"].items()}
+    strays = [name for name in known["files"] if Path(name).name != name or name.startswith(".")]
     if strays:
         raise LoadError(f"the manifest lists files outside of its directory: {', '.join(strays[:3])}", at=str(path))
     return Manifest(**known)
@@ -197,11 +198,12 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         raise LoadError(f"the manifest does not list {INDEX}", at=str(directory / MANIFEST))
     data = _read_json(path, manifest.files[INDEX])
+    check_index(data, path)
     try:
         layouts = [from_json(Layout, each) for each in data["layouts"]]
         tensors = {key: _read_tensor(each, layouts) for key, each in data["tensors"].items()}
         index = Index(tuple(data["files"]), tensors, data["tied"], data["optimizer"], data["values"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, LayoutError) as error:
+    except (IndexError, LayoutError) as error:
         raise LoadError(f"{INDEX} says what cannot be", at=str(path), why=repr(error)) from error
     unlisted = [name for name in index.files if name not in manifest.files]
     if unlisted:
@@ -212,9 +214,7 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
 
 
 def _read_tensor(data: Mapping[str, Any], layouts: list[Layout]) -> StoredTensor:
-    dtype = getattr(torch, data["dtype"])
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{data['dtype']} is no dtype")
+    dtype: torch.dtype = getattr(torch, data["dtype"])
     parts = tuple(Part(file, crc, tuple((start, stop) for start, stop in box)) for file, crc, box in data["parts"])
     return StoredTensor(dtype, tuple(data["shape"]), parts, layouts[data["layout"]])
 
@@ -233,8 +233,10 @@ def _check_tensor(key: str, tensor: StoredTensor, num_files: int, path: Path) ->
 
 def _read_json(path: Path, facts: FileFacts | None = None) -> Any:
     try:
-        if path.is_symlink():
-            raise LoadError(f"{path.name} is a link", at=str(path), why="a checkpoint holds its files itself")
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            what = "a link" if stat.S_ISLNK(mode) else "no file"
+            raise LoadError(f"{path.name} is {what}", at=str(path), why="a checkpoint holds its files itself")
         content = path.read_bytes()
     except FileNotFoundError as error:
         raise LoadError(f"the checkpoint has no {path.name}", at=str(path)) from error

@@ -17,9 +17,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
 
-__all__ = ["random_axes", "read_random", "restore_random"]
+__all__ = ["check_random", "random_axes", "read_random", "restore_random"]
 
 _PREFIX = "random"
 
@@ -29,9 +30,9 @@ def random_axes(mesh: Mesh) -> dict[str, int]:
     return {"pp": mesh.size("pp"), "data": mesh.data_size, "cp": mesh.size("cp")}
 
 
-def read_random(mesh: Mesh) -> dict[str, Tensor]:
-    """The states of this rank's streams by their keys; none where another rank's are the same."""
-    if mesh.coord("tp"):
+def read_random(mesh: Mesh, *, of_every_rank: bool = False) -> dict[str, Tensor]:
+    """The states of this rank's streams by their keys; where another rank's are the same, none, or those."""
+    if mesh.coord("tp") and not of_every_rank:
         return {}
     state: Any = numpy.random.get_state()
     _, keys, *rest = state
@@ -48,6 +49,30 @@ def read_random(mesh: Mesh) -> dict[str, Tensor]:
     if mesh.device.type == "cuda":
         found[f"{place}/cuda"] = torch.cuda.get_rng_state(mesh.device)
     return found
+
+
+def check_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
+    """Raises unless what is saved of this rank's streams can be put into them.
+
+    Raises:
+        LoadError: a state is missing, or has another form than this machine's.
+    """
+    place = _place(mesh)
+    own = {key.removeprefix(f"{place}/"): value for key, value in saved.items() if key.startswith(f"{place}/")}
+    if dict(saved_axes) != random_axes(mesh) or "torch" not in own:
+        return
+    for key, value in read_random(mesh, of_every_rank=True).items():
+        kind = key.removeprefix(f"{place}/")
+        found = own.get(kind)
+        if kind in ("cuda", "python_gauss") and found is None:
+            continue
+        if found is None or (found.dtype, found.shape) != (value.dtype, value.shape):
+            what = "missing" if found is None else f"{found.dtype} of shape {list(found.shape)}"
+            raise LoadError(
+                f"the random state {kind} of the checkpoint is {what}",
+                why=f"here it is {value.dtype} of shape {list(value.shape)}",
+                fix="load it with the version of torch that saved it",
+            )
 
 
 def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,11 @@ def check_companion(directory: Path, manifest: Manifest, name: str) -> None:
         LoadError: it is missing, no file, or damaged.
     """
     check_files(directory, manifest, [name])
-    if zlib.crc32((directory / name).read_bytes()) != manifest.files[name].crc:
+    try:
+        content = (directory / name).read_bytes()
+    except OSError as error:
+        raise LoadError(f"cannot read {name}", at=str(directory / name), why=str(error)) from error
+    if zlib.crc32(content) != manifest.files[name].crc:
         raise LoadError(f"{name} is damaged", at=str(directory / name), why="its checksum is another")
 
 

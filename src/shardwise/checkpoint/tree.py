@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.tensor_file import DTYPES
 
-__all__ = ["decode_tree", "encode_tree"]
+__all__ = ["decode_tree", "encode_tree", "fits"]
 
 _TAG = "$"
 _MOST_DEEP = 100
+_MOST_DEEP_JSON = 3 * _MOST_DEEP  # a dict whose keys are no text takes three levels of JSON
 _MOST_BITS = 10_000
 
 
@@ -82,18 +83,20 @@ def _check_tensor(value: Tensor, at: str) -> None:
     raise ConfigError(f"{at} is {what}", fix="save a plain tensor, such as .to_dense() or .full_tensor() makes")
 
 
-def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:
+def decode_tree(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
     """The value that `encode_tree` wrote as `data`.
 
     Raises:
         LoadError: `data` is no such value.
     """
+    if depth > _MOST_DEEP_JSON:
+        raise LoadError("the checkpoint holds a value of no known kind", why=f"nested more than {depth - 1} times")
     if isinstance(data, list):
-        return [decode_tree(each, tensors) for each in data]
+        return [decode_tree(each, tensors, depth + 1) for each in data]
     if not isinstance(data, dict):
         return data
     if _TAG not in data:
-        return {key: decode_tree(each, tensors) for key, each in data.items()}
+        return {key: decode_tree(each, tensors, depth + 1) for key, each in data.items()}
     kind: Any = data[_TAG]
     inner: Any = data.get("is")
     try:
@@ -101,10 +104,20 @@ def decode_tree(data: Any, tensors: Mapping[str, Tensor]) -> Any:
             return float(inner)
         if kind == "tensor":
             return tensors[inner]
-        items = [decode_tree(each, tensors) for each in inner]
+        items = [decode_tree(each, tensors, depth + 1) for each in inner]
         if kind in ("dict", "counter"):
             found = dict(items)
             return found if kind == "dict" else collections.Counter(found)
         return {"tuple": tuple, "set": set}[kind](items)
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError("the checkpoint holds a value of no known kind", at=str(data)[:100], why=repr(error)) from error
+
+
+def fits(old: Any, value: Any) -> bool:
+    """Whether `value` is of the kind of `old`, in whose place it is to stand; None is of every kind."""
+    if old is None or value is None:
+        return True
+    for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):
+        if isinstance(old, kinds):
+            return isinstance(value, kinds)
+    return True

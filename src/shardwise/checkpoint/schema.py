@@ -1,0 +1,148 @@
+"""The types of what `manifest.json` and `tensors.json` hold: JSON that was edited, or made by something else, is one
+error that names the place, before anything is built from it. The format is in docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
+
+from shardwise.errors import LoadError
+from shardwise.weights.tensor_file import DTYPES
+
+__all__ = ["check_index", "check_manifest"]
+
+_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+
+
+def _known_dtype(name: str) -> str:
+    if name not in _DTYPES:
+        raise ValueError("no dtype of safetensors files")
+    return name
+
+
+_Text = Annotated[str, Strict()]
+_Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
+_Crc = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
+_Number = Annotated[float, Strict()]
+_Dtype = Annotated[_Text, AfterValidator(_known_dtype)]
+_Box = list[tuple[_Count, _Count]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    number: _Count
+    tag: _Text
+    step: _Count | None
+    content: Literal["all", "trained"]
+    layout: _Text
+    model: _Text
+    time: _Number
+    versions: dict[_Text, _Text]
+    files: dict[_Text, tuple[_Count, _Crc]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    dtype: _Dtype
+    shape: list[_Count]
+    layout: _Count
+    parts: list[tuple[_Count, _Crc, _Box]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scalar:
+    scalar: _Number | dict[_Text, Any]
+    dtype: _Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Value:
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Like:
+    like: _Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    whole: _Dtype
+    shape: list[_Count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    ranks: _Dtype
+    shape: list[_Count]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parameter:
+    group: _Count
+    states: dict[_Text, _Like | _Scalar | _Value | _Whole | _Ranks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    class_name: Annotated[_Text, Field(alias="class")]
+    groups: list[dict[_Text, Any]]
+    parameters: dict[_Text, _Parameter]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LossScale:
+    value: _Number
+    good_steps: _Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    scheduler_class: _Text = ""
+    loss_scale: _LossScale | None = None
+    random: dict[_Text, _Count] = field(default_factory=dict)
+    base: dict[_Text, _Text] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    files: list[_Text]
+    tensors: dict[_Text, _Tensor]
+    layouts: list[Any]
+    tied: dict[_Text, _Text]
+    optimizer: _Optimizer | None
+    values: _Values
+
+
+def check_manifest(data: Any, path: Path) -> None:
+    """Raises `LoadError` unless `data` is what a manifest holds."""
+    _check(_Manifest, data, "the manifest is incomplete", path)
+
+
+def check_index(data: Any, path: Path) -> None:
+    """Raises `LoadError` unless `data` is what an index holds, and its numbers of groups are those of groups."""
+    _check(_Index, data, f"{path.name} says what cannot be", path)
+    optimizer = data["optimizer"]
+    for name, each in (optimizer["parameters"] if optimizer is not None else {}).items():
+        if each["group"] >= len(optimizer["groups"]):
+            why = f"{name} is in group {each['group']} of {len(optimizer['groups'])}"
+            raise LoadError(f"{path.name} says what cannot be", at=str(path), why=why)
+
+
+@functools.cache
+def _adapter(form: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(form)
+
+
+def _check(form: Any, data: Any, summary: str, path: Path) -> None:
+    try:
+        _adapter(form).validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise LoadError(summary, at=str(path), why=f"{place}: {first['msg']}: {first['input']!r:.100}") from error
