@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,7 @@ def test_what_cannot_be_a_path_is_named(training, path):
 def test_everything_that_extra_takes_comes_back(training, tmp_path):
     extra = {
         "tensors": [torch.arange(6).view(2, 3).t(), torch.ones(2, dtype=torch.bfloat16), torch.empty(0)],
+        "step": 10**200,  # no name of a directory
         "flags": (torch.tensor(True), {1, 2}, None),
         (1, "two"): {3: float("inf"), "$": "x"},
         "text": "\ud800 数",
@@ -76,6 +78,55 @@ def test_everything_that_extra_takes_comes_back(training, tmp_path):
         assert here.dtype == there.dtype
         assert torch.equal(here, there)
     assert found == extra
+
+
+def test_keys_with_dots_are_others_than_those_of_dictionaries_inside(training, tmp_path):
+    training.save(tmp_path, extra={"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+    found = shardwise.load_checkpoint(tmp_path)
+    assert found["a.b"] == 1
+    assert found["a"]["b"] == 0
+
+
+def test_saved_and_loaded_in_inference_mode(training, tmp_path):
+    other = Training(shardwise.Mesh.open("tp1"), "llama", lost=True)
+    with torch.inference_mode():
+        for tag in ("a", "b"):
+            training.save(tmp_path, tag=tag, async_save=True).wait()
+        other.load(tmp_path)
+    assert other.steps(2) == training.steps(2)
+    training.save(tmp_path, tag="c", async_save=True).wait()
+
+
+def test_options_that_are_tensors_come_back(training, tmp_path):
+    options = {"lr": torch.tensor(0.5), "betas": (torch.tensor(0.5), torch.tensor(0.75)), "capturable": False}
+    first, second = (torch.optim.Adam(training.model.parameters(), **options, foreach=False) for _ in range(2))
+    training.save(tmp_path, optimizer=first, scheduler=None)
+    second.param_groups[0].update(lr=torch.tensor(0.0), betas=(torch.tensor(0.0), 0.0))
+    training.load(tmp_path, optimizer=second, scheduler=None)
+    group = second.param_groups[0]
+    assert (float(group["lr"]), float(group["betas"][0]), group["betas"][1]) == (0.5, 0.5, 0.75)
+    assert isinstance(group["lr"], torch.Tensor)
+
+
+def test_what_is_no_checkpoint_is_not_replaced_by_one(training, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("precious")
+    with pytest.raises(LoadError, match=r"mine is there already, and is no checkpoint[\s\S]*holds notes"):
+        training.save(tmp_path, tag="mine")
+    assert (tmp_path / "mine" / "notes").read_text() == "precious"
+
+
+def test_a_directory_that_was_deleted_is_locked_again(training, tmp_path):
+    for _ in range(2):
+        training.save(tmp_path / "all", tag="a")
+        assert (tmp_path / "all" / ".lock").exists()
+        shutil.rmtree(tmp_path / "all")
+
+
+@pytest.mark.parametrize("call", [shardwise.save_checkpoint, shardwise.load_checkpoint])
+def test_what_is_no_model_is_named(tmp_path, call):
+    with pytest.raises(ConfigError, match="the model is a str"):
+        call(tmp_path, model="llama")
 
 
 def test_another_optimizer_than_the_models_is_refused(training, tmp_path):

@@ -4,6 +4,7 @@ run's, loss for loss.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -110,8 +111,11 @@ def start_command(path, *words):
 
 
 def ranks_of(process):
-    ranks = [each for each in psutil.Process(process.pid).children() if "RANK" in each.environ()]
-    return sorted(ranks, key=lambda each: int(each.environ()["RANK"]))
+    found = {}
+    for each in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):  # a short-lived helper is gone, or has not begun
+            found[int(each.environ().get("RANK", -1))] = each
+    return [each for rank, each in sorted(found.items()) if rank >= 0]
 
 
 @drill

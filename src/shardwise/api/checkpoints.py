@@ -25,6 +25,7 @@ from shardwise.train.gradients import gradients_of
 __all__ = ["load_checkpoint", "load_session", "save_checkpoint"]
 
 
+@torch.inference_mode(mode=False)  # what is made here is used again outside of it
 def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     path: str | os.PathLike[str],
     *,
@@ -71,7 +72,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         background where that was asked for.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
-    writer = writer_of(registry_of(model).mesh)
+    writer = writer_of(registry_of(_module(model)).mesh)
     writer.finish()
     gradients = gradients_of(model)
     gradients.parameters()  # what came into the model later has an entry from here on
@@ -87,12 +88,20 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     return writer.start(job) if async_save else writer.write(job)
 
 
+def _module(model: Any) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}", fix="pass a torch.nn.Module that Shardwise has split"
+        )
+    return model
+
+
 def _request(path: str | os.PathLike[str], tag: str | None, extra: Any, keep: Mapping[str, Any]) -> SaveRequest:
     for name, value in keep.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigError(f"{name} is {value!r}", why="it counts, from 1")
     step = extra.get("step") if isinstance(extra, Mapping) else None
-    is_step = isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**62
     return SaveRequest(
         root=root_of(path), tag=None if tag is None else check_tag(tag), step=step if is_step else None, **keep
     )
@@ -135,6 +144,7 @@ def load_checkpoint(
     return load_session(path, tag, model=model, optimizer=optimizer, scheduler=scheduler, strict=strict, verify=verify)
 
 
+@torch.inference_mode(mode=False)
 def load_session(
     path: str | os.PathLike[str],
     tag: str | None = None,
@@ -151,7 +161,7 @@ def load_session(
     if model is None:
         finish_all_saves()
     else:
-        registry = registry_of(model)
+        registry = registry_of(_module(model))
         finish_saves(registry.mesh)
         gradients_of(model).parameters()
         put = functools.partial(put_tensor, registry.model() or model, registry)

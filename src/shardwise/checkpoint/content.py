@@ -147,11 +147,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
     kind = type(optimizer)
     content = OptimizerContent(f"{kind.__module__}.{kind.__qualname__}", {}, {}, {})
     for group in optimizer.param_groups:
-        given = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        tensors: dict[str, Tensor] = {}
-        options = encode_tree(given, "the optimizer's options", tensors)
-        for place, tensor in tensors.items():
-            options[place.rpartition(".")[2]] = _number(tensor)
+        given = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+        options = encode_tree(given, "the optimizer's options", {})
         for parameter in group["params"]:
             if id(parameter) not in names and not parameter.requires_grad:
                 continue  # of a frozen model beside
@@ -186,6 +183,13 @@ def _read_states(held: HeldTensor, states: Mapping[str, Any], content: Optimizer
         form = "like" if tuple(local.shape) == shape else "whole" if is_whole(held.layout) else "ranks"
         described[state] = {form: dtype} if form == "like" else {form: dtype, "shape": list(local.shape)}
         content.tensors[held.name, state] = local
+
+
+def _plain(option: Any) -> Any:
+    """An option with numbers for tensors of one element, such as a learning rate that a compiled step reads."""
+    if isinstance(option, Tensor):
+        return option.item()
+    return type(option)(map(_plain, option)) if type(option) in (list, tuple) else option
 
 
 def _number(tensor: Tensor) -> Any:

@@ -14,13 +14,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from shardwise.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, leftovers
 
 __all__ = [
     "LATEST",
+    "check_place",
     "check_tag",
     "clean",
     "find_tag",
@@ -36,6 +37,7 @@ logger = logging.getLogger("shardwise.checkpoint")
 
 LATEST = "latest"
 _LOCK = ".lock"
+_TENSORS = re.compile(r"rank-\d+(-\d+)?\.safetensors")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")
 _LOCKS: dict[tuple[int, Path], int] = {}
 """Files locked by this process (its id), until it ends: a job that saves goes on to save."""
@@ -153,8 +155,11 @@ def lock(root: Path) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     place = root.resolve() / _LOCK
-    if (os.getpid(), place) in _LOCKS:
-        return
+    held = _LOCKS.get((os.getpid(), place))
+    if held is not None:
+        if place.exists() and os.path.samestat(os.fstat(held), place.stat()):
+            return
+        os.close(_LOCKS.pop((os.getpid(), place)))  # somebody has deleted the directory
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,6 +188,22 @@ def clean(root: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(f".{LATEST}.partial-*"):
         path.unlink(missing_ok=True)
+
+
+def check_place(target: Path) -> None:
+    """Raises where a checkpoint would take the place of a directory that is none.
+
+    Raises:
+        LoadError: `target` is a directory in which nothing looks like a file of a checkpoint.
+    """
+    names = [each.name for each in target.iterdir()] if target.is_dir() else []
+    if names and not any(name in (MANIFEST, INDEX) or _TENSORS.fullmatch(name) for name in names):
+        raise LoadError(
+            f"{target.name} is there already, and is no checkpoint",
+            at=str(target),
+            why=f"it holds {', '.join(sorted(names)[:3])}, which would be lost",
+            fix="pass another tag, or move it away",
+        )
 
 
 def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> None:

@@ -205,9 +205,9 @@ class OptimizerLoad:
 
 
 def _like(old: Any, value: Any) -> Any:
-    """`value`, a tuple or a tensor where what it replaces is one."""
-    if isinstance(old, tuple) and isinstance(value, list):
-        return tuple(value)
+    """`value`, a tuple or a tensor where what it replaces is one, or holds some."""
+    if isinstance(old, tuple) and isinstance(value, list | tuple):
+        return tuple(map(_like, old, value)) if len(old) == len(value) else tuple(value)
     if isinstance(old, Tensor) and not isinstance(value, Tensor):
         return torch.full_like(old, value)
     return value

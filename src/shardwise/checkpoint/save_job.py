@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.content import HeldTensor, OptimizerContent, model_key, state_key
-from shardwise.checkpoint.directory import LATEST, clean, list_checkpoints, lock, prune, writing
+from shardwise.checkpoint.directory import LATEST, check_place, clean, list_checkpoints, lock, prune, writing
 from shardwise.checkpoint.manifest import (
     INDEX,
     FileFacts,
@@ -198,6 +198,7 @@ class SaveJob:
         lock(request.root)
         clean(request.root)
         tag = request.tag or (f"step-{request.step}" if request.step is not None else f"save-{self._number()}")
+        check_place(request.root / tag)
         return StagedDirectory(request.root / tag)
 
     def _number(self) -> int:

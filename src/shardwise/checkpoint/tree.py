@@ -45,6 +45,8 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
         raise ConfigError(f"{at} is nested more than {_MOST_DEEP} times", why="it may hold itself")
     if isinstance(value, Tensor):
         _check_tensor(value, at)
+        while at in tensors:  # a dot in a key: {"a.b": …, "a": {"b": …}}
+            at += "'"
         tensors[at] = value.detach()
         return {_TAG: "tensor", "is": at}
     if isinstance(value, Mapping):
