@@ -38,6 +38,13 @@ def test_a_good_run_has_no_problems(run, capsys):
     assert "no problems found (tp2, 2 ranks)" in capsys.readouterr().out
 
 
+def test_tensor_parallelism_across_machines_is_a_warning(run, capsys):
+    words = ["check", run, "layout=fsdp2.tp2", "data.seq_length=16"]
+    for number, warned in (("2", ""), ("3", "warning: tp2 crosses machines of 3 ranks: ranks 2 to 3 communicate in")):
+        assert main([*words, "--world-size", "4", "--ranks-per-machine", number]) == 0
+        assert capsys.readouterr().err.startswith(warned)
+
+
 def test_an_optimizer_that_reads_matrices_as_a_whole_is_a_problem_where_they_are_split(run, capsys):
     assert main(["check", run, "optimizer.name=Adafactor"]) == 1
     assert "Adafactor on parameters of which ranks hold parts" in capsys.readouterr().out

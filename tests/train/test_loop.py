@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import types
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
+from shardwise.train.step import StepResult
 
 pytestmark = pytest.mark.single
 
@@ -35,7 +35,8 @@ def make_parts(model, *, loss_of=None):
     def step(batch):
         loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()
         loss.backward()
-        return types.SimpleNamespace(loss=loss.detach() if loss_of is None else loss_of(), num_tokens=8)
+        loss = loss.detach() if loss_of is None else torch.tensor(loss_of())
+        return StepResult(loss=loss, num_tokens=8, flops=3e12)
 
     x = torch.randn(8, 3)
     return TrainingComponents(
@@ -57,6 +58,8 @@ def test_steps_lower_the_loss_and_every_one_is_reported():
     assert [record.step for record in heard] == list(range(1, 31))
     assert heard[-1] is last and last.loss < 0.1 * heard[0].loss
     assert last.tokens == 8 and last.tokens_per_second > 0 and last.memory_bytes > 2**20
+    assert last.tflops == pytest.approx(3 * last.tokens_per_second / 8)
+    assert last.mfu is None and last.reserved_bytes is None, "only GPUs have a peak and a reserve"
 
 
 def test_batches_that_end_too_early_are_named():
@@ -152,14 +155,22 @@ def test_tensorboard_gets_every_quantity(tmp_path):
     assert "train/loss" in events.Tags()["scalars"] and events.Scalars("train/loss")[0].value == 2.5
 
 
-def test_the_screen_draws_a_bar_on_a_terminal_and_lines_elsewhere():
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        ({}, "  1.00"),
+        ({"tflops": 0.01}, "  1.00"),
+        ({"tflops": 498.7, "mfu": 0.504, "reserved_bytes": 2**31}, "  499 TFLOP/s  50.4% MFU  1.00 of 2.00"),
+    ],
+)
+def test_the_screen_draws_a_bar_on_a_terminal_and_lines_elsewhere(known, shown):
     for is_terminal in (True, False):
         out = io.StringIO()
-        console = Console(file=out, force_terminal=is_terminal, width=120)
+        console = Console(file=out, force_terminal=is_terminal, width=160)
         with closing(Screen(console, num_steps=4, every=2)) as screen:
             for step in range(1, 5):
-                screen.report(StepRecord(**{**vars(RECORD), "step": step}))
-        assert "1,234 tok/s  1.00 GiB" in out.getvalue()
+                screen.report(StepRecord(**{**vars(RECORD), **known, "step": step}))
+        assert f"1,234 tok/s{shown} GiB" in out.getvalue()
         if is_terminal:
             assert "4/4" in out.getvalue()
         else:

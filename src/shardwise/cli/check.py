@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
+from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import Problem, TrainConfig
 
@@ -16,7 +18,8 @@ HELP = """\
 Look a training run over without starting it: spelling and types of its keys, files and packages it needs, whether the
 ranks fill the layout, whether batches divide among them, whether the model can be split that way, with its adapter,
 and keeps documents of a row apart, and whether the first prompts or messages are what they should be. Lists every
-problem at once; the exit code is 1 if there is one.
+problem at once; the exit code is 1 if there is one. Warns where tensor parallelism crosses machines, which works and
+is slow.
 
   shardwise check run.yaml
   shardwise check run.yaml layout=tp8 --world-size 64
@@ -30,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks the run will have (default: what the layout needs)"
     )
+    parser.add_argument(
+        "--ranks-per-machine", type=int, default=8, metavar="N", help="how many of them stand together (default: 8)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     config, problems = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=problems, world_size=arguments.world_size)
     if not problems:
-        num_ranks = MeshShape.parse(config.layout).world_size
+        shape = MeshShape.parse(config.layout)
+        num_ranks = shape.world_size
+        if (warning := describe_crossing(shape, max(1, arguments.ranks_per_machine))) is not None:
+            print(f"warning: {warning}", file=sys.stderr)
         print(f"{arguments.config}: no problems found ({config.layout}, {num_ranks} ranks)")
         return 0
     print(f"{arguments.config}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from shardwise.errors import RankError
 from shardwise.failure import Failure
+from shardwise.job.gpu_defaults import set_gpu_defaults
 from shardwise.weights.staging import atomic_file
 
 __all__ = [
@@ -105,7 +106,7 @@ def _run_ranks(
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
     # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun does: a collective that hangs is ended
+    set_gpu_defaults()
     # Kept here, so that ranks can still read what one of them wrote before it ended.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -126,7 +126,7 @@ class Screen:
         """Move the bar, or print a line if one is due."""
         self._speeds.append(record.tokens_per_second)
         speed = sum(self._speeds) / len(self._speeds)
-        rest = f"{speed:,.0f} tok/s  {record.memory_bytes / 2**30:.2f} GiB{self._notes}"
+        rest = f"{speed:,.0f} tok/s{_describe_work(record)}  {_describe_memory(record)}{self._notes}"
         self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.4f}", rest=rest)
         is_due = record.step % self._every == 0 or record.step in (1, self._num_steps)
         if is_due and not self._console.is_terminal:
@@ -142,3 +142,15 @@ class Screen:
     def close(self) -> None:
         """Leave the bar as it is."""
         self._bar.stop()
+
+
+def _describe_work(record: StepRecord) -> str:
+    """What a device does, where that is worth a place on the screen: on GPUs."""
+    if record.mfu is not None:
+        return f"  {record.tflops:,.0f} TFLOP/s  {record.mfu:.1%} MFU"
+    return f"  {record.tflops:,.1f} TFLOP/s" if record.tflops is not None and record.tflops >= 1 else ""
+
+
+def _describe_memory(record: StepRecord) -> str:
+    reserved = f" of {record.reserved_bytes / 2**30:.2f}" if record.reserved_bytes is not None else ""
+    return f"{record.memory_bytes / 2**30:.2f}{reserved} GiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from shardwise.cli.check import check_run
@@ -17,7 +18,9 @@ from shardwise.cli.launch import (
     record_failures,
 )
 from shardwise.errors import ConfigError
+from shardwise.job.gpu_defaults import set_gpu_defaults
 from shardwise.job.slurm import adopt_slurm
+from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -75,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     exit_on_terminate()
     adopt_slurm()
+    set_gpu_defaults()
     if is_rank():
         end_with_launcher()
         with record_failures():
@@ -125,6 +129,13 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     config = read_config(arguments.config, arguments.overrides)
     if problems := [*check_inputs(config), *check_adapter(config)]:
         raise config_error(str(arguments.config), problems)
+    together = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    if (
+        together
+        and os.environ.get("RANK") == "0"
+        and (warning := describe_crossing(MeshShape.parse(config.layout), together))
+    ):
+        print(f"warning: {warning}", file=sys.stderr)
     _train(config)
 
 

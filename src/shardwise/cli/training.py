@@ -29,6 +29,7 @@ from shardwise.cli.timelines import with_timeline
 from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError
+from shardwise.job.gpu_defaults import bind_to_card
 from shardwise.mesh import Mesh
 from shardwise.parallel.compiled import count_compilation
 from shardwise.runtime.adapters import find_model
@@ -58,10 +59,9 @@ def train(config: TrainConfig) -> StepRecord | None:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
         SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
-    options: dict[str, Any] = {"device": config.device, "timeout_seconds": config.timeout_seconds}
-    with Mesh.open(config.layout, **options) as mesh, ExitStack() as open_logs:
+    with _open_mesh(config) as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
-        _silence_others(mesh)
+        _settle(mesh)
         with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
@@ -81,6 +81,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             optimizer=optimizer,
             batches=iter(batches),
             device=mesh.device,
+            num_devices=mesh.shape.world_size,
             evaluate=_prepare_evaluation(config, model, mesh, read),
             skips_nonfinite=config.precision.nonfinite == "skip" or config.precision.compute == "float16",
         )
@@ -110,8 +111,14 @@ def train(config: TrainConfig) -> StepRecord | None:
     return record
 
 
-def _silence_others(mesh: Mesh) -> None:
-    """What transformers has to say is said by rank 0."""
+def _open_mesh(config: TrainConfig) -> Mesh:
+    return Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
+
+
+def _settle(mesh: Mesh) -> None:
+    """This rank stays next to its card; what transformers has to say is said by rank 0."""
+    if mesh.device.type == "cuda":
+        bind_to_card(mesh.device.index)
     if mesh.rank != 0:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -22,7 +22,15 @@ from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["balance", "check_layers", "check_pipeline", "cut", "fewest_microbatches", "smallest_schedule"]
+__all__ = [
+    "balance",
+    "check_layers",
+    "check_pipeline",
+    "cut",
+    "experts_of",
+    "fewest_microbatches",
+    "smallest_schedule",
+]
 
 Cost = Callable[[int, int], int]
 """What a stage costs that begins with one segment and ends before another."""
@@ -170,7 +178,7 @@ def _cost(order: LayerOrder, facts: ModelFacts) -> Cost:
             held[segment][facts.tied.get(fqn, fqn)] = size
             # A table of rows is looked up where the model begins, and may be what logits are made with where it ends.
             is_looked_up = facts.modules[module].kind == "embedding" and segment < max(1, num_segments - 1)
-            num_chosen, num_experts = _experts(facts, module, shape)
+            num_chosen, num_experts = experts_of(facts, module, shape)
             multiplied[segment] += size * num_chosen // num_experts if len(shape) > 1 and not is_looked_up else 0
     sums = list(itertools.accumulate(multiplied, initial=0))
 
@@ -186,7 +194,7 @@ _CHOSEN = ("top_k", "num_experts_per_tok", "k")
 them; values decide."""
 
 
-def _experts(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[int, int]:
+def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[int, int]:
     """How many experts a token goes through, and how many there are, where a module's parameter is that of one expert,
     or of all of them stacked; (1, 1) elsewhere.
     """

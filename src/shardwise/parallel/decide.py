@@ -8,6 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from shardwise.estimate.cuts import cut
+from shardwise.estimate.flops import count_work
+from shardwise.parallel.facts import read_windows
 from shardwise.parallel.sequence_parallel import is_direct
 from shardwise.plan.adapters import stages_with_adapters, with_adapters
 from shardwise.plan.data_axes import with_data_axes
@@ -56,4 +58,11 @@ def decide_split(
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }
-    return replace(plan, stacks=facts.stacks, norms=norms, direct=is_direct(model, plan, facts.embedding))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return replace(
+        plan,
+        stacks=facts.stacks,
+        norms=norms,
+        direct=is_direct(model, plan, facts.embedding),
+        work=count_work(facts, trained, read_windows(model)),
+    )

@@ -17,7 +17,15 @@ from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
 
-__all__ = ["KEY_VALUE_HEAD_NAMES", "QUERY_HEAD_NAMES", "counts_of", "names_read", "read_facts", "read_stacks"]
+__all__ = [
+    "KEY_VALUE_HEAD_NAMES",
+    "QUERY_HEAD_NAMES",
+    "counts_of",
+    "names_read",
+    "read_facts",
+    "read_stacks",
+    "read_windows",
+]
 
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -79,6 +87,23 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
             found.append(LayerStack(fqn=fqn, items=tuple(items), classes=classes, within=within))
             layers.update(items)
     return tuple(found)
+
+
+def read_windows(model: nn.Module) -> dict[str, int]:
+    """The attentions of `model` that look back over a number of tokens only, by the names of facts, with that number:
+    where they say so themselves, or their config for all layers alike.
+    """
+    found = {}
+    for place in places_in(model):
+        owner: Any = place.module
+        if "sliding_window" not in vars(owner):
+            owner = getattr(owner, "config", None) if _heads(place.module) is not None else None
+            kinds: Any = _read(owner, "layer_types") or ("sliding_attention",)
+            owner = owner if set(kinds) == {"sliding_attention"} else None
+        window = _read(owner, "sliding_window")
+        if _is_count(window):
+            found[place.base] = window
+    return found
 
 
 def _is_operation(module: nn.Module) -> bool:

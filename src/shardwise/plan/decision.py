@@ -12,6 +12,7 @@ from shardwise.plan.rule import ParameterRule
 from shardwise.plan.sequence_plan import SequencePlan
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, LayerStack, Shape
+from shardwise.plan.token_work import TokenWork
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Placement, Replicate
 from shardwise.topology.shape import MeshShape
@@ -94,6 +95,7 @@ class SplitPlan:
         pipeline: how the model is cut into stages; None without pp.
         weights: FQN of every module that computes with a weight of another module's, to the weight's: what adapters are
             around.
+        work: what a token costs in the unsplit model.
     """
 
     shape: MeshShape
@@ -118,6 +120,7 @@ class SplitPlan:
     direct: bool = False
     pipeline: PipelinePlan | None = None
     weights: Mapping[str, str] = field(default_factory=dict)
+    work: TokenWork = field(default_factory=TokenWork)
 
     def names_held(self, coord: int) -> frozenset[str]:
         """The names, tied aliases by their own, under which the ranks at `coord` of pp hold parameters."""

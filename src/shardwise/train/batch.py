@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.errors import BatchError
+from shardwise.plan.token_work import TokenWork
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.label_use import shifts_labels
 
-__all__ = ["IGNORED", "check_batch", "count_targets", "split_rows", "target_names", "targets_of"]
+__all__ = ["IGNORED", "check_batch", "count_targets", "flops_of", "split_rows", "target_names", "targets_of"]
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -105,3 +106,10 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
     if labels.ndim > 1 and shifts_labels(model):
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()
+
+
+def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:
+    """Operations of forward and backward of the tokens of a batch, padding included: [Note: model FLOPs]."""
+    inputs = (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor))
+    shape = next((value.shape[:2] for value in inputs if value.ndim > 1), (0, 0))
+    return shape[0] * shape[1] * work.flops(shape[1])

@@ -5,6 +5,7 @@ It is given everything ready-made, so it neither knows how a model was split nor
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import resource
@@ -17,6 +18,7 @@ from typing import Protocol
 import torch
 
 from shardwise.errors import BatchError, GradientError
+from shardwise.estimate.flops import peak_flops
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
@@ -35,6 +37,7 @@ class TrainingComponents:
         optimizer: already holds the model's parameters.
         batches: an endless stream of this rank's batches.
         device: where the model computes, and so where memory counts.
+        num_devices: over all ranks.
         evaluate: returns the validation loss; None where nothing is held out.
         skips_nonfinite: whether the optimizer leaves out steps whose gradients are infinite or NaN, and so the run
             goes on.
@@ -47,6 +50,7 @@ class TrainingComponents:
     device: torch.device
     evaluate: Callable[[], float] | None = None
     skips_nonfinite: bool = False
+    num_devices: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +64,11 @@ class StepRecord:
         grad_norm: norm of the gradients before clipping.
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.
-        memory_bytes: most that this rank has used so far: on its GPU, or of the process where there is none.
+        memory_bytes: most that this rank has used so far: allocated on its GPU, or of the process where there is none.
+        reserved_bytes: most that torch has taken of the GPU for it, what lies between allocations included.
+        tflops: 10^12 operations a second on each device, of the model alone: see [Note: model FLOPs] in
+            `plan/token_work.py`, where the formula stands. None where a step does not count them.
+        mfu: their share of what the device does at best in bfloat16 (`estimate/flops.py`); None where that is unknown.
         eval_loss: mean over the tokens held out, after this step's update; None where none was due.
         eval_perplexity: its exponential.
     """
@@ -72,6 +80,9 @@ class StepRecord:
     tokens: int
     tokens_per_second: float
     memory_bytes: int
+    reserved_bytes: int | None = None
+    tflops: float | None = None
+    mfu: float | None = None
     eval_loss: float | None = None
     eval_perplexity: float | None = None
 
@@ -168,6 +179,7 @@ def _run_step(
     parts.optimizer.step()
     parts.optimizer.zero_grad(set_to_none=True)
     seconds = time.perf_counter() - started
+    peak = _peak_flops(parts.device)
     return StepRecord(
         step=step,
         loss=loss,
@@ -176,7 +188,15 @@ def _run_step(
         tokens=result.num_tokens,
         tokens_per_second=result.num_tokens / seconds,
         memory_bytes=_peak_memory_bytes(parts.device),
+        reserved_bytes=torch.cuda.max_memory_reserved(parts.device) if parts.device.type == "cuda" else None,
+        tflops=result.flops / seconds / parts.num_devices / 1e12 if result.flops else None,
+        mfu=result.flops / seconds / parts.num_devices / peak if result.flops and peak else None,
     )
+
+
+@functools.cache
+def _peak_flops(device: torch.device) -> float | None:
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from shardwise.runtime.label_use import check_label_use
 from shardwise.runtime.registry import local_part, registry_of
 from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.batch import check_batch, count_targets, split_rows
+from shardwise.train.batch import check_batch, count_targets, flops_of, split_rows
 from shardwise.train.gradients import gradients_of
 from shardwise.train.pipeline import runner_of
 from shardwise.train.pipeline_stage import Microbatch
@@ -37,10 +37,13 @@ class StepResult:
         loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the
             same on every rank. `float(result.loss)` waits for the device.
         num_tokens: target tokens of the full batch.
+        flops: operations of its forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`),
+            6 N + 12 L H Q T for each of its tokens: divided by seconds, devices and a device's peak, the MFU.
     """
 
     loss: Tensor
     num_tokens: int
+    flops: float = 0.0
 
 
 class TrainStep:
@@ -103,13 +106,13 @@ class TrainStep:
                 `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the number of
-            targets, where there are several data ranks; what the model's forward and backward do, under pp what stages
-            send each other; the gradient phase (see [Note: one gradient phase]); over pp and over the data ranks, one
-            all-reduce of the loss.
+        Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the numbers
+            of targets and operations, where there are several data ranks; what the model's forward and backward do,
+            under pp what stages send each other; the gradient phase (see [Note: one gradient phase]); over pp and over
+            the data ranks, one all-reduce of the loss.
         """
         self.mesh.note_step()
-        parts, counts, num_tokens = self._prepare(batch)
+        parts, counts, num_tokens, flops = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.value if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
@@ -123,7 +126,7 @@ class TrainStep:
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:
                 all_reduce_(total, group)
-        return StepResult(loss=total, num_tokens=num_tokens)
+        return StepResult(loss=total, num_tokens=num_tokens, flops=flops)
 
     def _run(
         self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor, *, num_tokens: int
@@ -139,37 +142,40 @@ class TrainStep:
                     time_reduction(self._registry, is_last=number == len(parts) - 1)
                 total += self._microbatch(part, weight, scale)
 
-    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int]:
-        """The microbatches, on the device, their numbers of targets, and the number over all ranks' batches."""
+    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int, float]:
+        """The microbatches, on the device, their numbers of targets, and over all ranks' batches that number and the
+        operations.
+        """
         fault: BatchError | None = None
-        rows, counts = 0, [0]
+        rows, counts, kilo_flops = 0, [0], 0
         try:
             manner: dict[str, Any] = {"model.training": self.model.training}
             manner |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
             check_same_batch((batch, self.num_microbatches), self._registry.context, manner=manner)
             rows = check_batch(self.model, batch, self.num_microbatches)
             counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
+            kilo_flops = flops_of(batch, self._registry.plan.work) // 1000
         except BatchError as error:
             if self.mesh.data_size == 1:
                 raise
             fault = error
-        num_tokens = self._sum_over_data(sum(counts), fault)
+        num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault)
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
-        return split_rows(placed, rows, self.num_microbatches), counts, num_tokens
+        return split_rows(placed, rows, self.num_microbatches), counts, num_tokens, kilo_flops * 1e3
 
-    def _sum_over_data(self, count: int, fault: BatchError | None) -> int:
-        """The sum of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
+    def _sum_over_data(self, counts: list[int], fault: BatchError | None) -> list[int]:
+        """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
         world = self.mesh.group()
         if self.mesh.data_size == 1 or world is None:
-            return count
-        totals = torch.tensor([count, fault is not None], device=host_device(world, self.mesh.device))
+            return counts
+        totals = torch.tensor([*counts, fault is not None], device=host_device(world, self.mesh.device))
         all_reduce_(totals, world)
-        num_tokens, num_faults = totals.tolist()
+        *sums, num_faults = totals.tolist()
         if num_faults:
             with raise_on_all_ranks(self.mesh.group(), "checking its batch"):
                 if fault is not None:
                     raise fault
-        return int(num_tokens) * self.mesh.data_size // self.mesh.shape.world_size
+        return [number * self.mesh.data_size // self.mesh.shape.world_size for number in sums]
 
     def _scale_gradients(self, factor: float) -> None:
         gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None] if factor != 1.0 else []

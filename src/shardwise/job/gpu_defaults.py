@@ -1,0 +1,50 @@
+"""What ranks on GPUs are started with, as far as their user has not said otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from contextlib import suppress
+
+__all__ = ["GPU_DEFAULTS", "bind_to_card", "set_gpu_defaults"]
+
+GPU_DEFAULTS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # rows of many lengths leave no holes that nothing fits into
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun does: a collective that hangs is ended
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",  # what every rank communicated last, for `torchfrtrace`
+    "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that this flight recorder keeps
+}
+"""Environment variables and their values."""
+
+_OTHER_NAMES = {
+    "PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"),
+    "TORCH_FR_BUFFER_SIZE": ("TORCH_NCCL_TRACE_BUFFER_SIZE",),
+}
+
+
+def set_gpu_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what is not set, by this name or an older one. Before anything is allocated; on CPUs they do nothing."""
+    for name, value in GPU_DEFAULTS.items():
+        if not any(each in environment for each in (name, *_OTHER_NAMES.get(name, ()))):
+            environment[name] = value
+
+
+def bind_to_card(index: int) -> bool:
+    """Keeps this process on the cores next to its card (its NUMA node), where torch knows them.
+
+    Does nothing where somebody has bound the process already (`numactl`, Slurm, `torchrun --numa-binding`), or where
+    the machine has no such cores.
+
+    Returns:
+        Whether it is bound now.
+    """
+    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+        return False
+    with suppress(Exception):  # torch's own names for it may change, and a container may hide or forbid all of it
+        from torch.numa import binding
+
+        cores = binding._node_get_logical_cpus_to_bind_to(gpu_index=index)
+        if cores:
+            binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cores)
+            return True
+    return False
