@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
+from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 from tests.cli.test_train import STARTED, losses_of, nothing_runs_on, start, tree  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.spawn
@@ -31,6 +33,10 @@ def start_under_torchrun(path, *overrides):
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     STARTED.append(run)
     return run
+
+
+def log_of(tree):  # noqa: F811
+    return Path(tree["log"]["dir"]) / "train.jsonl"
 
 
 def await_step(run, number=r"\d+"):
@@ -71,24 +77,32 @@ def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed_and_ends_with_
     check_ended(ranks)
 
 
-def test_the_rank_that_was_told_to_end_is_named(path):
-    run = start(path)
-    rank = await_step(run)[1]
-    rank.terminate()
-    time.sleep(0.1)
-    if rank.is_running():
-        rank.terminate()
-    err = run.communicate(timeout=60)[1]
-    assert run.returncode == 1
+def test_the_rank_that_was_told_to_end_is_named(path, tree, run_forked, capfd):  # noqa: F811
+    def tell(ranks):
+        ranks[1].terminate()
+        time.sleep(0.1)
+        if ranks[1].is_running():
+            ranks[1].terminate()
+
+    assert run_forked(path, log=log_of(tree), at_first_step=tell) == 1
+    err = capfd.readouterr().err
     assert err.startswith("error: rank 1 was ended by SIGTERM") and "Traceback" not in err
 
 
-def test_a_rank_that_is_stopped_is_named_when_the_time_is_up(path):
-    run = start(path, "timeout_seconds=3")
-    ranks = await_step(run)
-    ranks[1].suspend()
-    ranks[0].wait(timeout=60)
-    err = run.communicate(timeout=5)[1]  # it is woken to end
-    assert run.returncode == 1
+def test_a_rank_that_is_stopped_is_named_when_the_time_is_up(path, tree, run_forked, capfd):  # noqa: F811
+    stopped = []
+
+    def stop(ranks):
+        ranks[1].suspend()
+        stopped.extend(ranks)
+
+    assert run_forked(path, "timeout_seconds=3", log=log_of(tree), at_first_step=stop) == 1
+    err = capfd.readouterr().err  # it is woken to end
     assert re.search(r"error: rank 1 did not come to \w+ of step \d+\n", err) and "Traceback" not in err, err
-    assert not any(each.is_running() for each in ranks)
+    assert len(stopped) == 2 and not any(each.is_running() for each in stopped)
+
+
+def test_a_rank_that_is_killed_is_named(path, tree, run_forked, capfd):  # noqa: F811
+    assert run_forked(path, log=log_of(tree), at_first_step=lambda ranks: ranks[1].kill()) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("error: rank 1 was ended by SIGKILL") and "out of memory" in err and "Traceback" not in err

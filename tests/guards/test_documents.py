@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -83,17 +83,28 @@ def test_examples_compile(path):
     compile(path.read_text(), path.name, "exec")
 
 
+def runs_programs(path):
+    """Whether an example starts processes by itself, which find it by its command line."""
+    return "subprocess" in path.read_text() or "lightning" in path.read_text()
+
+
 @pytest.mark.timeout(330)  # half a minute each where nothing else computes
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in HEAVY], ids=lambda p: p.name)
-def test_examples_run(path: Path, tmp_path: Path):
-    run = subprocess.run(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env={**os.environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+@pytest.mark.parametrize(
+    "path", [p for p in EXAMPLES if runs_programs(p) and p.name not in HEAVY], ids=lambda p: p.name
+)
+def test_examples_that_start_programs_run(path: Path, tmp_path: Path):
+    script = [sys.executable, str(path)]
+    run = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
     assert run.stdout.strip(), f"{path.name} shows nothing"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if not runs_programs(p)], ids=lambda p: p.name)
+def test_examples_run(path: Path, tmp_path: Path, monkeypatch, capsys):
+    """As scripts, in this process: their ranks come from the process that all ranks of tests are forked from."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.syspath_prepend(path.parent)
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out.strip(), f"{path.name} shows nothing"
