@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausa
 import shardwise
 from bench.sweep.known import default_config
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.parallel import fsdp
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
 from shardwise.ranks.spawn import spawn
+from shardwise.runtime import uses
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from shardwise.topology.shape import MeshShape
 from shardwise.train.batch import count_targets
@@ -173,7 +173,7 @@ class Choosing(torch.nn.Module):
 
 def choose(reduces_unused):
     """Gradients of a model whose ranks run different experts, beside the unsplit model's, row by row."""
-    fsdp._REDUCES_UNUSED = reduces_unused and fsdp._REDUCES_UNUSED
+    uses._REDUCES_UNUSED = reduces_unused and uses._REDUCES_UNUSED
     with shardwise.Mesh.open("fsdp2") as mesh:
         whole = tiny_model("llama", num_hidden_layers=3)
         for layer in whole.model.layers:

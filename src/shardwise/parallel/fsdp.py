@@ -6,8 +6,8 @@ In a pipeline each stage of a rank is a root of its own: torch's runtime gathers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
-from shardwise.runtime.arguments import map_first
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.registry import Registry, attach_registry
 
@@ -28,8 +27,6 @@ __all__ = ["StageRoot", "apply_data_parallelism"]
 Unit = tuple[nn.Module, ...]
 Units = Mapping[tuple[str, ...], Unit]
 """Modules that are gathered together, by their names."""
-
-_REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
 
 def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPolicy) -> None:
@@ -117,8 +114,6 @@ def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.
 def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicated: set[nn.Parameter]) -> None:
     """Makes `root` a root of FSDP2 over these units of its."""
     for module in (module for unit in units.values() for module in unit):
-        if not _REDUCES_UNUSED and _chooses_modules(module):
-            _use_all_parameters(module)
         module.register_forward_hook(_own_output)
     root.register_forward_hook(_own_output)
     for unit in units.values():
@@ -174,9 +169,11 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
     for number, unit in enumerate(in_stack if policy.prefetch > 1 else []):
         unit.set_modules_to_forward_prefetch(in_stack[number + 1 : number + 1 + policy.prefetch])
         unit.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
-    for modules in units.values() if _REDUCES_UNUSED else ():
-        if any(map(_chooses_modules, modules)):
-            cast(Any, modules[0]).set_reduce_scatter_unused_params(True, recurse=False)
+    inside = {each for unit in units.values() for module in unit for each in module.modules()}
+    inside.update([root.held] if isinstance(root, StageRoot) else ())
+    for modules in (*units.values(), (root,)):
+        if any(_chooses_modules(module, besides=inside if module is root else ()) for module in modules):
+            registry.uses.watch(modules[0])
     for module in root.modules():
         if isinstance(module, FSDPModule):
             if policy.gradient_divide_factor is not None:
@@ -186,42 +183,23 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
                 module.set_symm_mem_for_comm()
 
 
-def _chooses_modules(block: nn.Module) -> bool:
-    """Whether a block may run other parameters for other rows, as experts do, modules of their own or stacked in one
+def _chooses_modules(unit: nn.Module, *, besides: Collection[nn.Module]) -> bool:
+    """Whether a unit may run other parameters for other rows, as experts do, modules of their own or stacked in one
     parameter: then a rank reduces zeros for those it has not run.
+
+    Args:
+        besides: modules in it that belong to other units.
     """
-    for module in block.modules():
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+    for module in unit.modules():
+        if module in besides:
+            continue
+        has_own = any(each._parameters and each not in besides for each in module.modules())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and has_own:
             return True
         own = [each for each in module._parameters.values() if each is not None]
         if any(each.ndim > 2 for each in own) and not type(module).__module__.startswith("torch."):
             return True
     return False
-
-
-def _use_all_parameters(unit: nn.Module) -> None:
-    """Makes every trained parameter of `unit` part of its output's graph: one that it did not use gets a gradient of
-    zeros. FSDP2 before torch 2.13 reduces the gradients that are there, which differ between ranks.
-    """
-
-    def use_all(module: nn.Module, args: Any, output: Any) -> Any:
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if not torch.is_grad_enabled() or not parameters:
-            return output
-        return map_first(output, lambda x: _UseAll.apply(x, *parameters))
-
-    unit.register_forward_hook(use_all)
-
-
-class _UseAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.like = [(parameter.shape, parameter.dtype, parameter.device) for parameter in parameters]
-        return x.clone()  # no view: what is written into a view later escapes the hooks on this output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        return gradient, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stages import Stages
+from shardwise.runtime.uses import Uses
 from shardwise.runtime.wrapping import refuse_flattening
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Chunk, Held, Split
@@ -184,6 +185,7 @@ class Registry:
         casts: parameters in the dtype of computation by their ids, while the microbatches of a pipeline share them.
         model: the split model, once it is attached.
         stages: what runs this rank's stages of a pipeline; None without one.
+        uses: what backward has used of the units of FSDP2 that ranks may use differently.
     """
 
     mesh: Mesh
@@ -201,6 +203,7 @@ class Registry:
     reads_names: bool = False
     local_state: bool = False
     stages: Stages | None = None
+    uses: Uses = field(default_factory=Uses)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         # A copied model runs on the same ranks.

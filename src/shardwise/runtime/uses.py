@@ -1,0 +1,90 @@
+"""Which parameters backward has used, where FSDP2 reduces zeros for those that it has not.
+
+# [Note: parameters that no rank used]
+Ranks that run other experts, or other branches, must reduce the same gradients all the same. So FSDP2 gives zeros to
+those parameters of a unit that a rank has not used. Where no rank has, the unsplit model has no gradient at all, and an
+optimizer leaves the parameter as it is; zeros it would decay, and move by momentum. So whatever FSDP2 takes is noted
+before it is reduced, and the gradient phase tells the ranks of each other's (`train/summing.py`): a gradient that was
+None before, and that nobody contributed to, becomes None again.
+
+FSDP2 may hold a gradient back over several backwards before it reduces: a note is kept until the parameter has its sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["Uses"]
+
+_REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
+
+
+class Uses:
+    """What ranks may use differently, and what this rank's backwards have used of it since the last gradient phase.
+
+    Attributes:
+        fills: whether a gradient of zeros is given here, where FSDP2 does not do so by itself (before torch 2.13).
+        has_reduced: whether FSDP2 has reduced any of it since the last gradient phase.
+    """
+
+    def __init__(self) -> None:
+        self.fills = not _REDUCES_UNUSED
+        self.has_reduced = False
+        self._held: list[Any] = []
+        self._used: set[int] = set()
+        self._absent: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def watch(self, unit: nn.Module) -> None:
+        """Has FSDP2 reduce all trained parameters of a unit, whatever a rank has used, and notes which it has."""
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        if not self.fills:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
+        for group in groups:
+            self._watch_group(group)
+
+    def _watch_group(self, group: Any) -> None:
+        first = len(self._held)
+        self._held += group.fsdp_params
+        reduce = group.post_backward
+
+        def note_and_reduce(*arguments: Any) -> None:
+            for number, held in enumerate(group.fsdp_params, first):
+                self._note(number, held, is_reduced=group.reduce_grads)
+            reduce(*arguments)
+
+        group.post_backward = note_and_reduce
+
+    def _note(self, number: int, held: Any, *, is_reduced: bool) -> None:
+        if not hasattr(held, "_unsharded_param"):  # it has never been gathered
+            return
+        unsharded = held._unsharded_param
+        if held.sharded_param.grad is None:
+            self._absent.add(number)
+        if unsharded.grad is not None or held.unsharded_accumulated_grad is not None:
+            self._used.add(number)
+        elif self.fills and is_reduced and unsharded.requires_grad:
+            unsharded.grad = torch.zeros_like(unsharded)
+        self.has_reduced |= is_reduced
+
+    def counts(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A one for every parameter that this rank has used, a zero for the others: what ranks sum."""
+        used = [float(number in self._used) for number in range(len(self._held))]
+        return torch.tensor(used, dtype=dtype, device=device)
+
+    def settle(self, counts: Tensor) -> None:
+        """Takes the gradients away that no rank has contributed to; `counts` are summed over the data ranks."""
+        if len(self._used) < len(self._held):  # only a rank that lacks one looks
+            nowhere = {number for number, count in enumerate(counts.tolist()) if not count}
+            for number in nowhere & self._absent:
+                self._held[number].sharded_param.grad = None
+        self._used = {number for number in self._used if self._held[number].sharded_param.grad is None}
+        self._absent.clear()
+        self.has_reduced = False
