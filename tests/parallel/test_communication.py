@@ -6,7 +6,6 @@ import pytest
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
-from shardwise.ranks.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -14,15 +13,14 @@ pytestmark = pytest.mark.spawn
 LAYERS, ROWS, LENGTH, HIDDEN = 3, 2, 16, 64
 
 
-def count_step(family, layout, sequence_parallel, length=LENGTH, **overrides):
-    with shardwise.Mesh.open(layout) as mesh:
-        model = tiny_model(family, num_hidden_layers=LAYERS, **overrides)
-        batch = tiny_batch(model, rows=ROWS, length=length)
-        shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel)
-        step = shardwise.TrainStep(model, mesh)
-        with CommunicationCount() as count:
-            step(batch)
-        return dict(count.calls), dict(count.bytes)
+def count_step(mesh, family, sequence_parallel=False, **overrides):
+    model = tiny_model(family, num_hidden_layers=LAYERS, **overrides)
+    batch = tiny_batch(model, rows=ROWS, length=LENGTH)
+    shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel)
+    step = shardwise.TrainStep(model, mesh)
+    with CommunicationCount() as count:
+        step(batch)
+    return dict(count.calls), dict(count.bytes)
 
 
 def by_size(calls, *, hidden):
@@ -31,8 +29,8 @@ def by_size(calls, *, hidden):
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_a_step_does_four_all_reduces_a_layer_and_two_more(family, layout):
-    for calls, _ in spawn(count_step, int(layout[2:]), family, layout, False, num_key_value_heads=4):
+def test_a_step_does_four_all_reduces_a_layer_and_two_more(on_ranks, family, layout):
+    for calls, _ in on_ranks(count_step, num_key_value_heads=4):
         assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 2}
         # A word on the batch, two numbers a rank; and for the loss three values a token and rank.
         tp_size = int(layout[2:])
@@ -43,9 +41,9 @@ def test_a_step_does_four_all_reduces_a_layer_and_two_more(family, layout):
 
 @pytest.mark.parametrize("layout", ["tp2", "tp4"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
-def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(family, layout):
+def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(on_ranks, family, layout):
     hidden_bytes = ROWS * LENGTH * HIDDEN * 4
-    for calls, nbytes in spawn(count_step, int(layout[2:]), family, layout, True, num_key_value_heads=4):
+    for calls, nbytes in on_ranks(count_step, sequence_parallel=True, num_key_value_heads=4):
         small = by_size(calls, hidden=False)
         (gradients,) = (shape for name, shape in small if name == "all_reduce")
         assert sum(small.values()) == 3, "the word on the batch, the loss's, and one for all partial gradients together"
@@ -56,8 +54,8 @@ def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(famil
         assert nbytes["reduce_scatter"] == (4 * LAYERS + 2) * hidden_bytes
 
 
-def test_replicated_heads_cost_one_all_reduce_a_step():
-    for calls, _ in spawn(count_step, 4, "llama", "tp4", False, num_key_value_heads=2):
+def test_replicated_heads_cost_one_all_reduce_a_step(on_ranks):
+    for calls, _ in on_ranks(count_step, layout="tp4", family="llama", num_key_value_heads=2):
         small = by_size(calls, hidden=False)
         assert sum(small.values()) == 3
         # keys and values, each with a number that says whether there is a gradient
@@ -65,6 +63,6 @@ def test_replicated_heads_cost_one_all_reduce_a_step():
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "qwen3", "phi3", "glm4", "gpt_neox"])
-def test_blocks_of_every_kind_cost_one_all_reduce_in_each_direction(family):
-    for calls, _ in spawn(count_step, 2, family, "tp2", False):
+def test_blocks_of_every_kind_cost_one_all_reduce_in_each_direction(on_ranks, family):
+    for calls, _ in on_ranks(count_step, layout="tp2"):
         assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 2}

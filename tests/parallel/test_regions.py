@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig
 import shardwise
 from shardwise.plan.options import Compile, Recompute
 from shardwise.proof.parity import measure
-from shardwise.ranks.spawn import spawn
 from tests.layered import LayeredForCausalLM
 
 pytestmark = pytest.mark.spawn
@@ -78,38 +77,37 @@ class TailForCausalLM(LayeredForCausalLM):
     _tp_plan = PLAN
 
 
-def train(layout, tail, options):
-    with shardwise.Mesh.open(layout) as mesh:
-        torch.manual_seed(0)
-        full = TailForCausalLM(TailConfig(tail)).train()
-        ids = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(1))
-        return measure(
-            full,
-            {"input_ids": ids, "labels": ids},
-            mesh,
-            split=lambda model, mesh: shardwise.parallelize(model, mesh, plan="declared", **options),
-            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
-            num_steps=4,
-        )
+def train(mesh, tail, options):
+    full = TailForCausalLM(TailConfig(tail)).train()
+    ids = torch.randint(0, 24, (2, 8), generator=torch.Generator().manual_seed(1))
+    return measure(
+        full,
+        {"input_ids": ids, "labels": ids},
+        mesh,
+        split=lambda model, mesh: shardwise.parallelize(model, mesh, plan="declared", **options),
+        step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
+        num_steps=4,
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": Recompute(mode="full")}], ids=["plain", "recomputed"])
 @pytest.mark.parametrize(
     "tail", ["nothing", "norm", "mix", "residual", "in place", "residual norm mix", "other", "other residual norm"]
 )
-def test_a_region_that_goes_on_after_its_sum_has_the_full_models_gradients(tail, options):
-    for found in spawn(train, 2, "tp2", tail, options):
+def test_a_region_that_goes_on_after_its_sum_has_the_full_models_gradients(on_ranks, tail, options):
+    for found in on_ranks(train, layout="tp2"):
         assert found.passed, found
 
 
 @pytest.mark.parametrize("tail", ["norm", "mix"])
-def test_it_does_with_sequence_parallelism_too(tail):
-    for found in spawn(train, 2, "tp2", tail, {"sequence_parallel": True}):
+def test_it_does_with_sequence_parallelism_too(on_ranks, tail):
+    for found in on_ranks(train, layout="tp2", options={"sequence_parallel": True}):
         assert found.passed, found
 
 
 # as in test_compiled.py
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_it_does_where_blocks_are_compiled():
-    for found in spawn(train, 2, "tp2", "residual norm", {"compilation": Compile(backend="aot_eager")}):
+def test_it_does_where_blocks_are_compiled(on_ranks):
+    compiled = {"compilation": Compile(backend="aot_eager")}
+    for found in on_ranks(train, layout="tp2", tail="residual norm", options=compiled):
         assert found.passed, found

@@ -133,29 +133,28 @@ BLOCKS = {
 }
 
 
-def with_blocks(kind, name):
+def with_blocks(mesh, kind, name):
     """The same where blocks hide what they do from autograd."""
-    with shardwise.Mesh.open("tp2") as mesh:
-        whole = MODELS[name]().train()
-        split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True, **BLOCKS[kind])
-        if kind == "checkpointed by transformers":
-            checkpoint_layers(split)
-        try:
-            return problems_of(base_model_alone, whole, split)
-        except UnsupportedError as error:
-            return [str(error)]
+    whole = MODELS[name]().train()
+    split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True, **BLOCKS[kind])
+    if kind == "checkpointed by transformers":
+        checkpoint_layers(split)
+    try:
+        return problems_of(base_model_alone, whole, split)
+    except UnsupportedError as error:
+        return [str(error)]
 
 
 # torch's tracing warns of what it does itself.
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_blocks_that_run_again_or_are_compiled_hand_out_the_same(kind):
-    assert spawn(with_blocks, 2, kind, "llama", timeout=120) == [[], []]
+def test_blocks_that_run_again_or_are_compiled_hand_out_the_same(on_ranks, kind):
+    assert on_ranks(with_blocks, layout="tp2", name="llama") == [[], []]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_a_loss_on_what_cannot_be_told_is_refused():
-    for (problem,) in spawn(with_blocks, 2, "compiled", "bart", timeout=120):
+def test_a_loss_on_what_cannot_be_told_is_refused(on_ranks):
+    for (problem,) in on_ranks(with_blocks, layout="tp2", kind="compiled", name="bart"):
         assert "leave out compilation" in problem
 
 

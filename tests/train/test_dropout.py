@@ -42,37 +42,37 @@ WHOLE_ATTENTION = {
 """Rules for attentions that every rank computes on all of the sequence, beside MLPs that are split."""
 
 
-def record(layout, family, sequence_parallel, plan="auto"):
+def record(mesh, family, sequence_parallel, plan="auto"):
     """What this rank drew and computed in one training step."""
-    with shardwise.Mesh.open(layout) as mesh:
-        model = tiny_model(family, num_hidden_layers=2, **FAMILIES[family])
-        batch = tiny_batch(model, rows=ROWS, length=LENGTH)
-        shardwise.parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel).train()
-        masks = []
-        real = F.dropout
+    model = tiny_model(family, num_hidden_layers=2, **FAMILIES[family])
+    batch = tiny_batch(model, rows=ROWS, length=LENGTH)
+    shardwise.parallelize(model, mesh, plan=plan, sequence_parallel=sequence_parallel).train()
+    masks = []
+    real = F.dropout
 
-        def dropout(x, p=0.5, training=True, inplace=False):
-            scale = real(torch.ones_like(x), p, training)
-            if training:
-                masks.append((tuple(x.shape), digest(scale)))
-            return x * scale
+    def dropout(x, p=0.5, training=True, inplace=False):
+        scale = real(torch.ones_like(x), p, training)
+        if training:
+            masks.append((tuple(x.shape), digest(scale)))
+        return x * scale
 
-        F.dropout = dropout
-        torch.manual_seed(5)
-        step = shardwise.TrainStep(model, mesh)
-        losses = [float(step(batch).loss) for _ in range(2)]
-        state = digest(torch.get_rng_state())
-        whole = {
-            name: digest(value.grad)
-            for name, value in model.named_parameters()
-            if registry_of(model).entry(name).split is None
-        }
-        torch.manual_seed(5)
-        again = float(step(batch).loss)
-        model.eval()
-        with torch.no_grad():
-            still = digest(model(input_ids=batch["input_ids"]).logits), digest(torch.get_rng_state())
-        return {"masks": masks, "losses": losses, "again": again, "state": state, "whole": whole, "still": still}
+    F.dropout = dropout
+    torch.manual_seed(5)
+    step = shardwise.TrainStep(model, mesh)
+    losses = [float(step(batch).loss) for _ in range(2)]
+    state = digest(torch.get_rng_state())
+    whole = {
+        name: digest(value.grad)
+        for name, value in model.named_parameters()
+        if registry_of(model).entry(name).split is None
+    }
+    torch.manual_seed(5)
+    again = float(step(batch).loss)
+    model.eval()
+    with torch.no_grad():
+        still = digest(model(input_ids=batch["input_ids"]).logits), digest(torch.get_rng_state())
+    F.dropout = real
+    return {"masks": masks, "losses": losses, "again": again, "state": state, "whole": whole, "still": still}
 
 
 def digest(value):
@@ -81,8 +81,8 @@ def digest(value):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequence_parallel):
-    first, second = spawn(record, 2, "tp2", family, sequence_parallel)
+def test_masks_are_equal_where_ranks_compute_alike_and_only_there(on_ranks, family, sequence_parallel):
+    first, second = on_ranks(record, layout="tp2")
     for name in ("losses", "again", "state", "whole", "still"):
         assert first[name] == second[name], name
     assert first["losses"][0] == first["again"], "the same seed drops the same"
@@ -97,8 +97,8 @@ def test_masks_are_equal_where_ranks_compute_alike_and_only_there(family, sequen
     assert len({mask for _, mask in first["masks"]}) >= len(shapes) * 2 // 3, "masks repeat"
 
 
-def test_a_module_given_the_whole_sequence_drops_alike_on_all_ranks_and_anew_in_every_layer():
-    first, second = spawn(record, 2, "tp2", "llama", True, WHOLE_ATTENTION)
+def test_a_module_given_the_whole_sequence_drops_alike_on_all_ranks_and_anew_in_every_layer(on_ranks):
+    first, second = on_ranks(record, layout="tp2", family="llama", sequence_parallel=True, plan=WHOLE_ATTENTION)
     for name in ("losses", "again", "state", "whole", "still"):
         assert first[name] == second[name], name
     assert first["losses"][0] == first["again"]
@@ -170,27 +170,26 @@ def test_a_forward_that_raises_gives_the_stream_back():
         assert len({loss for (_, on), (_, loss) in first.items() if on == sequence_parallel}) == 1
 
 
-def recompute(layout, family):
+def recompute(mesh, family):
     """Gradients with and without running layers again in backward, and the stream afterwards."""
-    with shardwise.Mesh.open(layout) as mesh:
-        found = {}
-        for sequence_parallel in (False, True):
-            model = tiny_model(family, **FAMILIES[family])
-            batch = tiny_batch(model)
-            shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
-            for again in (False, True):
-                checkpoint_layers(model, enable=again)
-                torch.manual_seed(9)
-                model(**batch).loss.backward()
-                gradients = shardwise.full_gradients(model)
-                found[sequence_parallel, again] = gradients, digest(torch.get_rng_state())
-                model.zero_grad()
-        return found
+    found = {}
+    for sequence_parallel in (False, True):
+        model = tiny_model(family, **FAMILIES[family])
+        batch = tiny_batch(model)
+        shardwise.parallelize(model, mesh, sequence_parallel=sequence_parallel).train()
+        for again in (False, True):
+            checkpoint_layers(model, enable=again)
+            torch.manual_seed(9)
+            model(**batch).loss.backward()
+            gradients = shardwise.full_gradients(model)
+            found[sequence_parallel, again] = gradients, digest(torch.get_rng_state())
+            model.zero_grad()
+    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_that_run_again_in_backward_drop_the_same(family):
-    for rank in spawn(recompute, 2, "tp2", family):
+def test_layers_that_run_again_in_backward_drop_the_same(on_ranks, family):
+    for rank in on_ranks(recompute, layout="tp2"):
         for sequence_parallel in (False, True):
             expected, stream = rank[sequence_parallel, False]
             found, stream_again = rank[sequence_parallel, True]

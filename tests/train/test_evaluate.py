@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.ranks.spawn import spawn
-from shardwise.topology.shape import MeshShape
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.rows import StreamRows
 from tests.families import tiny_model
@@ -24,30 +22,29 @@ def tokens():
     return np.random.default_rng(0).integers(3, 96, size=LENGTH * ROWS + 5).astype(np.uint32)
 
 
-def evaluate(layout, max_batches):
-    with shardwise.Mesh.open(layout) as mesh:
-        model = tiny_model("llama").train()
-        model.model.layers[0].eval()  # frozen, as its owner left it
-        modes = [module.training for module in model.modules()]
-        shardwise.parallelize(model, mesh, sequence_parallel=mesh.size("tp") > 1)
-        assert [module.training for module in model.modules()] == modes, "parallelize changed a mode"
-        read = functools.partial(
-            evaluation_batches,
-            StreamRows(tokens(), seq_length=LENGTH),
-            batch_size=4,
-            max_batches=max_batches,
-            data_rank=mesh.data_rank,
-            data_size=mesh.data_size,
-        )
-        loss = build_evaluation(model, mesh, read)()
-        assert [module.training for module in model.modules()] == modes, "evaluation changed a mode"
-        return loss
+def evaluate(mesh, max_batches):
+    model = tiny_model("llama").train()
+    model.model.layers[0].eval()  # frozen, as its owner left it
+    modes = [module.training for module in model.modules()]
+    shardwise.parallelize(model, mesh, sequence_parallel=mesh.size("tp") > 1)
+    assert [module.training for module in model.modules()] == modes, "parallelize changed a mode"
+    read = functools.partial(
+        evaluation_batches,
+        StreamRows(tokens(), seq_length=LENGTH),
+        batch_size=4,
+        max_batches=max_batches,
+        data_rank=mesh.data_rank,
+        data_size=mesh.data_size,
+    )
+    loss = build_evaluation(model, mesh, read)()
+    assert [module.training for module in model.modules()] == modes, "evaluation changed a mode"
+    return loss
 
 
+@pytest.mark.parametrize(("max_batches", "rows"), [(50, ROWS), (2, 8)])
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2.fsdp2", "fsdp2.tp2"])
-def test_the_loss_is_the_mean_over_all_targets(layout):
-    for max_batches, rows in ((50, ROWS), (2, 8)):
-        ids = torch.from_numpy(tokens()[: rows * LENGTH].astype(np.int64)).view(rows, LENGTH)
-        expected = float(tiny_model("llama")(input_ids=ids, labels=ids).loss.detach())
-        found = spawn(evaluate, MeshShape.parse(layout).world_size, layout, max_batches)
-        assert len(set(found)) == 1 and found[0] == pytest.approx(expected, abs=1e-5)
+def test_the_loss_is_the_mean_over_all_targets(on_ranks, layout, max_batches, rows):
+    ids = torch.from_numpy(tokens()[: rows * LENGTH].astype(np.int64)).view(rows, LENGTH)
+    expected = float(tiny_model("llama")(input_ids=ids, labels=ids).loss.detach())
+    found = on_ranks(evaluate)
+    assert len(set(found)) == 1 and found[0] == pytest.approx(expected, abs=1e-5)

@@ -11,48 +11,45 @@ import torch
 import shardwise
 from shardwise.errors import ConfigError, GradientError
 from shardwise.ranks.spawn import spawn
-from shardwise.topology.shape import MeshShape
 from shardwise.train.gradients import LossScale, gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 4
 
 
-def train_mixed(layout, compute, mode):
+def train_mixed(mesh, compute, mode):
     """The loss, and the worst gradient relative to that of the unsplit model in the dtype of computation."""
-    with shardwise.Mesh.open(layout) as mesh:
-        whole = tiny_model("llama")
-        batch = tiny_batch(whole, rows=ROWS)
-        model = shardwise.parallelize(
-            copy.deepcopy(whole),
-            mesh,
-            precision=shardwise.Precision(compute=compute),
-            recompute=shardwise.Recompute(mode=mode),
-        )
-        reference = copy.deepcopy(whole).to(getattr(torch, compute))
-        loss = reference(**batch).loss
-        loss.backward()
-        result = shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
-        gradients = shardwise.full_gradients(model)
-        norms = {name: parameter.grad.float() for name, parameter in reference.named_parameters()}
-        worst = max(
-            float((gradients[name] - norm).abs().max() / norm.abs().max().clamp(min=1e-3))
-            for name, norm in norms.items()
-        )
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
-        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
-        optimizer.step()
-        return float(loss.detach()), float(result.loss), worst
+    whole = tiny_model("llama")
+    batch = tiny_batch(whole, rows=ROWS)
+    model = shardwise.parallelize(
+        copy.deepcopy(whole),
+        mesh,
+        precision=shardwise.Precision(compute=compute),
+        recompute=shardwise.Recompute(mode=mode),
+    )
+    reference = copy.deepcopy(whole).to(getattr(torch, compute))
+    loss = reference(**batch).loss
+    loss.backward()
+    result = shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
+    gradients = shardwise.full_gradients(model)
+    norms = {name: parameter.grad.float() for name, parameter in reference.named_parameters()}
+    worst = max(
+        float((gradients[name] - norm).abs().max() / norm.abs().max().clamp(min=1e-3)) for name, norm in norms.items()
+    )
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    optimizer.step()
+    return float(loss.detach()), float(result.loss), worst
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2", "ddp2", "fsdp2.tp2"])
-def test_masters_stay_in_float32_and_gradients_are_those_of_the_narrow_model(layout):
-    for compute, mode in (("bfloat16", "none"), ("bfloat16", "full"), ("float16", "none")):
-        for loss, found, worst in spawn(train_mixed, MeshShape.parse(layout).world_size, layout, compute, mode):
-            assert found == pytest.approx(loss, rel=5e-3)
-            assert worst < (0.04 if compute == "bfloat16" else 0.01)
+@pytest.mark.parametrize(("compute", "mode"), [("bfloat16", "none"), ("bfloat16", "full"), ("float16", "none")])
+def test_masters_stay_in_float32_and_gradients_are_those_of_the_narrow_model(on_ranks, layout, compute, mode):
+    for loss, found, worst in on_ranks(train_mixed):
+        assert found == pytest.approx(loss, rel=5e-3)
+        assert worst < (0.04 if compute == "bfloat16" else 0.01)
 
 
 def step_on_nonfinite(policy):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ import shardwise
 from shardwise.errors import PlanError
 from shardwise.proof.parity import measure
 from shardwise.ranks.spawn import spawn
-from shardwise.topology.shape import MeshShape
+from tests.families import rows_of
 from tests.layered import LayeredForCausalLM
 
 pytestmark = pytest.mark.spawn
@@ -100,65 +102,45 @@ LIFTED = SPLIT | {"layers.*.router": "region_output"}
 WHOLE = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 
 
-def train(layout, plan, sequence_parallel, num_experts):
-    with shardwise.Mesh.open(layout) as mesh:
-        torch.manual_seed(0)
-        whole = ForkForCausalLM(ForkConfig(num_experts=num_experts)).eval()
-        rows, half = 2 * mesh.data_size, VOCABULARY // 2
-        with torch.no_grad():
-            whole.embed.weight[:, 0] = torch.tensor([4.0, -4.0]).repeat_interleave(half)
-        # Along the sequence, or else over the rows, the first part of all tokens goes here and the second there.
-        place = torch.arange(LENGTH) * 2 // LENGTH if mesh.data_size == 1 else torch.arange(rows)[:, None] * 2 // rows
-        drawn = torch.randint(0, half, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
-        ids = drawn + half * place
-        return measure(
-            whole,
-            {"input_ids": ids, "labels": ids},
-            mesh,
-            split=lambda model, mesh: shardwise.parallelize(
-                model, mesh, plan=plan, sequence_parallel=sequence_parallel
-            ),
-            step=lambda model, mesh, batch: (
-                shardwise.TrainStep(model, mesh)(
-                    {name: value.chunk(mesh.data_size)[mesh.data_rank] for name, value in batch.items()}
-                ).loss
-            ),
-            num_steps=3,
-        )
-
-
 PLANS = {"whole": WHOLE, "split": SPLIT, "widen_regions": LIFTED, "derived": "auto"}
-LAYOUTS = ("tp2", "fsdp2", "ddp2", "fsdp2.tp2")
+
+
+def train(mesh, experts, plan, sequence_parallel):
+    """Over tp alone the third expert has no gradient anywhere, and keeps none; FSDP2 gives it zeros."""
+    num_experts = 0 if experts == "stacked" else 3 if mesh.data_size == 1 else 2
+    whole = ForkForCausalLM(ForkConfig(num_experts=num_experts)).eval()
+    rows, half = 2 * mesh.data_size, VOCABULARY // 2
+    with torch.no_grad():
+        whole.embed.weight[:, 0] = torch.tensor([4.0, -4.0]).repeat_interleave(half)
+    # Along the sequence, or else over the rows, the first part of all tokens goes here and the second there.
+    place = torch.arange(LENGTH) * 2 // LENGTH if mesh.data_size == 1 else torch.arange(rows)[:, None] * 2 // rows
+    drawn = torch.randint(0, half, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = drawn + half * place
+    return measure(
+        whole,
+        {"input_ids": ids, "labels": ids},
+        mesh,
+        split=functools.partial(shardwise.parallelize, plan=PLANS[plan], sequence_parallel=sequence_parallel),
+        step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(rows_of(batch, mesh)).loss,
+        num_steps=3,
+    )
 
 
 @pytest.mark.parametrize(
-    ("layout", "plan"),  # without tp there is nothing to plan
+    ("layout", "experts", "plan", "sequence_parallel"),
     [
-        (layout, plan)
-        for layout in LAYOUTS
-        for plan in ("whole", "split", "widen_regions")[: 3 if "tp" in layout else 1]
+        # Without tp there is nothing to plan.
+        *((layout, experts, "whole", False) for layout in ("fsdp2", "ddp2") for experts in ("single", "stacked")),
+        *(("tp2", "single", plan, False) for plan in ("whole", "split", "widen_regions")),
+        *(("tp2", "single", plan, True) for plan in ("whole", "widen_regions", "derived")),
+        *(("tp2", "stacked", "whole", sequence_parallel) for sequence_parallel in (False, True)),
+        *(("fsdp2.tp2", "single", plan, False) for plan in ("whole", "split")),
+        *(("fsdp2.tp2", "single", plan, True) for plan in ("widen_regions", "derived")),
+        ("fsdp2.tp2", "stacked", "whole", True),
     ],
 )
-def test_experts_that_some_ranks_do_not_run(layout, plan):
-    """Over tp alone the third expert has no gradient anywhere, and keeps none; FSDP2 gives it zeros."""
-    num_experts = 3 if layout == "tp2" else 2
-    for found in spawn(train, MeshShape.parse(layout).world_size, layout, PLANS[plan], False, num_experts):
-        assert found.passed, found
-
-
-@pytest.mark.parametrize(
-    ("layout", "sequence_parallel"), [*((layout, False) for layout in LAYOUTS), ("tp2", True), ("fsdp2.tp2", True)]
-)
-def test_stacked_experts_that_some_ranks_do_not_run(layout, sequence_parallel):
-    for found in spawn(train, MeshShape.parse(layout).world_size, layout, WHOLE, sequence_parallel, 0):
-        assert found.passed, found
-
-
-@pytest.mark.parametrize("plan", ["whole", "widen_regions", "derived"])
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
-def test_experts_that_some_ranks_do_not_run_with_sequence_parallelism(layout, plan):
-    num_experts = 3 if layout == "tp2" else 2
-    for found in spawn(train, MeshShape.parse(layout).world_size, layout, PLANS[plan], True, num_experts):
+def test_experts_that_some_ranks_do_not_run(on_ranks, layout, experts, plan, sequence_parallel):
+    for found in on_ranks(train):
         assert found.passed, found
 
 
