@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -135,9 +136,13 @@ def true_sizes(whole, mesh, directory, size):
     return problems
 
 
-@either_way
-@pytest.mark.parametrize("named", VOCABULARIES)
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize(
+    ("layout", "named", "sequence_parallel"),
+    [  # every vocabulary over two and four ranks, once with and once without
+        (layout, named, bool((i + j + j // 2) % 2))
+        for (i, layout), (j, named) in itertools.product(enumerate(("tp2", "tp4")), enumerate(VOCABULARIES))
+    ],
+)
 def test_vocabularies_of_any_size_divide(on_ranks, layout, named, sequence_parallel):
     for problems in on_ranks(differences):
         assert not problems
@@ -205,8 +210,12 @@ NOTHING_TO_LEARN = {"nothing to learn": case(change=ignore_all, num_hidden_layer
 CASES = {**HEADS, **UNEVEN, **WIDTHS, **VOCABULARIES, **BATCHES, **NOTHING_TO_LEARN}
 
 
-@either_way
-@pytest.mark.parametrize("named", BATCHES)
+@pytest.mark.parametrize(
+    ("named", "sequence_parallel"),
+    [  # each kind of batch either way, in another family
+        (named, bool((number + number // (len(BATCHES) // 2)) % 2)) for number, named in enumerate(BATCHES)
+    ],
+)
 def test_batches_of_any_length_and_padding(on_ranks, named, sequence_parallel):
     for problems in on_ranks(differences, layout="tp4"):
         assert not problems

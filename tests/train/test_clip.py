@@ -70,8 +70,8 @@ def compare(mesh, family, select, order, max_norm):
 @pytest.mark.parametrize(
     ("select", "order", "max_norm"),
     [
-        *((whole_model, order, max_norm) for order in ORDERS for max_norm in (0.1, math.inf)),
-        *((every_parameter, order, max_norm) for order in ORDERS for max_norm in (0.1, 1e6)),
+        *((whole_model, order, max_norm) for order, max_norm in zip(ORDERS, (0.1, math.inf) * 2, strict=True)),
+        *((every_parameter, order, max_norm) for order, max_norm in zip(ORDERS, (1e6, 0.1) * 2, strict=True)),
         *((select, 2.0, 0.01) for select in (some_parameters, one_parameter)),
     ],
 )
