@@ -9,7 +9,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 import shardwise
+from shardwise.errors import UnsupportedError
 from shardwise.plan.options import FsdpPolicy, Pipeline
+from shardwise.ranks.spawn import spawn
 from shardwise.train.batch import count_targets
 from tests.families import tiny_batch, tiny_model
 
@@ -159,3 +161,32 @@ def loops(mesh):
 @pytest.mark.parametrize("layout", ["fsdp2"])
 def test_loops_of_ones_own(on_ranks, layout):
     on_ranks(loops)
+
+
+class Sometimes(torch.nn.Module):
+    """One of two experts, the second of which no batch of the search for a plan uses."""
+
+    at = 0
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.experts = torch.nn.ModuleList([mlp, copy.deepcopy(mlp)])
+
+    def forward(self, x):
+        return self.experts[self.at](x)
+
+
+def meet_the_unseen():
+    with shardwise.Mesh.open("tp2") as mesh:
+        whole = tiny_model("llama", num_hidden_layers=1)
+        whole.model.layers[0].mlp = Sometimes(whole.model.layers[0].mlp)
+        step = shardwise.TrainStep(shardwise.parallelize(whole, mesh), mesh)
+        batch = tiny_batch(whole)
+        step(batch)
+        whole.model.layers[0].mlp.at = 1
+        with pytest.raises(UnsupportedError, match="experts.1.gate_proj.weight and 2 more"):
+            step(batch)
+
+
+def test_what_no_trial_of_a_plan_has_used_is_not_trained_wrongly():
+    spawn(meet_the_unseen, 2)

@@ -17,7 +17,17 @@ from typing import ClassVar
 from shardwise.errors import PlanError, did_you_mean
 from shardwise.plan.split_style import SplitStyle
 
-__all__ = ["SECTIONS", "STYLES", "AttributeRule", "InputRule", "ParameterRule", "RegionRule", "Rule", "SequenceRule"]
+__all__ = [
+    "SECTIONS",
+    "STYLES",
+    "UNREACHED",
+    "AttributeRule",
+    "InputRule",
+    "ParameterRule",
+    "RegionRule",
+    "Rule",
+    "SequenceRule",
+]
 
 # A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
 _COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
@@ -25,6 +35,9 @@ _SOURCE = re.compile(r"[^\s:#]+")
 _INTO = re.compile(r"(rowwise|region_output)_into\(([^()\s:#*]+)\)")
 _DIVIDED = re.compile(r"divided(?:\(([1-9]\d*(?:/[1-9]\d*)?)\))?")
 _INPUT_DIM = re.compile(r"split\((\d+)\)")
+UNREACHED = "no gradient reaches it here, so that nothing shows how to split it"
+"""The reason of a rule for a parameter that no batch of the search has used."""
+
 _OLDER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
 

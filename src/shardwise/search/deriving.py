@@ -17,6 +17,7 @@ from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
+from shardwise.plan.rule import UNREACHED
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import set_dropout
@@ -118,7 +119,7 @@ def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_pa
         raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
     reached = trial.gradients.keys()
     unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
-    unseen = dict.fromkeys(unreached, "no gradient reaches it here, so that nothing shows how to split it")
+    unseen = dict.fromkeys(unreached, UNREACHED)
     plan = with_reasons(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
     problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
     return Derivation(plan=generalize(plan, tiny, model), problem=problem)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_, host_device
-from shardwise.errors import GradientError
+from shardwise.errors import GradientError, UnsupportedError
+from shardwise.plan.rule import UNREACHED
 from shardwise.runtime.registry import ParameterEntry, Registry, local_part
 from shardwise.topology.axes import DATA_AXES
 
@@ -48,6 +49,7 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
 
     Raises:
         GradientError: a parameter that several stages hold is trained by some of them and not by others.
+        UnsupportedError: a parameter is trained that no trial of a derived plan has used.
 
     Communicates: over the data axes, one all-reduce of what FSDP2 has not reduced and of which parameters were used;
         over tp, one of all partial gradients of a dtype together, and one over each group of ranks that share
@@ -73,6 +75,25 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
         _sum_over_stages(stages, same, registry)
     for each in summands:
         each.keep()
+    _refuse_unproved(summands)
+
+
+def _refuse_unproved(summands: Sequence[_Summand]) -> None:
+    """Raises where a gradient has come to a parameter inside of a split region that no trial of the plan has used."""
+    planned = {each.entry.fqn: each.entry.registry.plan.parameters.get(each.entry.fqn) for each in summands}
+    names = [
+        each.entry.fqn
+        for each in summands
+        if each.entry.gradient == "partial" and each.parameter.grad is not None
+        if (found := planned[each.entry.fqn]) is not None and found.rule.reason == UNREACHED
+    ]
+    if names:
+        raise UnsupportedError(
+            f"a gradient of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            why="the batches with which its plan was found and tried never used it, and it lies where ranks compute "
+            "parts: nothing shows that this gradient is right",
+            fix="have the model use it on small random batches too, give rules for it (plan=), or use tp_size 1",
+        )
 
 
 def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
