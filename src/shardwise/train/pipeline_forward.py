@@ -94,7 +94,7 @@ class _Forward:
         if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
             self.arguments["use_cache"] = self.arguments.get("use_cache") or False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable
     def run(self) -> Any:
         """The output of the whole model: torch.compile of all of it leaves the schedule as it is."""
         manner = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
