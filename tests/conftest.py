@@ -30,6 +30,9 @@ sys.dont_write_bytecode = False
 # Ranks that compile would each take a second to import this.
 ranks.PRELOADED = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx", *ranks.PRELOADED)
 
+DEAR = ("peft", "lightning.pytorch")
+"""Takes every rank a second to import, so ranks find it imported where any selected test file imports it."""
+
 TIERS = ("pure", "single", "spawn", "device")
 
 # The same examples in every run, and no deadlines: a busy machine is not a defect.
@@ -48,6 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             f"{len(forgotten)} test(s) say in no way what they need; mark the module with one of {', '.join(TIERS)}, "
             f"for example `pytestmark = pytest.mark.pure`:\n  {shown}"
         )
+    ranks.PRELOADED = (*(name for name in DEAR if name in sys.modules), *ranks.PRELOADED)
     if hasattr(config, "workerinput"):
         from tests.together import arrange
 

@@ -13,7 +13,7 @@ from tests.oracle import differing
 
 pytestmark = pytest.mark.spawn
 
-NUM_STEPS = 20
+NUM_BATCHES = 24  # four epochs: twenty-four steps, or eight that accumulate
 LOSS = 1e-4
 A, B, C, D, E = (
     ("automatic", 1, "norm"),
@@ -42,7 +42,7 @@ def curve(mesh, layout, mode, accumulate, clip):
         module, options = Automatic(), {"accumulate_grad_batches": accumulate}
         if clip:
             options |= {"gradient_clip_val": CLIP[clip], "gradient_clip_algorithm": clip}
-    trainer(layout, max_steps=NUM_STEPS, **options).fit(module, loader(mesh.data_size))
+    trainer(layout, max_steps=NUM_BATCHES // accumulate, **options).fit(module, loader(mesh.data_size))
     read = all_gather_objects(module.rows[: NUM_ROWS // mesh.data_size], mesh.group(*DATA_AXES))
     state = shardwise.full_state_dict(module.model, rank0_only=True)
     return module.losses, state, find_unequal_replicas(module.model), read
@@ -50,7 +50,7 @@ def curve(mesh, layout, mode, accumulate, clip):
 
 @pytest.mark.parametrize(("layout", "mode", "accumulate", "clip"), [(at, *case) for at in CASES for case in CASES[at]])
 def test_curves_are_those_of_the_unsplit_model(on_ranks, layout, mode, accumulate, clip):
-    wanted, parameters = unsplit_curve(mode, accumulate, clip, NUM_STEPS)
+    wanted, parameters = unsplit_curve(mode, accumulate, clip, NUM_BATCHES // accumulate)
     for losses, state, unequal, read in on_ranks(curve, layout=layout.removesuffix("+sp")):
         assert losses == pytest.approx(wanted, abs=LOSS)
         assert not [problem for name in state for problem in differing(name, state[name], parameters[name], 2e-5)]
