@@ -27,8 +27,13 @@ from shardwise.ranks import spawn as ranks
 
 sys.dont_write_bytecode = False
 
-# Ranks that compile would each take a second to import this.
-ranks.PRELOADED = ("torch._dynamo.backends.debugging", "torch._inductor.compile_fx", *ranks.PRELOADED)
+# What ranks would each take long to import: a compiler, and the families that most tests are of.
+ranks.PRELOADED = (
+    "torch._dynamo.backends.debugging",
+    "torch._inductor.compile_fx",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gemma3", "gpt2", "mixtral", "qwen3")),
+    *ranks.PRELOADED,
+)
 
 DEAR = ("peft", "lightning.pytorch")
 """Takes every rank a second to import, so ranks find it imported where any selected test file imports it."""

@@ -86,17 +86,16 @@ def test_random_weights_do_not_depend_on_the_layout():
             assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
-def turn_knobs(options):
-    with shardwise.Mesh.open("fsdp2") as mesh:
-        whole, filters = tiny_model("llama"), list(warnings.filters)
-        model = shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(**options))
-        assert list(warnings.filters) == filters, "the warnings of the whole process were filtered"
-        batch = tiny_batch(whole)
-        whole(**batch).loss.backward()
-        mine = {name: value[mesh.rank :][:1] for name, value in batch.items()}
-        shardwise.TrainStep(model, mesh)(mine)
-        found = shardwise.full_gradients(model)
-        return max(float((found[name] - parameter.grad).abs().max()) for name, parameter in whole.named_parameters())
+def turn_knobs(mesh, options):
+    whole, filters = tiny_model("llama"), list(warnings.filters)
+    model = shardwise.parallelize(tiny_model("llama"), mesh, fsdp=shardwise.FsdpPolicy(**options))
+    assert list(warnings.filters) == filters, "the warnings of the whole process were filtered"
+    batch = tiny_batch(whole)
+    whole(**batch).loss.backward()
+    mine = {name: value[mesh.rank :][:1] for name, value in batch.items()}
+    shardwise.TrainStep(model, mesh)(mine)
+    found = shardwise.full_gradients(model)
+    return max(float((found[name] - parameter.grad).abs().max()) for name, parameter in whole.named_parameters())
 
 
 @pytest.mark.spawn
@@ -116,8 +115,8 @@ def turn_knobs(options):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_knobs_change_how_and_not_what(options):
-    assert max(spawn(turn_knobs, 2, options)) < 1e-6
+def test_knobs_change_how_and_not_what(on_ranks, options):
+    assert max(on_ranks(turn_knobs, layout="fsdp2")) < 1e-6
 
 
 def ask_for_symmetric_memory():

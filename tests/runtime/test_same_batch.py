@@ -25,37 +25,36 @@ FAULTS = {
 }
 
 
-def step_on(fault, layout, by_hand):
+def step_on(mesh, fault, by_hand=False):
     """What the last rank's fault comes to on this rank."""
-    with shardwise.Mesh.open(layout) as mesh:
-        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
-        batch = tiny_batch(model, rows=4, length=16)
-        last = mesh.rank == mesh.shape.world_size - 1
-        step = shardwise.TrainStep(model, mesh, num_microbatches=2)
-        step(batch)
-        given = FAULTS[fault](batch) if last else batch
-        try:
-            model(**given) if by_hand else step(given)
-        except BatchError as error:
-            return str(error)
-        return "nothing"
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    batch = tiny_batch(model, rows=4, length=16)
+    last = mesh.rank == mesh.shape.world_size - 1
+    step = shardwise.TrainStep(model, mesh, num_microbatches=2)
+    step(batch)
+    given = FAULTS[fault](batch) if last else batch
+    try:
+        model(**given) if by_hand else step(given)
+    except BatchError as error:
+        return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_other_rows_on_one_rank_are_one_error_on_both(fault):
-    first, second = spawn(step_on, 2, fault, "tp2", False)
+def test_other_rows_on_one_rank_are_one_error_on_both(on_ranks, fault):
+    first, second = on_ranks(step_on, layout="tp2")
     assert first == second
     assert "tp ranks were given different batches" in first and "on rank 0: " in first and "on rank 1: " in first
 
 
 @pytest.mark.parametrize("fault", ["rows", "length"])
-def test_a_loop_of_ones_own_is_told_so_too(fault):
-    first, second = spawn(step_on, 2, fault, "tp2", True)
+def test_a_loop_of_ones_own_is_told_so_too(on_ranks, fault):
+    first, second = on_ranks(step_on, layout="tp2", by_hand=True)
     assert first == second and "tp ranks were given different batches" in first
 
 
-def test_another_data_rank_hears_of_it():
-    said = spawn(step_on, 4, "length", "fsdp2.tp2", False)
+def test_another_data_rank_hears_of_it(on_ranks):
+    said = on_ranks(step_on, layout="fsdp2.tp2", fault="length")
     assert len(set(said)) == 1 and "on rank 2: int64 [4, 16]" in said[0] and "on rank 3: int64 [4, 13]" in said[0]
 
 

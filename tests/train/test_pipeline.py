@@ -52,6 +52,7 @@ def model_of(family, tied):
     return tiny_model(family, tied=tied, **{"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS})
 
 
+@functools.cache
 def has_schedule(layout, name, count):
     pp_size = MeshShape.parse(layout.split()[0]).pp_size
     try:
@@ -62,18 +63,19 @@ def has_schedule(layout, name, count):
 
 
 def cells():
-    """Cells in which every two choices of layout, schedule and number of microbatches meet that can; families, tied and
-    not, take turns. `make coverage` proves every family in each.
+    """Cells in which every two choices of layout, schedule and number of microbatches meet that can, schedules with
+    tensor parallelism in one of its two ways; families, tied and not, take turns. `make coverage` proves every family
+    in each.
     """
-    product = [cell for cell in itertools.product(LAYOUTS, SCHEDULES, COUNTS) if has_schedule(*cell)]
-
-    def pairs(cell):
-        return set(itertools.combinations(enumerate(cell), 2))
-
-    left, chosen = set().union(*map(pairs, product)), []
+    pairs = {
+        (layout, name, count): {(layout, count), (layout.split()[0], name), (name, count)}
+        for layout, name, count in itertools.product(LAYOUTS, SCHEDULES, COUNTS)
+        if has_schedule(layout, name, count)
+    }
+    left, chosen = set().union(*pairs.values()), []
     while left:
-        best = max(product, key=lambda cell: len(pairs(cell) & left))
-        left -= pairs(best)
+        best = max(pairs, key=lambda cell: len(pairs[cell] & left))
+        left -= pairs[best]
         chosen.append(best)
     for number, (layout, name, count) in enumerate(sorted(chosen, key=lambda cell: LAYOUTS.index(cell[0]))):
         tied = (number + number // len(FAMILIES)) % 2 == 0
@@ -83,15 +85,15 @@ def cells():
 
 def expected(whole, batch, count):
     """Loss and gradients of the unsplit model, weighted by targets over `count` parts of the batch."""
-    reference, loss = copy.deepcopy(whole), torch.zeros(())
-    parts = split_rows(batch, batch["labels"].shape[0], count)
-    counts = [count_targets(reference, part) for part in parts]
+    whole.zero_grad()
+    loss, parts = torch.zeros(()), split_rows(batch, batch["labels"].shape[0], count)
+    counts = [count_targets(whole, part) for part in parts]
     for part, own in zip(parts, counts, strict=True):
         if own:
-            weighted = reference(**part).loss * (own / sum(counts))
+            weighted = whole(**part).loss * (own / sum(counts))
             weighted.backward()
             loss += weighted.detach()
-    return loss, {name: value.grad for name, value in reference.named_parameters() if value.grad is not None}
+    return loss, {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
 
 
 def train(mesh, family, name, count, tied, sp=False, **options):
@@ -124,10 +126,12 @@ def test_steps_have_the_loss_and_gradients_of_the_unsplit_model(on_ranks, layout
 
 def test_every_two_choices_meet_that_can():
     found = list(cells())
-    assert {(layout, sp, name) for layout, sp, _, name, _, _ in found} == {
-        (layout.split()[0], layout.endswith("sp"), name)
-        for layout, name, count in itertools.product(LAYOUTS, SCHEDULES, COUNTS)
-        if has_schedule(layout, name, count)
+    possible = [cell for cell in itertools.product(LAYOUTS, SCHEDULES, COUNTS) if has_schedule(*cell)]
+    assert {(layout, name) for layout, _, _, name, _, _ in found} == {
+        (layout.split()[0], name) for layout, name, _ in possible
+    }
+    assert {(layout, sp, count) for layout, sp, _, _, count, _ in found} == {
+        (layout.split()[0], layout.endswith("sp"), count) for layout, _, count in possible
     }
     assert {family for _, _, family, _, _, _ in found} == set(FAMILIES)
 
@@ -136,9 +140,10 @@ def train_zero(mesh, name, stage):
     return train(mesh, "llama", name, 4, tied=True, fsdp=FsdpPolicy(zero_stage=stage))
 
 
-@pytest.mark.parametrize(("name", "stage"), [*((name, 3) for name in SCHEDULES), ("1f1b", 1), ("zbv", 1)])
+@pytest.mark.parametrize(("name", "stage"), [("1f1b", 1), ("zbv", 1), ("gpipe", 2)])
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
-def test_no_schedule_loses_gradients_at_any_zero_stage(on_ranks, layout, name, stage):
+def test_no_gradients_are_lost_at_other_zero_stages(on_ranks, layout, name, stage):
+    """The third one is that of the cells above, with every schedule."""
     for problems in on_ranks(train_zero):
         assert not problems, problems
 

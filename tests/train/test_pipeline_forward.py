@@ -78,8 +78,9 @@ def loop(mesh, name):
     return problems, ""
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-@pytest.mark.parametrize("layout", ["pp2", "pp2.tp2", "pp2.fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "name"), [("pp2", "1f1b"), ("pp2", "zbv"), ("pp2.tp2", "zbv"), ("pp2.fsdp2", "1f1b")]
+)
 def test_loops_by_hand_train_in_microbatches(on_ranks, layout, name):
     for problems, again in on_ranks(loop):
         assert not problems, problems
