@@ -17,8 +17,9 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.at_rest import copy_out_of_mmap
 from shardwise.runtime.canonical import local_tensor
-from shardwise.runtime.registry import copy_out_of_mmap, entry_of, find_parameters, is_split, named_entries, registry_of
+from shardwise.runtime.registry import entry_of, find_parameters, is_split, named_entries, registry_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Split
 from shardwise.tiny.simulate import SimulatedMesh

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
+from shardwise.runtime.at_rest import reshard
 from shardwise.runtime.canonical import canonical_tensor, computed_buffer, dtypes_of, state_names
-from shardwise.runtime.registry import find_parameters, named_entries, registry_of, reshard
+from shardwise.runtime.registry import find_parameters, named_entries, registry_of
 from shardwise.runtime.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter

@@ -24,7 +24,8 @@ from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
-from shardwise.runtime.registry import Registry, local_part, registry_of, reshard
+from shardwise.runtime.at_rest import reshard
+from shardwise.runtime.registry import Registry, local_part, registry_of
 from shardwise.sharding.reshard import Copy
 
 __all__ = ["Loaded", "load_into", "open_checkpoint"]

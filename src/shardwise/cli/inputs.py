@@ -46,9 +46,13 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     if isinstance(model.config, dict):
         problems += _check_model_config(model.config)
     backend, backends = config.compilation.backend, torch.compiler.list_backends(exclude_tags=())
-    if backend is not None and backend not in backends:
+    if backend is not None and backend not in ("auto", *backends):
         what = f"torch.compile has no backend {backend!r}{did_you_mean(backend, backends)}"
         problems.append(Problem("compilation.backend", what))
+    if config.compilation.mode is not None and config.compilation.options:
+        problems.append(
+            Problem("compilation.mode", "is a set of options, and options are given, too", "use one of both")
+        )
     return [*problems, *_check_memory(config), *_check_optimizer(config.optimizer)]
 
 

@@ -28,7 +28,7 @@ from shardwise.topology.shape import MeshShape
 from shardwise.train.data_config import DataConfig, held_out, rows_of
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.rows import Apart
-from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
+from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
 
 __all__ = ["build_model", "check_model", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
 
@@ -94,7 +94,22 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
         precision=Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite),
         recompute=config.recompute,
         pipeline=config.pipeline,
-        compilation=None if chosen.backend is None else Compile(backend=chosen.backend, dynamic=chosen.dynamic),
+        compilation=_compilation_of(chosen, device),
+    )
+
+
+def _compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
+    backend = chosen.backend
+    if backend == "auto":
+        backend = "inductor" if device.type == "cuda" else None
+    if backend is None:
+        return None
+    return Compile(
+        backend=backend,
+        dynamic=chosen.dynamic,
+        mode=chosen.mode,
+        options=chosen.options or None,
+        async_tp=chosen.async_tp,
     )
 
 

@@ -133,7 +133,7 @@ def _finish(
     console: Console,
 ) -> None:
     """What comes after the last step."""
-    if config.compilation.backend is not None:
+    if spec_of(config, mesh.device).compilation is not None:
         console.print(f"compiled {count_compilation()}")
     try:
         if config.export is not None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 __all__ = [
@@ -38,11 +37,13 @@ _FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=Fal
 
 Group = dist.ProcessGroup
 
+# Without torch's functions around them, which wait for what they return when a graph is made of them. Whoever waits
+# once more hides the collective from inductor, which then fuses it with no product.
+_functional = torch.ops._c10d_functional
+
 # torch 2.13 renamed the single-tensor forms and deprecates the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather_value = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter_value = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 def host_device(group: Group, device: torch.device) -> torch.device:
@@ -70,17 +71,23 @@ def uses_functional(group: Group) -> bool:
 
 def all_reduce_value(x: Tensor, group: Group) -> Tensor:
     """The sum of every rank's `x`."""
-    return functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def all_gather_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """Every rank's `x` along `dim`, all of one shape."""
-    return functional.wait_tensor(_all_gather_value(x.contiguous(), dim, group))
+    size = group.size()
+    joined = _functional.wait_tensor(_functional.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    if all(before == 1 for before in x.shape[:dim]):
+        return joined.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return torch.cat(joined.chunk(size), dim)
 
 
 def reduce_scatter_value(x: Tensor, group: Group, *, dim: int) -> Tensor:
     """This rank's part along `dim` of the sum of every rank's `x`."""
-    return functional.wait_tensor(_reduce_scatter_value(x.contiguous(), "sum", dim, group))
+    size = group.size()
+    parts = torch.cat(x.chunk(size, dim)) if dim else x.contiguous()
+    return _functional.wait_tensor(_functional.reduce_scatter_tensor(parts, "sum", size, group.group_name))
 
 
 def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:

@@ -19,8 +19,9 @@ from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError
 from shardwise.lora.library import peft
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.at_rest import reshard
 from shardwise.runtime.canonical import canonical_tensor, dtypes_of, state_names
-from shardwise.runtime.registry import Registry, named_entries, registry_of, reshard
+from shardwise.runtime.registry import Registry, named_entries, registry_of
 from shardwise.runtime.whole_names import names_only
 
 __all__ = [

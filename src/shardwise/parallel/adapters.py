@@ -160,6 +160,8 @@ def _apply_adapter(
 
 def _drop_alike(dropout: nn.Module, name: str, context: SplitContext) -> None:
     """Has all ranks drop the same of an input that they are all given in full."""
+    if not has_dropout(dropout):
+        return  # hooks that must run tell blocks apart for torch.compile
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         context.restore_rng("adapter")

@@ -1,20 +1,30 @@
 """`torch.compile` of every layer, in place: names stay, and so does everything that hangs on a layer from outside.
 
-A layer compiles as one function with the edges of its split regions inside; collectives and FSDP2's hooks run between
-compiled parts. Layers of one class share what was compiled for the first of them.
+# [Note: compiled whole]
+A layer's forward compiles as one function with the edges of its split regions inside, or not at all: where torch would
+end a graph there is an error. What hangs on the layer itself runs outside, as it is: FSDP2's hooks, the ends of a stack
+that sequence parallelism splits, random streams. So all layers of one class share what was compiled for the first. What
+regions would write down about the forward under way has been written before a layer is entered, because what is
+recomputed may write nothing.
 """
 
 from __future__ import annotations
 
+import types
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import Cache
 
+from shardwise.errors import UnsupportedError
 from shardwise.plan.options import Compile
 from shardwise.plan.structure import outermost_layers
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.registry import Registry
 
 __all__ = ["CompileCount", "apply_compilation", "count_compilation"]
@@ -40,20 +50,70 @@ class CompileCount:
         return f"{self.graphs} graph(s), {self.recompiles} recompiled, {breaks} graph break(s){reasons}"
 
 
+class Compiled:
+    """Mixin of a layer: runs what was compiled of its forward, unless it fills a cache of keys, as in `generate()`.
+
+    Raises, when it runs:
+        UnsupportedError: it is not one graph.
+    """
+
+    _compiled_forward: Callable[..., Any]
+    _compiled_name: str
+    _compiled_stack: str | None
+    _compiled_context: SplitContext
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
+
+        # Where somebody looks at every operation torch compiles nothing; a cache of keys is another for every layer.
+        if torch._C._len_torch_dispatch_stack() or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        state = self._compiled_context.state
+        state.enter_stack(self._compiled_stack)
+        state.enter_rows(state.stack_rows if self._compiled_stack is not None else 0)
+        try:
+            return self._compiled_forward(self, *args, **kwargs)
+        except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
+            raise _not_whole(self._compiled_name, error) from error
+        except FailOnRecompileLimitHit as error:
+            raise UnsupportedError(
+                f"{self._compiled_name} would be compiled once more, for other inputs than before",
+                why=str(error).splitlines()[0],
+                fix="bring rows to few lengths, or leave lengths open with Compile(dynamic=True), or raise\n"
+                "torch._dynamo.config.recompile_limit",
+            ) from error
+
+
 def apply_compilation(model: nn.Module, registry: Registry, choice: Compile | None) -> None:
     """Compiles the layers of `model` when they are first run. Communicates nothing.
 
-    Where something drops under tp, graphs end at every change of the stream of random numbers: torch would compile them
-    again for every seed.
+    Raises:
+        UnsupportedError: something drops under tp, or the device has no symmetric memory.
     """
     if choice is None:
         return
-    context: Any = registry.context
+    context = registry.context
     if context.has_dropout and context.size > 1:
-        context.fork_rng = torch.compiler.disable(context.fork_rng)
-        context.restore_rng = torch.compiler.disable(context.restore_rng)
-    for layer in outermost_layers(registry.plan.stacks):
-        model.get_submodule(layer).compile(backend=choice.backend, dynamic=choice.dynamic)
+        raise UnsupportedError(
+            "compilation of a model that drops under tp",
+            why="ranks draw alike here and each for itself there, and a graph has one stream of random numbers",
+            fix="set the dropouts of its config to 0, or leave out compilation, or use fsdp in place of tp",
+        )
+    options = _options(choice, registry)
+    known: dict[type, Callable[..., Any]] = {}
+    for name in outermost_layers(registry.plan.stacks):
+        layer = model.get_submodule(name)
+        if type(layer) not in known:
+            known[type(layer)] = torch.compile(_own_code(type(layer).forward), fullgraph=True, **options)
+        apply_mixin(
+            layer,
+            Compiled,
+            _compiled_forward=known[type(layer)],
+            _compiled_name=name,
+            _compiled_stack=registry.plan.stack_of(name),
+            _compiled_context=context,
+        )
 
 
 def count_compilation() -> CompileCount:
@@ -64,3 +124,47 @@ def count_compilation() -> CompileCount:
     breaks = Counter({str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()})
     recompiles = sum(metrics.recompile_reason is not None for metrics in get_compilation_metrics())
     return CompileCount(graphs=counters["stats"]["unique_graphs"], recompiles=recompiles, graph_breaks=breaks)
+
+
+def _options(choice: Compile, registry: Registry) -> dict[str, Any]:
+    """What `torch.compile` is given."""
+    found: dict[str, Any] = {"backend": choice.backend, "dynamic": choice.dynamic, "mode": choice.mode}
+    if choice.options:
+        found["options"] = dict(choice.options)
+    if not choice.async_tp:
+        return found
+    group = registry.context.group
+    if group is None or registry.mesh.device.type != "cuda":
+        raise UnsupportedError(
+            f"async_tp over {registry.mesh}",
+            why="products are computed while their parts travel through the symmetric memory of several GPUs along tp",
+            fix="leave it out, or use a layout with tp on GPUs",
+        )
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(group.group_name)
+    of_mode = torch._inductor.list_mode_options(choice.mode) if choice.mode is not None else {}
+    return {**found, "mode": None, "options": {**of_mode, **(choice.options or {}), "_micro_pipeline_tp": True}}
+
+
+def _own_code(forward: Any) -> Any:
+    """A copy of a function: torch counts what it compiles for each piece of code, which models may share."""
+    if not isinstance(forward, types.FunctionType):
+        return forward
+    code, defaults, closure = forward.__code__.replace(), forward.__defaults__, forward.__closure__
+    copied = types.FunctionType(code, forward.__globals__, forward.__name__, defaults, closure)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _not_whole(layer: str, error: Any) -> UnsupportedError:
+    """The error for a layer that torch would compile in pieces."""
+    stack = list(getattr(error, "real_stack", None) or ())
+    lines = str(getattr(error, "msg", error)).strip().splitlines()
+    explanation = next((line.split(":", 1)[1].strip() for line in lines if line.strip().startswith("Explanation:")), "")
+    return UnsupportedError(
+        f"{layer} is not one graph: {lines[0]}",
+        at=f"{stack[-1].filename}, line {stack[-1].lineno}: {stack[-1].line}" if stack else None,
+        why=explanation or None,
+        fix="change the model there, or leave out compilation",
+    )

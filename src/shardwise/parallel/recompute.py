@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
 from shardwise.plan.structure import LayerStack, outermost_layers
-from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.region_edges import with_own_sums
 from shardwise.runtime.registry import Registry
 
 __all__ = ["apply_recomputation", "recompute_classes"]
@@ -49,16 +50,19 @@ _EXPENSIVE_OPS = frozenset(
 class _Resuming:
     """A checkpoint whose second run is given the state of the forward that it belongs to: others may have run since."""
 
-    def __init__(self, run: Callable[..., Any], context: SplitContext) -> None:
-        self.run, self.context = run, context
+    def __init__(self, run: Callable[..., Any], registry: Registry, *, is_region: bool = False) -> None:
+        self.run, self.context, self.casting, self.is_region = run, registry.context, registry.casting, is_region
 
     def __call__(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self.run(own, *args, **kwargs)
+            if not self.is_region:
+                return self.run(own, *args, **kwargs)
+            return self.run(lambda *args, **kwargs: with_own_sums(own, self.context, args, kwargs), *args, **kwargs)
         state = self.context.state
+        casting = self.casting if self.casting is not None and self.casting.is_on else None
 
         def forward(kwargs: dict[str, Any], *args: Any) -> Any:
-            with self.context.resumed(state):
+            with self.context.resumed(state), casting.under_way() if casting is not None else nullcontext():
                 return own(*args, **kwargs)
 
         # By position: only there does `checkpoint` look for the device whose random numbers are drawn again.
@@ -102,25 +106,25 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
 
     Communicates: nothing; a recomputed forward repeats what it communicates.
     """
-    context = registry.context
-    for module in model.modules() if context.size > 1 else ():
+    for module in model.modules() if registry.context.size > 1 or registry.casting is not None else ():
         own = vars(module)
         if "_gradient_checkpointing_func" in own:
-            own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], context)
+            own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], registry)
         if isinstance(module, PreTrainedModel):
-            own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, context)
+            own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, registry)
     if recompute.mode == "none":
         return
     run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
+    regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.regions}
     for module in _chosen(model, registry.plan.stacks, recompute):
-        apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, context))
+        apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, registry, is_region=id(module) in regions))
 
 
 def _enable_resuming(
-    model: PreTrainedModel, context: SplitContext, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
+    model: PreTrainedModel, registry: Registry, *, gradient_checkpointing_func: Any = checkpoint, **options: Any
 ) -> None:
     """`PreTrainedModel._set_gradient_checkpointing`, with a function that resumes."""
-    function = _Resuming(gradient_checkpointing_func, context)
+    function = _Resuming(gradient_checkpointing_func, registry)
     type(model)._set_gradient_checkpointing(model, gradient_checkpointing_func=function, **options)
 
 

@@ -17,10 +17,11 @@ from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.head import install_head, install_loss, install_side_outputs
-from shardwise.runtime.linear import AdaptedRowSplit, RowSplit, apply_mixin
+from shardwise.runtime.linear import AdaptedRowSplit, BiasRead, RowSplit, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
 from shardwise.runtime.outputs import install_outputs
+from shardwise.runtime.reading import read_through
 from shardwise.runtime.region_edges import (
     RegionExit,
     install_gathered,
@@ -154,9 +155,13 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif style == "embedding_colwise":
         apply_mixin(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
+        bias = None if type(module).forward is nn.Linear.forward else BiasRead()
+        if bias is not None and unwrapped(module)._parameters.get("bias") is not None:
+            read_through(unwrapped(module), "bias", bias)
         apply_mixin(
             module,
             AdaptedRowSplit if name in plan.weights else RowSplit,
+            _bias=bias,
             _split=context,
             _stack=plan.stack_of(name),
             _reduces=leave is not None,

@@ -14,6 +14,7 @@ __all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Re
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECOMPUTED = ("none", "full", "attention", "selective")
 
 
@@ -151,15 +152,37 @@ class Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile:
-    """How `torch.compile` compiles each block.
+    """How `torch.compile` compiles each block: as one graph, or there is an error that names the line.
 
     Attributes:
         backend: of torch.compile; "inductor" needs a C++ compiler on CPUs.
         dynamic: whether sequence lengths are left open: None compiles for the first length, and for any at the second.
+        mode: of torch.compile: "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
+        options: of the backend, by name, in place of a mode.
+        async_tp: have inductor compute products while their parts are gathered or scattered over tp (CUDA, with
+            sequence parallelism; covered by no test: it needs several GPUs).
+
+    Raises:
+        ConfigError: a value is none of those named, or they exclude each other.
     """
 
     backend: str = "inductor"
     dynamic: bool | None = None
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            _check_choice("Compile mode", self.mode, _MODES)
+        if self.mode is not None and self.options:
+            raise ConfigError(
+                f"Compile has mode {self.mode!r} and options", why="a mode is a set of options", fix="use one of both"
+            )
+        if self.async_tp and self.backend != "inductor":
+            raise ConfigError(
+                f"Compile async_tp with backend {self.backend!r}", why="inductor does it", fix='use backend="inductor"'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

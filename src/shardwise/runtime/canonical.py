@@ -199,7 +199,7 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
 def owned_parts(local: Tensor, entry: ParameterEntry) -> list[Tensor]:
     """Views of what this rank is the owner of: over all ranks, every canonical element exactly once."""
     value = local_part(local)
-    return [value[_slices(piece.local)] for piece in entry.owned]
+    return [value if place is None else value[place] for place in entry.owned_slices]
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -127,6 +127,11 @@ class ForwardState:
         if (inside, length) != (self.sequence_parallel, self.sequence_length):  # compiled blocks must not write in vain
             self.sequence_parallel, self.sequence_length = inside, length
 
+    def enter_rows(self, rows: int) -> None:
+        """The batch size of what enters the region that follows, 0 where that is flattened to tokens."""
+        if rows != self.rows:  # as above
+            self.rows = rows
+
     def length_of(self, stack: str) -> int:
         """The true length of the sequence in a stack of layers.
 

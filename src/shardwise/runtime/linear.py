@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,25 @@ from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.region_edges import RegionExit, note_sum
 
-__all__ = ["AdaptedRowSplit", "FirstRankBias", "RowSplit", "apply_mixin"]
+__all__ = ["AdaptedRowSplit", "BiasRead", "FirstRankBias", "RowSplit", "apply_mixin"]
+
+
+@dataclass(eq=False)
+class BiasRead:
+    """How a linear whose product is made by code of its own reads its bias (see `shardwise.runtime.reading`).
+
+    Attributes:
+        factor: what it is multiplied by; None: it is left out, and zeros stand in its place, since transformers' Conv1D
+            cannot do without.
+    """
+
+    factor: int | None = 1
+
+    def __call__(self, bias: Any) -> Any:
+        """What is read of the bias."""
+        if bias is None or self.factor == 1:
+            return bias
+        return torch.zeros_like(bias) if self.factor is None else bias * self.factor
 
 
 class RowSplit:
@@ -33,6 +52,7 @@ class RowSplit:
     _leave: RegionExit
     _reenters: bool
     _input_sizes: tuple[int, ...] | None
+    _bias: BiasRead | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Args: x `[..., in]`, per rank `[..., in / tp]`. Returns `[..., out]`."""
@@ -42,7 +62,7 @@ class RowSplit:
         context = self._split
         if self._input_sizes is not None:
             x = split_full(x, context.group, dim=x.ndim - 1, sizes=self._input_sizes)
-        bias: Tensor | None = self._linear()._parameters.get("bias")
+        bias: Tensor | None = getattr(self._linear(), "bias", None)
         if not self._reduces:
             if bias is not None and context.coord:
                 bias = bias * 0  # the first rank adds it; here it keeps its place in the graph
@@ -62,17 +82,17 @@ class RowSplit:
         return self
 
     def _product(self, x: Tensor, bias: Tensor | None, **options: Any) -> Tensor:
-        if isinstance(self, nn.Linear) and type(self).__mro__[2] is nn.Linear:
-            return F.linear(x, self.weight, bias)
-        parameters = self._linear()._parameters
-        kept = parameters.get("bias")
-        if bias is None and kept is not None:
-            bias = torch.zeros_like(kept)  # transformers' Conv1D cannot do without
-        parameters["bias"] = cast(Any, bias)
+        """The product of this rank's features, with `bias`: the linear's own, or what stands in its place."""
+        if self._bias is None:
+            return F.linear(x, self.weight, bias)  # type: ignore[attr-defined]
+        if self._reduces:
+            self._bias.factor = None
+        elif self._split.coord:
+            self._bias.factor = 0
         try:
             return super().forward(x, **options)  # type: ignore[misc]
         finally:
-            parameters["bias"] = kept
+            self._bias.factor = 1
 
 
 class AdaptedRowSplit(RowSplit):

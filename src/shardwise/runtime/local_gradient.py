@@ -23,10 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.canonical import owned_parts
 from shardwise.runtime.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
 
-__all__ = ["as_local_gradient", "complete_norms", "share_of_norm"]
+__all__ = ["as_local_gradient", "complete_norms", "norm_of_owned", "share_of_norm"]
+
+_SUMMED = torch.float32
+_RUN_ELEMENTS = 2**18
 
 
 def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
@@ -41,13 +43,37 @@ def as_local_gradient(gradient: Tensor, entry: ParameterEntry) -> Tensor:
 
 def share_of_norm(gradients: Iterable[tuple[Tensor, ParameterEntry | None]], order: float) -> Tensor:
     """The norm of what this rank owns of some gradients: over all ranks every element counts once. float32 scalar."""
-    parts = []
+    return norm_of_owned([(local_part(gradient), entry) for gradient, entry in gradients], order)
+
+
+def norm_of_owned(values: Iterable[tuple[Tensor, ParameterEntry | None]], order: float) -> Tensor:
+    """The same of what ranks hold of the gradients, as plain tensors. Nothing is copied."""
+    narrow: list[Tensor] = []
+    wide: list[Tensor] = []
     device = torch.device("cpu")
-    for gradient, entry in gradients:
-        device = gradient.device
-        parts += [local_part(gradient)] if entry is None else owned_parts(gradient, entry)
-    norms = torch._foreach_norm([part.float() for part in parts if part.numel()], order) if parts else ()
-    return torch.linalg.vector_norm(torch.stack(list(norms)), order) if norms else torch.zeros((), device=device)
+    for value, entry in values:
+        device = value.device
+        parts = narrow if value.dtype.itemsize < _SUMMED.itemsize else wide
+        if entry is None:
+            parts.append(value)
+        else:
+            parts += [value if place is None else value[place] for place in entry.owned_slices]
+    if narrow and device.type == "cpu":
+        narrow = [run for part in narrow for run in _runs(part)]
+    norms = [*_norms_of(wide, order), *_norms_of(narrow, order, dtype=_SUMMED)]
+    if not norms:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack([norm.to(_SUMMED) for norm in norms]), order)
+
+
+def _norms_of(parts: Sequence[Tensor], order: float, **options: Any) -> Sequence[Tensor]:
+    parts = [part for part in parts if part.numel()]
+    return torch._foreach_norm(parts, order, **options) if parts else ()
+
+
+def _runs(x: Tensor) -> Sequence[Tensor]:
+    """Parts of `x` along its first dim: torch copies each to a wider dtype on CPUs."""
+    return x.split(max(1, _RUN_ELEMENTS * len(x) // x.numel())) if x.numel() > _RUN_ELEMENTS and x.ndim else (x,)
 
 
 def complete_norms(shares: Tensor, registry: Registry, order: float) -> Tensor:

@@ -8,6 +8,7 @@ is a part; so the input is made to report the part's size, and still computes wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwise.comm.collectives import copy_to_region
 from shardwise.runtime.arguments import change_arguments
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.reading import read_through
 
 __all__ = ["install_local_shapes", "install_shares", "install_sliced"]
 
@@ -97,20 +100,35 @@ def _with_local_size(x: Tensor, size: int) -> Tensor:
     return x_local
 
 
+@dataclass(eq=False)
+class _Shares:
+    """Reads this rank's share of a parameter while the forward of its owner is under way."""
+
+    size: int
+    is_on: bool = False
+
+    def __call__(self, parameter: Any) -> Any:
+        return parameter / self.size if self.is_on and parameter is not None else parameter
+
+
+class _WithShares:
+    _shares: _Shares
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, of its parameters' shares."""
+        self._shares.is_on = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._shares.is_on = False
+
+
 def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:
     """Lets `module` compute with this rank's share, 1 / tp, of the parameters that it adds to partial sums.
 
     The parameters stay what they are; only the forward sees the shares, so gradients are partial.
     """
-    kept: dict[str, Any] = {}
-
-    def enter(module: nn.Module, args: Any) -> None:
-        for name in names:
-            kept[name] = module._parameters[name]
-            module._parameters[name] = kept[name] / context.size
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        module._parameters.update(kept)
-
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    shares = _Shares(context.size)
+    for name in names:
+        read_through(module, name, shares)
+    apply_mixin(module, _WithShares, _shares=shares)

@@ -44,6 +44,7 @@ __all__ = [
     "install_rng_restore",
     "leave_region",
     "note_sum",
+    "with_own_sums",
 ]
 
 
@@ -125,6 +126,19 @@ def _after_sums(x: Tensor, sums: Sequence[Sum], size: int) -> Tensor:
     return scale_gradient(x, 1 / size)
 
 
+def with_own_sums(own: Callable[..., Any], context: SplitContext, args: Any, kwargs: Any) -> Any:
+    """What `own` puts out, the forward of a module that is a region, where compiled and recomputed code must not note
+    sums outside of itself: what follows them ends here.
+    """
+    around = context.state.sums
+    if around is None:
+        return own(*args, **kwargs)
+    context.state.sums = []
+    output = own(*args, **kwargs)
+    sums, context.state.sums = context.state.sums, around
+    return map_first(output, lambda x: _after_sums(x, sums, context.size)) if sums else output
+
+
 def install_region(
     module: nn.Module,
     edge: str,
@@ -185,7 +199,7 @@ def _enter_inputs(
         x = arguments[hidden]
         if context.state.sequence_parallel:
             _check_part(x, context, region)
-            context.state.rows = x.shape[0] if sequence_dim(x) else 0
+            context.state.enter_rows(x.shape[0] if sequence_dim(x) else 0)
         arguments[hidden] = _enter_shared("", x, enter_region, context)
     for name, value in arguments.items():
         if name == hidden or not isinstance(value, Tensor):

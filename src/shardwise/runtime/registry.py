@@ -21,13 +21,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
+from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.stages import Stages
 from shardwise.runtime.uses import Uses
@@ -42,7 +42,6 @@ __all__ = [
     "attach_entry",
     "attach_registry",
     "canonical_entries",
-    "copy_out_of_mmap",
     "entries_of",
     "entry_of",
     "find_parameters",
@@ -53,7 +52,6 @@ __all__ = [
     "named_entries",
     "note_parameters",
     "registry_of",
-    "reshard",
 ]
 
 _ATTRIBUTE = "_shardwise_registry"
@@ -115,6 +113,13 @@ class ParameterEntry:
     def owned(self) -> tuple[Piece, ...]:
         """What this rank is the owner of: over all ranks, every canonical element exactly once."""
         return self.layout.owned(self.registry.mesh.coords)
+
+    @functools.cached_property
+    def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
+        """Where that is in this rank's tensor; None: it is all of it."""
+        shape = self.layout.local_shape(self.registry.mesh.coords)
+        found = [tuple(slice(start, stop) for start, stop in piece.local) for piece in self.owned]
+        return tuple(None if [each.stop - each.start for each in own] == list(shape) else own for own in found)
 
     @functools.cached_property
     def _shared_spans(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
@@ -182,7 +187,7 @@ class Registry:
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
         stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
         mapped: FQNs of parameters that are still stored in private pages of the files they came from.
-        casts: parameters in the dtype of computation by their ids, while the microbatches of a pipeline share them.
+        casting: what reads parameters in the dtype of computation, where FSDP2 does not cast them.
         model: the split model, once it is attached.
         stages: what runs this rank's stages of a pipeline; None without one.
         uses: what backward has used of the units of FSDP2 that ranks may use differently.
@@ -198,7 +203,7 @@ class Registry:
     data_root: nn.Module | None = None
     stage_roots: dict[int, nn.Module] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)
-    casts: dict[int, Tensor] | None = None
+    casting: Casting | None = None
     model: Callable[[], nn.Module | None] = lambda: None
     reads_names: bool = False
     local_state: bool = False
@@ -212,7 +217,8 @@ class Registry:
         if id(model) in memo:
             copied.model = weakref.ref(memo[id(model)])
         copied.entries.update({fqn: copy.deepcopy(entry, memo) for fqn, entry in self.entries.items()})
-        copied.stages, copied.stage_roots = copy.deepcopy((self.stages, self.stage_roots), memo)
+        own = (self.stages, self.stage_roots, self.casting)
+        copied.stages, copied.stage_roots, copied.casting = copy.deepcopy(own, memo)
         return copied
 
     @functools.cached_property
@@ -331,26 +337,6 @@ def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
     return {name: entry for name, entry in named_entries(model).items() if names[id(entry)] == name}
 
 
-def copy_out_of_mmap(model: nn.Module) -> None:
-    """Copies parameters that are trained and stored in mapped files into own memory, before something writes to all of
-    them. Frozen ones stay where they are.
-    """
-    registry = registry_of(model)
-    reshard(model)
-    for _, parameter, entry in find_parameters(model):
-        if entry is not None and entry.fqn in registry.mapped and parameter.requires_grad:
-            parameter.data = parameter.data.clone()
-            registry.mapped.discard(entry.fqn)
-
-
-def reshard(model: nn.Module) -> None:
-    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
-    for root in (model, *registry_of(model).stage_roots.values()):
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 class LocalGradient:
     """What a gradient is that knows of which full one it is a part; see `shardwise.runtime.local_gradient`."""
 
@@ -363,7 +349,7 @@ def local_part(value: Tensor) -> Tensor:
     """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
     if isinstance(value, LocalGradient):
         return value.local()
-    return value.to_local().detach() if isinstance(value, DTensor) else value
+    return value._local_tensor.detach() if isinstance(value, DTensor) else value
 
 
 def registry_of(model: nn.Module) -> Registry:

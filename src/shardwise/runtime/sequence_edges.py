@@ -119,7 +119,7 @@ def own_part(x: Tensor, context: SplitContext) -> Tensor:
 def _gather_sequence(x: Tensor, length: int, context: SplitContext, *, partial_after: bool) -> Tensor:
     if partial_after:
         full = gather_to_region(x, context.group, dim=1)
-        if full.grad_fn is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and full.grad_fn is not None:
             setattr(full.grad_fn, "ends_stack", True)  # noqa: B010 - for `runtime.outputs`, which looks for it
     else:
         full = gather_full(x, context.group, dim=1, sizes=(x.shape[1],) * context.size)

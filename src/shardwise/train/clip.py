@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from shardwise.runtime.local_gradient import complete_norms, share_of_norm
-from shardwise.runtime.registry import ParameterEntry, Registry, entry_of, local_part, registry_of, reshard
+from shardwise.runtime.at_rest import held_parameters
+from shardwise.runtime.local_gradient import complete_norms, norm_of_owned
+from shardwise.runtime.registry import ParameterEntry, Registry, entry_of, local_part, registry_of
 from shardwise.train.gradients import gradients_of
 
 __all__ = ["clip_grad_norm_"]
@@ -46,16 +47,16 @@ def clip_grad_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     chosen, registry = _gradients(parameters)
-    total = share_of_norm(chosen, norm_type)
+    total = norm_of_owned(chosen, norm_type)
     if registry is not None:
         total = complete_norms(total, registry, norm_type)
     if isinstance(parameters, nn.Module):
         gradients_of(parameters).norm = total
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    values = [local_part(gradient) for gradient, _ in chosen]
-    if values and math.isfinite(max_norm):
+    if chosen and math.isfinite(max_norm):
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        values = [value for value, _ in chosen]
         torch._foreach_mul_(values, factor.to(values[0].device))
     return total
 
@@ -63,14 +64,16 @@ def clip_grad_norm_(
 def _gradients(
     parameters: nn.Module | Tensor | Iterable[Tensor],
 ) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
-    """Complete gradients, with the entries of the parameters that Shardwise has split."""
-    registry: Registry | None = None
+    """What this rank holds of complete gradients, with the entries of the parameters that Shardwise has split."""
+    registry: Registry | None
+    known: list[tuple[Tensor, ParameterEntry | None]]
     if isinstance(parameters, nn.Module):
-        reshard(parameters)
-        gradients_of(parameters).complete()
-        registry, parameters = registry_of(parameters), parameters.parameters()
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    entries = [entry_of(parameter) for parameter in parameters]
-    registry = registry or next((entry.registry for entry in entries if entry is not None), None)
-    pairs = zip(parameters, entries, strict=True)
-    return [(parameter.grad, entry) for parameter, entry in pairs if parameter.grad is not None], registry
+        registry, held = registry_of(parameters), held_parameters(parameters)
+        gradients_of(parameters).complete_partial()
+        known = [(parameter, entry or entry_of(parameter)) for parameter, entry in held]
+    else:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = [(parameter, entry_of(parameter)) for parameter in given]
+        registry = next((entry.registry for _, entry in known if entry is not None), None)
+    there = [(gradient, entry) for parameter, entry in known if (gradient := parameter.grad) is not None]
+    return [(local_part(gradient), entry) for gradient, entry in there], registry

@@ -127,14 +127,16 @@ class Gradients:
         """
         self.is_put_off = self.is_in_step = True
         if self._is_pipeline:
-            self.registry.casts = {}
+            if self.registry.casting is not None:
+                self.registry.casting.shared = {}
             if not self._is_partial:
                 self._begin_partial()
         try:
             yield
         finally:
             self.is_put_off = self.is_in_step = False
-            self.registry.casts = None
+            if self.registry.casting is not None:
+                self.registry.casting.shared = None
         self.complete()
 
     def complete(self) -> None:
@@ -150,17 +152,22 @@ class Gradients:
             and of which parameters ranks have used (see [Note: parameters that no rank used]); over each group of
             stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
         """
-        if self._is_partial:
-            self._is_partial = False
-            if not self._is_pipeline:
-                self._refuse_functional()
-            complete_gradients(self._find_summed(), self.registry)
-            if self._is_pipeline:
-                self._note_idle_stages()
+        self.complete_partial()
         if self.registry.needs_sums or self.registry.mesh.size("tp") > 1 or self._is_pipeline:
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)
+
+    def complete_partial(self) -> None:
+        """As `complete`, for whoever asks nothing of the gradients but their values."""
+        if not self._is_partial:
+            return
+        self._is_partial = False
+        if not self._is_pipeline:
+            self._refuse_functional()
+        complete_gradients(self._find_summed(), self.registry)
+        if self._is_pipeline:
+            self._note_idle_stages()
 
     def _note_idle_stages(self) -> None:
         """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""

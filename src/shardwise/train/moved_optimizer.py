@@ -15,6 +15,7 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.registry import entry_of
 from shardwise.train.elementwise import check_optimizer
+from shardwise.train.plain_step import KEPT_BY_STEPS
 
 __all__ = ["lazy_class", "move_optimizer"]
 
@@ -128,7 +129,7 @@ def _alike(
     for name, value in optimizer.__dict__.items():
         if name.startswith("_optimizer_"):  # hooks
             made.__dict__[name] = copy.copy(value)
-        elif name not in ("param_groups", "state") and not callable(value):
+        elif name not in ("param_groups", "state", *KEPT_BY_STEPS) and not callable(value):
             made.__dict__[name] = copy.deepcopy(value, memo)
     made.__dict__["param_groups"] = groups
     made.__dict__["state"] = type(optimizer.state)(dict)

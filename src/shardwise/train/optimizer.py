@@ -16,14 +16,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
 from shardwise.plan.match import match
-from shardwise.runtime.registry import canonical_entries, copy_out_of_mmap, entry_of, local_part
+from shardwise.runtime.at_rest import copy_out_of_mmap
+from shardwise.runtime.registry import canonical_entries, entry_of, local_part
 from shardwise.train.clip import clip_grad_norm_
 from shardwise.train.elementwise import check_optimizer
 from shardwise.train.gradients import Gradients, gradients_of
+from shardwise.train.plain_step import stepping_class, with_fused
 
 __all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
+_KNOWN = "_shardwise_known"
 
 Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -35,7 +38,8 @@ def build_optimizer(
 
     Weights that are still stored in the pages of the checkpoint they were loaded from move into memory of their own.
     Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the full parameter. State is
-    stored with its parameter.
+    stored with its parameter. Those that have a fused form in torch take it, unless another is asked for, and step over
+    the plain tensors in what FSDP2 holds.
 
     Args:
         optimizer_class: any `torch.optim.Optimizer`.
@@ -61,9 +65,12 @@ def build_optimizer(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
     copy_out_of_mmap(model)
-    trained = {name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad}
+    trained: dict[str, Tensor] = {
+        name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad
+    }
     others = {name: entry.layout.shape for name, entry in canonical_entries(model).items() if not entry.is_held}
-    optimizer = optimizer_class(_grouped(trained, groups, others), **options)
+    options = with_fused(optimizer_class, options, list(trained.values()))
+    optimizer = stepping_class(optimizer_class)(_grouped(trained, groups, others), **options)
     optimizer.__dict__[_MODEL] = weakref.ref(model)
     check_optimizer(optimizer, options)
     return optimizer
@@ -80,20 +87,11 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """What comes before a step: after its closure has made the gradients, if there is one."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
-    # A stage of a pipeline may have nothing to train, and takes part in what all ranks decide.
-    idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
-    if not entries and idle is None:
+    models = _known_models(optimizer, parameters)
+    if models is None:
+        models = _look_at(optimizer, parameters)
+    if not models:
         return None
-    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
-        return None  # ZeRO around another, which is looked at when it steps
-    check_optimizer(optimizer)
-    known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
-    if any(entry.split is not None and not entry.registry.local_state for entry in known):
-        _guard_state(optimizer)
-    models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
-    models += [idle] if idle is not None else []
-    _check_known(parameters, models)
     step = inspect.signature(type(optimizer).step)
     given = step.bind(*args, **kwargs)
     closure = given.arguments.get("closure")
@@ -108,6 +106,38 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
     given.arguments["closure"] = with_finish
     return given.args, given.kwargs
+
+
+def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
+    """What `_look_at` found for the same parameters before; None where these are others, or a model is gone."""
+    known = optimizer.__dict__.get(_KNOWN)
+    if known is None or known[0] != list(map(id, parameters)):
+        return None
+    models = [model() for model in known[1]]
+    return None if None in models else models
+
+
+def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """The split models whose parameters an optimizer holds; raises where it would update them otherwise than the full
+    ones.
+    """
+    entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
+    # A stage of a pipeline may have nothing to train, and takes part in what all ranks decide.
+    idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
+    if not entries and idle is None:
+        return []
+    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        return []  # ZeRO around another, which is looked at when it steps
+    check_optimizer(optimizer)
+    known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
+    if any(entry.split is not None and not entry.registry.local_state for entry in known):
+        _guard_state(optimizer)
+    models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
+    models += [idle] if idle is not None else []
+    _check_known(parameters, models)
+    if len(known) == len(parameters):
+        optimizer.__dict__[_KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
+    return models
 
 
 def _guard_state(optimizer: torch.optim.Optimizer) -> None:

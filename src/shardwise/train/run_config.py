@@ -74,12 +74,18 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    """Whether the blocks of the model are compiled."""
+    """Whether the blocks of the model are compiled, each as one graph."""
 
     backend: str | None = None
-    """Backend of torch.compile, such as inductor; null compiles nothing."""
+    """Backend of torch.compile, such as inductor; auto is inductor on GPUs and none on CPUs; null compiles nothing."""
     dynamic: bool | None = None
     """Whether sequence lengths are left open; null opens them at the second one."""
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """Mode of torch.compile."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the backend by their names, in place of a mode."""
+    async_tp: bool = False
+    """Whether inductor computes products while their parts travel over tp: GPUs, sequence_parallel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,46 @@
+"""Parameters that forwards read otherwise than they are stored: cast, or this rank's share of them.
+
+Reading changes nothing that is stored, so code that is compiled or recomputed may do it wherever it likes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.runtime.linear import apply_mixin
+
+__all__ = ["Read", "read_through"]
+
+Read = Callable[[Any], Any]
+"""What a forward is given for a stored parameter, which may be None."""
+
+_READS = "_shardwise_reads"
+
+
+def read_through(module: nn.Module, name: str, read: Read) -> None:
+    """Has whoever reads the parameter `name` of `module`, in place, be given what `read` makes of it, after what was
+    asked for before. What is stored stays: `parameters()`, `state_dict()` and assignments know nothing of it.
+    """
+    reads: dict[str, tuple[Read, ...]] = module.__dict__.setdefault(_READS, {})
+    if name not in reads:
+        apply_mixin(module, _reader(name))
+    reads[name] = (*reads.get(name, ()), read)
+
+
+@functools.cache
+def _reader(name: str) -> type:
+    """A mixin whose instances read their parameter of this name as they were told."""
+
+    def read_parameter(self: Any) -> Tensor | None:
+        if name not in self._parameters:
+            raise AttributeError(name)  # nn.Module tells it better
+        value = self._parameters[name]
+        for read in self.__dict__[_READS][name]:
+            value = read(value)
+        return value
+
+    return type("Reader", (), {name: property(read_parameter), "__doc__": "Mixin: reads a parameter changed."})
