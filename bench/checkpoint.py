@@ -77,7 +77,8 @@ def show(record: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     for name, most in MOST.items():
-        console.print(f"{name} to {RATIOS[name]}: {mark(record['contenders'][name]['ratio']['median'], most)}")
+        time, busy = (record["contenders"][name][kind]["median"] for kind in ("ratio", "busy_ratio"))
+        console.print(f"{name} to {RATIOS[name]}: time {mark(time, most)}, processor time {mark(busy, most)}")
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ LAYOUTS = ("tp2", "tp2+sp", "fsdp2", "pp2", "ddp2", "tp4", "fsdp4", "fsdp2.tp2",
 ALL = ("tp1", *LAYOUTS)
 OPTIMIZERS = ("adamw", "sgd", "adagrad", "amsgrad")
 STAGES = (3, 1, 2)
+OFFLOADED = ("phi3", "qwen3")
 DRILL = "SHARDWISE_DRILL" in os.environ
 
 
@@ -52,14 +53,14 @@ def reference(tmp_path_factory):
     return get
 
 
-def options_of(mesh, layout, stage):
-    fsdp = FsdpPolicy(zero_stage=stage) if mesh.data_size > 1 else None
+def options_of(mesh, layout, stage, family):
+    fsdp = FsdpPolicy(zero_stage=stage, cpu_offload=family in OFFLOADED) if mesh.data_size > 1 else None
     return {"sequence_parallel": layout.endswith("+sp"), "fsdp": fsdp}
 
 
 def go_on(mesh, layout, family, optimizer, stage, base):
     """Loads what one process saved, trains, and saves again: everything that was seen."""
-    options = options_of(mesh, layout, stage)
+    options = options_of(mesh, layout, stage, family)
     training = Training(mesh, family, optimizer, lost=True, **options)
     extra = training.load(f"{base}/reference/{family}-{optimizer}")
     loaded = training.whole()
@@ -128,7 +129,9 @@ def save_again(layout, base):
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
         for number, family in enumerate(FAMILIES):
             optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
-            training = Training(mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3]))
+            training = Training(
+                mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3], family)
+            )
             training.load(f"{base}/reference/{family}-{optimizer}")
             training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3}, num_writers=1 + number % 2)
 
@@ -141,7 +144,9 @@ def load_each(layout, base, expected):
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
         for number, family in enumerate(FAMILIES):
             optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
-            training = Training(mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3]))
+            training = Training(
+                mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3], family)
+            )
             saved, losses = expected[family]
             for at, other in enumerate(ALL):
                 training.load(f"{base}/pairs/{other}/{family}")

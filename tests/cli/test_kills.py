@@ -146,6 +146,7 @@ def test_the_command_killed_at_ten_random_steps(run, tmp_path, restarts):  # noq
             psutil.wait_procs(ranks, timeout=60)
             continue
         assert process.wait(timeout=60) != 0
+        process.stdout.close()
         process = start_command(path, *words)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
