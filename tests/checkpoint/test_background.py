@@ -71,6 +71,21 @@ def test_an_error_is_raised_by_the_next_call_once(tmp_path):
         pending.wait()
 
 
+def test_copies_that_cannot_be_made_are_an_error_and_leave_nothing(tmp_path, monkeypatch):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+
+    def fails(*_, **__):
+        raise RuntimeError("cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SaveJob, "_take_copies", fails)
+        pending = training.save(tmp_path, tag="a", async_save=True)
+    with pytest.raises(LoadError, match=r"rank 0 cannot copy what is to be saved[\s\S]*cannot allocate memory"):
+        pending.wait()
+    assert not any(tmp_path.iterdir())
+    assert training.save(tmp_path, tag="a", async_save=True).wait() == "a"
+
+
 SCRIPT = """
 import sys, torch, shardwise
 from transformers import LlamaConfig

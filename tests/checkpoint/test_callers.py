@@ -129,6 +129,17 @@ def test_what_is_no_model_is_named(tmp_path, call):
         call(tmp_path, model="llama")
 
 
+def test_what_goes_wrong_when_all_is_checked_says_that_some_is_loaded(training, tmp_path, monkeypatch):
+    training.save(tmp_path)
+
+    def fails(schedule, state):
+        raise ValueError("no such schedule")
+
+    monkeypatch.setattr(type(training.schedule), "load_state_dict", fails)
+    with pytest.raises(LoadError, match=r"is loaded in part[\s\S]*ValueError: no such schedule[\s\S]*load again"):
+        training.load(tmp_path)
+
+
 def test_another_optimizer_than_the_models_is_refused(training, tmp_path):
     training.save(tmp_path)
     stray = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from shardwise.checkpoint.random_states import check_random, restore_random
 from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
-from shardwise.comm.agree import check_equal, raise_on_all_ranks
+from shardwise.comm.agree import check_equal, gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
@@ -84,9 +86,10 @@ def load_into(  # noqa: PLR0913 - what the public function takes
     group = registry.mesh.group() if registry is not None else None
     stored = _open_alike(path, tag, group, registry, verifies=verifies)
     with stored:
-        faults = (
-            [] if model is None or registry is None else all_gather_objects(_compare(stored, model, registry), group)
-        )
+        faults: list[_Faults] = []
+        if model is not None and registry is not None:
+            compare = functools.partial(_compare, stored, model, registry)
+            faults = gather_from_all(group, "comparing the checkpoint with the model", compare)
         with raise_on_all_ranks(group, "checking the checkpoint"):
             if optimizer is not None and (model is None or registry is None):
                 raise ConfigError("an optimizer without its model", why="its state is stored by the model's names")
@@ -106,16 +109,30 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             random = _tensors_of(stored, "random/") if registry is not None else {}
             if registry is not None:
                 check_random(registry.mesh, stored.index.values.get("random", {}), random)
-        with torch.no_grad():
+        with raise_on_all_ranks(group, "filling the model"), _as_partial(stored), torch.no_grad():
             if model is not None and registry is not None:
                 _fill_model(stored, model, registry, planned, put)
             if states is not None:
                 states.apply()
-        if schedule is not None:
-            scheduler.load_state_dict(schedule if groups is None else state_for_groups(schedule, groups))
-        if registry is not None:
-            restore_random(registry.mesh, stored.index.values.get("random", {}), random)
+            if schedule is not None:
+                scheduler.load_state_dict(schedule if groups is None else state_for_groups(schedule, groups))
+            if registry is not None:
+                restore_random(registry.mesh, stored.index.values.get("random", {}), random)
         return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
+
+
+@contextmanager
+def _as_partial(stored: StoredParts) -> Iterator[None]:
+    """Says of an error that comes when all has been checked, such as too little memory, that some is loaded."""
+    try:
+        yield
+    except Exception as error:
+        raise LoadError(
+            f"the checkpoint {stored.manifest.tag} is loaded in part",
+            at=str(stored.directory),
+            why=f"{type(error).__name__}: {error}"[:300],
+            fix="load again, or build model, optimizer and scheduler anew: each may hold some of its values",
+        ) from error
 
 
 def _open_alike(

@@ -234,14 +234,14 @@ def _check_tensor(key: str, tensor: StoredTensor, num_files: int, path: Path) ->
 def _read_json(path: Path, facts: FileFacts | None = None) -> Any:
     try:
         mode = os.lstat(path).st_mode
-        if not stat.S_ISREG(mode):
-            what = "a link" if stat.S_ISLNK(mode) else "no file"
-            raise LoadError(f"{path.name} is {what}", at=str(path), why="a checkpoint holds its files itself")
-        content = path.read_bytes()
+        content = path.read_bytes() if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:
         raise LoadError(f"the checkpoint has no {path.name}", at=str(path)) from error
     except OSError as error:
         raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
+    if not stat.S_ISREG(mode):
+        what = "a link" if stat.S_ISLNK(mode) else "no file"
+        raise LoadError(f"{path.name} is {what}", at=str(path), why="a checkpoint holds its files itself")
     if facts is not None and (len(content) != facts.num_bytes or zlib.crc32(content) != facts.crc):
         cut = f" (it has {len(content):,} bytes of {facts.num_bytes:,})" if len(content) != facts.num_bytes else ""
         raise LoadError(

@@ -98,6 +98,7 @@ class SaveJob:
         values: what is no tensor of the model or optimizer; rank 0's are written.
         companions: further files by name, and what writes their content in the end.
         versions: of the libraries.
+        fault: why this rank has no copies; raised on all of them by `run`.
     """
 
     request: SaveRequest
@@ -112,6 +113,7 @@ class SaveJob:
     values: dict[str, Any] = field(default_factory=dict)
     companions: dict[str, Callable[[], bytes]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    fault: Exception | None = None
 
     def add_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Adds tensors that this rank alone writes, as they are."""
@@ -151,7 +153,21 @@ class SaveJob:
         self.described[key] = (value.dtype, layout.shape, layout)
 
     def take_copies(self, buffers: dict[tuple[str, Box], Tensor]) -> None:
-        """Copies what is to be written into `buffers`, those of the last time where they fit."""
+        """Copies what is to be written into `buffers`, those of the last time where they fit. An error is kept: `run`,
+        which all ranks call, raises it.
+        """
+        try:
+            self._take_copies(buffers)
+        except (RuntimeError, MemoryError) as error:
+            buffers.clear()
+            self.fault = LoadError(
+                f"rank {self.rank} cannot copy what is to be saved to host memory",
+                at=str(self.request.root),
+                why=str(error)[:300],
+                fix="save without async_save: it needs a buffer of a few MB",
+            )
+
+    def _take_copies(self, buffers: dict[tuple[str, Box], Tensor]) -> None:
         pinned = self.mesh.device.type == "cuda"
         kept = {}
         for number, each in enumerate(self.written):
@@ -178,6 +194,8 @@ class SaveJob:
         alone = ExitStack()
         try:
             with raise_on_all_ranks(group, "opening the checkpoint's directory"), _as_load_error(self.request.root):
+                if self.fault is not None:
+                    raise self.fault
                 if self.rank == 0:
                     alone.enter_context(writing(self.request.root))
                     staged = self._open()

@@ -125,13 +125,18 @@ def check_manifest(data: Any, path: Path) -> None:
 
 
 def check_index(data: Any, path: Path) -> None:
-    """Raises `LoadError` unless `data` is what an index holds, and its numbers of groups are those of groups."""
+    """Raises `LoadError` unless `data` is what an index holds: groups that are numbered, and states' tensors, too."""
     _check(_Index, data, f"{path.name} says what cannot be", path)
     optimizer = data["optimizer"]
     for name, each in (optimizer["parameters"] if optimizer is not None else {}).items():
         if each["group"] >= len(optimizer["groups"]):
             why = f"{name} is in group {each['group']} of {len(optimizer['groups'])}"
             raise LoadError(f"{path.name} says what cannot be", at=str(path), why=why)
+        keys = [
+            f"optimizer/{name}/{state}" for state, facts in each["states"].items() if {"like", "whole"} & facts.keys()
+        ]
+        if lost := [key for key in keys if key not in data["tensors"]]:
+            raise LoadError(f"the checkpoint has no {lost[0]}", at=str(path))
 
 
 @functools.cache
