@@ -208,6 +208,7 @@ DISAGREEMENTS = {
     "extra.f is a function": lambda rank: {"extra": {"f": differing} if rank else None},
     "the optimizer is a int": lambda rank: {"optimizer": rank or None},
     "not the same on all": lambda rank: {"extra": {"step": rank}},
+    "scheduler is not the same": lambda rank: {} if rank else {"scheduler": None},
     "tag is not the same": lambda rank: {"tag": f"a{rank}"},
     "async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},
 }

@@ -72,9 +72,9 @@ def export_pretrained(
 ) -> None:
     """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
 
-    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from: rank 0 alone writes,
-    and holds one full tensor at a time and the parts it is made of (of all that the format puts together, such as
-    experts). The directory appears complete or not at all.
+    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Rank 0 alone
+    writes, and holds one full tensor at a time and the parts it is made of (of all that the format puts together, such
+    as experts). The directory appears complete or not at all.
 
     Args:
         directory: where to; other files in it are kept, its old weights replaced.

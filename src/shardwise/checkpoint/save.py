@@ -186,13 +186,14 @@ def _describe_own(seen: _Seen) -> dict[str, Any]:
 
 
 def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    for name, value in everyone[0]["same"].items():
+    for name in dict.fromkeys(name for each in everyone for name in each["same"]):
+        value = everyone[0]["same"].get(name)
         others = {rank: each["same"].get(name) for rank, each in enumerate(everyone) if each["same"].get(name) != value}
         if others:
             rank, other = next(iter(others.items()))
             raise ConfigError(
                 f"ranks ask for different checkpoints: {name} is not the same on all",
-                why=f"on rank 0: {value[:200]}\non rank {rank}: {str(other)[:200]}",
+                why=f"on rank 0: {str(value)[:200]}\non rank {rank}: {str(other)[:200]}",
                 fix="pass the same on every rank; what belongs to a rank alone is not kept",
             )
 
