@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import itertools
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
+from shardwise.proof.reads import ReadCount
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.step import StepResult
@@ -118,6 +120,38 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_weights_before_it():
     with pytest.raises(GradientError, match=r"loss nan[\s\S]*step 2"):
         run_loop(make_parts(model, loss_of=lambda: next(losses)), num_steps=9, settings=settings(), reporters=[Keep()])
     assert len(kept) == 1 and torch.equal(model.weight, kept[0])
+
+
+def test_records_that_are_read_together_are_those_of_every_step_in_order():
+    torch.manual_seed(0)
+    start = torch.nn.Linear(3, 1)
+    heard = {every: Collected() for every in (1, 4)}
+    for every, log in heard.items():
+        torch.manual_seed(1)
+        parts = dataclasses.replace(make_parts(copy.deepcopy(start)), nonfinite="raised")
+        with ReadCount() as reads:
+            run_loop(parts, num_steps=10, settings=settings(), reporters=[log], report_every=every)
+        assert reads.total == 0, f"read at {dict(reads.places)}, besides what is moved to the host for the log"
+    losses = {every: [(each.step, each.loss, each.grad_norm) for each in log] for every, log in heard.items()}
+    assert losses[4] == losses[1] and [step for step, *_ in losses[4]] == list(range(1, 11))
+
+
+def test_what_was_not_told_yet_is_told_when_the_run_fails():
+    heard = Collected()
+    parts = make_parts(torch.nn.Linear(3, 1))
+    parts = dataclasses.replace(parts, batches=itertools.islice(parts.batches, 7), nonfinite="raised")
+    with pytest.raises(BatchError, match="before step 8"):
+        run_loop(parts, num_steps=9, settings=settings(), reporters=[heard], report_every=5)
+    assert [record.step for record in heard] == list(range(1, 8))
+
+
+def test_a_loss_that_nobody_looked_at_is_found_at_the_next_line_of_the_log():
+    heard = Collected()
+    losses = iter([1.0, 1.0, math.nan, 1.0])
+    parts = dataclasses.replace(make_parts(torch.nn.Linear(3, 1), loss_of=lambda: next(losses)), nonfinite="raised")
+    with pytest.raises(GradientError, match=r"loss nan[\s\S]*step 3"):
+        run_loop(parts, num_steps=9, settings=settings(), reporters=[heard], report_every=4)
+    assert [record.step for record in heard] == [1, 2]
 
 
 @pytest.mark.parametrize(("name", "last"), [("constant", 1.0), ("linear", 0.1), ("cosine", 0.1)])

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -40,7 +40,7 @@ from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
 from shardwise.train.packing import PackedBatches
 from shardwise.train.rows import Rows
-from shardwise.train.run_config import TrainConfig
+from shardwise.train.run_config import PrecisionConfig, TrainConfig
 from shardwise.train.step import TrainStep
 from shardwise.weights.staging import atomic_file
 
@@ -83,13 +83,14 @@ def train(config: TrainConfig) -> StepRecord | None:
             device=mesh.device,
             num_devices=mesh.shape.world_size,
             evaluate=_prepare_evaluation(config, model, mesh, read),
-            skips_nonfinite=config.precision.nonfinite == "skip" or config.precision.compute == "float16",
+            nonfinite=_nonfinite_steps(config.precision),
         )
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
-            done, notes = num_done if saved is not None else None, batches.rows.notes()
-            reporters = _open_reporters(config, open_logs, console, done, notes) if mesh.rank == 0 else []
+            reporters = (
+                _open_reporters(config, open_logs, console, saved and num_done, batches) if mesh.rank == 0 else []
+            )
         _print_head(console, config, model, batches)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
             record = run_loop(
@@ -100,6 +101,7 @@ def train(config: TrainConfig) -> StepRecord | None:
                 eval_every=config.evaluation.every,
                 num_done=num_done,
                 checkpoints=checkpoints if config.checkpoint.dir is not None else None,
+                report_every=config.log.every if mesh.device.type == "cuda" else 1,
             )
         open_logs.close()  # the bar ends before anything else is printed
         if checkpoints.ended_by is None:
@@ -202,9 +204,15 @@ def _prepare_evaluation(
     return build_evaluation(model, mesh, batches)
 
 
+def _nonfinite_steps(precision: PrecisionConfig) -> Literal["raised", "skipped"]:
+    """What the optimizer does with steps whose gradients are infinite or NaN."""
+    return "skipped" if precision.nonfinite == "skip" or precision.compute == "float16" else "raised"
+
+
 def _open_reporters(
-    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None, notes: str
+    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None, batches: PackedBatches
 ) -> list[Reporter]:
+    notes = batches.rows.notes()
     directory = Path(config.log.dir)
     jsonl = JsonlLog(directory / "train.jsonl", num_done=num_done)
     reporters: list[Reporter] = [open_logs.enter_context(closing(jsonl))]

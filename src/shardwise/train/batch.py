@@ -94,7 +94,7 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """
     count = targets_of(model, batch)
     assert count is not None, "check_batch has passed"
-    return int(count)
+    return int(count.numpy()) if isinstance(count, Tensor) and count.device.type == "cpu" else int(count)
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -39,8 +39,15 @@ class TrainingComponents:
         device: where the model computes, and so where memory counts.
         num_devices: over all ranks.
         evaluate: returns the validation loss; None where nothing is held out.
+        nonfinite: what becomes of steps whose gradients are infinite or NaN: the loop looks before every update and
+            raises ("checked"), the optimizer does ("raised"), so that the loop need not look, or it leaves them out and
+            the run goes on ("skipped").
+        num_devices: over all ranks.
+        evaluate: returns the validation loss; None where nothing is held out.
         skips_nonfinite: whether the optimizer leaves out steps whose gradients are infinite or NaN, and so the run
             goes on.
+        raises_nonfinite: whether the optimizer raises `GradientError` instead of stepping with such gradients, so that
+            nobody else has to look at them.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]
@@ -49,7 +56,7 @@ class TrainingComponents:
     batches: Iterator[Mapping[str, torch.Tensor]]
     device: torch.device
     evaluate: Callable[[], float] | None = None
-    skips_nonfinite: bool = False
+    nonfinite: Literal["checked", "raised", "skipped"] = "checked"
     num_devices: int = 1
 
 
@@ -110,8 +117,15 @@ def run_loop(
     eval_every: int = 0,
     num_done: int = 0,
     checkpoints: Checkpoints | None = None,
+    report_every: int = 1,
 ) -> StepRecord | None:
     """Runs the steps up to `num_steps` and returns the last one's record, None where none was left to be done.
+
+    # [Note: late records]
+    To read a loss waits for everything that a GPU was given to do, and until the host has launched the next step the
+    GPU does nothing. So losses and norms stay on the device until somebody is to be told: the records of `report_every`
+    steps are read together, and each has their mean speed. The first step, the last one, and those before an evaluation
+    are read at once; what was not told yet when the run fails is told then.
 
     Args:
         parts: the step, the optimizer and their surroundings.
@@ -120,25 +134,88 @@ def run_loop(
         reporters: given each step, in this order; usually on one rank only. One that cannot write is given no more.
         eval_every: steps between evaluations; the last step is always followed by one. 0 evaluates never.
         num_done: steps that an earlier run has done.
-        checkpoints: told of every step, after the reporters; may end the run.
+        checkpoints: told of every step, after the reporters if they are due; may end the run.
+        report_every: steps whose records are read together.
 
     Raises:
         BatchError: there are fewer batches than steps.
-        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
+        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before,
+            unless the gradients were finite and only the optimizer looks at them.
     """
-    record = None
-    open_reporters = list(reporters)
-    for index in range(num_done, num_steps):
-        factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
-        record = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
-        is_due = eval_every and ((index + 1) % eval_every == 0 or index + 1 == num_steps)
-        if parts.evaluate is not None and is_due:
-            loss = parts.evaluate()
-            record = replace(record, eval_loss=loss, eval_perplexity=math.exp(min(loss, 700.0)))
-        open_reporters = [reporter for reporter in open_reporters if _report(reporter, record)]
-        if checkpoints is not None and checkpoints.after_step(index + 1, is_last=index + 1 == num_steps):
-            break
-    return record
+    told = _Records(parts, reporters)
+    try:
+        for index in range(num_done, num_steps):
+            is_last = index + 1 == num_steps
+            factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
+            told.add(_run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm))
+            if parts.evaluate is not None and eval_every and ((index + 1) % eval_every == 0 or is_last):
+                told.tell(eval_loss=parts.evaluate)
+            elif is_last or index == num_done or (index + 1) % report_every == 0:
+                told.tell()
+            if checkpoints is not None and checkpoints.after_step(index + 1, is_last=is_last):
+                break
+    finally:
+        told.tell()
+    return told.last
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A step whose loss and norm are still on the device."""
+
+    number: int
+    lr: float
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    tokens: int
+    flops: float
+    seconds: float
+
+
+class _Records:
+    """Steps whose records are still to be made, and who is told of them; see [Note: late records]."""
+
+    def __init__(self, parts: TrainingComponents, reporters: Sequence[Reporter]) -> None:
+        self.last: StepRecord | None = None
+        self._parts, self._reporters = parts, list(reporters)
+        self._waiting: list[_Step] = []
+
+    def add(self, step: _Step) -> None:
+        """Keeps a step."""
+        self._waiting.append(step)
+
+    def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
+        """Reads all that wait, and reports them in their order; with the last one, what is evaluated now.
+
+        Raises:
+            GradientError: one of them is not finite, and the run does not skip such steps.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        started = time.perf_counter()
+        device = self._parts.device
+        pairs = [torch.stack([step.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in waiting]
+        values = torch.stack(pairs).tolist()
+        seconds = (sum(step.seconds for step in waiting) + time.perf_counter() - started) / len(waiting)
+        for step, (loss, grad_norm) in zip(waiting, values, strict=True):
+            self.last = _record(self._parts, step, loss, grad_norm, seconds)
+            if step is waiting[-1] and eval_loss is not None:
+                held_out = eval_loss()
+                perplexity = math.exp(min(held_out, 700.0))
+                self.last = replace(self.last, eval_loss=held_out, eval_perplexity=perplexity)
+            if not math.isfinite(loss) and self._parts.nonfinite != "skipped":
+                raise _diverged(loss, grad_norm, step=step.number, why=f"the learning rate was {step.lr:.3g}")
+            self._reporters = [each for each in self._reporters if _report(each, self.last)]
+
+
+def _diverged(loss: float, grad_norm: float, *, step: int, why: str) -> GradientError:
+    return GradientError(
+        f"training diverged: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
+        at=f"step {step}",
+        why=why,
+        fix="lower optimizer.lr, raise optimizer.schedule.warmup_steps, or use a wider model.dtype",
+    )
 
 
 def _report(reporter: Reporter, record: StepRecord) -> bool:
@@ -151,9 +228,7 @@ def _report(reporter: Reporter, record: StepRecord) -> bool:
     return True
 
 
-def _run_step(
-    parts: TrainingComponents, step: int, *, lr: float, factor: float, max_grad_norm: float | None
-) -> StepRecord:
+def _run_step(parts: TrainingComponents, step: int, *, lr: float, factor: float, max_grad_norm: float | None) -> _Step:
     started = time.perf_counter()
     lr *= factor
     for group in parts.optimizer.param_groups:  # a group with a rate of its own keeps its ratio to the others
@@ -167,30 +242,42 @@ def _run_step(
         )
     result = parts.step(batch)
     # An infinite bound changes nothing, and the norm is worth knowing all the same.
-    grad_norm = float(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
-    loss = float(result.loss)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)) and not parts.skips_nonfinite:
-        raise GradientError(
-            f"training diverged: loss {loss:.4g}, gradient norm {grad_norm:.4g}",
-            at=f"step {step}",
-            why=f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}",
-            fix="lower optimizer.lr, raise optimizer.schedule.warmup_steps, or use a wider model.dtype",
-        )
-    parts.optimizer.step()
+    grad_norm = torch.as_tensor(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
+    why = f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}"
+    if parts.nonfinite == "checked":
+        loss, norm = float(result.loss), float(grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise _diverged(loss, norm, step=step, why=why)
+    try:
+        parts.optimizer.step()
+    except GradientError as error:
+        why = f"{why}\n{error.why}" if error.why else why
+        raise _diverged(float(result.loss), float(grad_norm), step=step, why=why) from error
     parts.optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
-    peak = _peak_flops(parts.device)
-    return StepRecord(
-        step=step,
-        loss=loss,
+    return _Step(
+        number=step,
         lr=lr,
-        grad_norm=grad_norm,
+        loss=result.loss,
+        grad_norm=grad_norm.detach(),
         tokens=result.num_tokens,
-        tokens_per_second=result.num_tokens / seconds,
+        flops=result.flops,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _record(parts: TrainingComponents, step: _Step, loss: float, grad_norm: float, seconds: float) -> StepRecord:
+    rate, peak = step.flops / seconds / parts.num_devices, _peak_flops(parts.device)
+    return StepRecord(
+        step=step.number,
+        loss=loss,
+        lr=step.lr,
+        grad_norm=grad_norm,
+        tokens=step.tokens,
+        tokens_per_second=step.tokens / seconds,
         memory_bytes=_peak_memory_bytes(parts.device),
         reserved_bytes=torch.cuda.max_memory_reserved(parts.device) if parts.device.type == "cuda" else None,
-        tflops=result.flops / seconds / parts.num_devices / 1e12 if result.flops else None,
-        mfu=result.flops / seconds / parts.num_devices / peak if result.flops and peak else None,
+        tflops=rate / 1e12 if rate else None,
+        mfu=rate / peak if rate and peak else None,
     )
 
 

@@ -130,7 +130,8 @@ class LogConfig:
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
     the last step) and, if asked for, tensorboard/."""
     every: PositiveInt = 10
-    """Steps between lines on a screen that is no terminal; train.jsonl always has every step."""
+    """Steps between lines on a screen that is no terminal, and on GPUs between looks at the device: train.jsonl has
+    every step, those in between a little later."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     timeline: PositiveInt | None = None

@@ -218,4 +218,8 @@ class TrainStep:
 
 
 def _place(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # out of other memory a copy waits for the device
+    return value.to(device, non_blocking=True)
