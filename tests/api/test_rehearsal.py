@@ -13,7 +13,7 @@ from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
-from shardwise.parallel.activation_memory import MemoryCount
+from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime import cross_entropy
@@ -60,6 +60,31 @@ def rehearse(layout, spec):
 @pytest.mark.parametrize(("layout", "spec"), CASES.values(), ids=list(CASES))
 def test_what_is_rehearsed_is_what_ranks_hold(on_ranks, layout, spec):
     assert on_ranks(hold)[0] == rehearse(layout, spec)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ParallelSpec(),
+        ParallelSpec(precision=Precision()),
+        ParallelSpec(recompute=Recompute(mode="full")),
+    ],
+    ids=["float32", "bfloat16", "full"],
+)
+def test_the_peak_of_a_step_is_rehearsed_to_the_byte(spec):
+    model = tiny_model("llama")
+    batch = tiny_batch(model, rows=ROWS, length=LENGTH)
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        model = shardwise.parallelize(model, mesh, **vars(spec)).train()
+        with PeakCount(model) as count, dropped_output(registry_of(model).context):
+            model(**batch).loss.backward()
+    expected = Rehearsal(source=model.config, shape=shardwise.MeshShape(), spec=spec).run_step(
+        num_rows=ROWS, seq_length=LENGTH
+    )
+    assert count.peak_bytes == expected.peak_bytes
+    gradients = sum(each.grad.nbytes for each in model.parameters())
+    assert count.peak_bytes > max(gradients, expected.activations.total)
 
 
 def hold_without_logits(mesh, spec):

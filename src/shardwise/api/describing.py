@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.estimate.memory import state_bytes
+from shardwise.estimate.memory import StateBytes, state_bytes
 from shardwise.estimate.stages import describe_stages, schedule_of
 from shardwise.lora.inject import inject
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
@@ -78,10 +78,12 @@ def describe(
     if plan.pipeline is not None:
         return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
     frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
-    memory = _at_rest(plan, frozen, dtype=dtype)
+    kept = _at_rest(plan, frozen, dtype=dtype)
+    parts = f"parameters {_mib(kept.parameters)}, gradients {_mib(kept.gradients)}, AdamW {_mib(kept.optimizer)}"
+    memory = f"a rank keeps {_mib(kept.total)} from step to step in {dtype}: {parts}"
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
-    activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS)
+    activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
     return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{activations}")
 
 
@@ -108,16 +110,14 @@ def _explain_stages(
     return explain(plan, collectives=tuple(lines), stages=stages)
 
 
-def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> str:
-    """What rank 0, which holds most, keeps from step to step with AdamW, in words."""
+def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:
+    """What rank 0, which holds most, keeps from step to step with AdamW."""
     trained = [planned.layout for fqn, planned in plan.parameters.items() if fqn not in frozen]
     kept = [planned.layout for fqn, planned in plan.parameters.items() if fqn in frozen]
-    found = state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
-    parts = f"parameters {_mib(found.parameters)}, gradients {_mib(found.gradients)}, AdamW {_mib(found.optimizer)}"
-    return f"a rank keeps {_mib(found.total)} from step to step in {dtype}: {parts}"
+    return state_bytes(trained, plan.shape.coords(0), itemsize=getattr(torch, dtype).itemsize, frozen=kept)
 
 
-def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple[str, ...]]:
+def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes) -> tuple[str, tuple[str, ...]]:
     """What rank 0 holds in the middle of a step, and what it communicates, in words."""
     num_rows, seq_length = batch
     middle = f"between forward and backward of {num_rows} x {seq_length:,} tokens"
@@ -129,6 +129,11 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int]) -> tuple[str, tuple
     gathered = f", gathered or cast parameters {_mib(step.activations.gathered)}" if step.activations.gathered else ""
     kept = step.activations
     activations = f"{middle} it holds {_mib(kept.total)} besides: activations {_mib(kept.activations)}{gathered}"
+    peak = at_rest.parameters + at_rest.optimizer + step.peak_bytes
+    activations += (
+        f"\nat the peak of a step it holds {_mib(peak)}: parameters, AdamW, and {_mib(step.peak_bytes)} that the "
+    )
+    activations += "step makes, gradients and loss included"
     lines = []
     if rehearsal.shape.tp_size > 1:
         lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")

@@ -19,7 +19,7 @@ from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import ActivationBytes
 from shardwise.lora.inject import inject
-from shardwise.parallel.activation_memory import MemoryCount
+from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
 from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
@@ -141,6 +141,8 @@ class RehearsedStep:
 
     Attributes:
         activations: what is kept between forward and backward.
+        peak_bytes: the most that lives at once besides parameters and optimizer states at rest: activations, gradients,
+            the loss and what forward and backward need for a moment.
         tp: what the microbatch communicates over tp.
         data: the same over the data axes.
         after: what the gradient phase communicates after the last microbatch, over any axis.
@@ -149,6 +151,7 @@ class RehearsedStep:
     """
 
     activations: ActivationBytes
+    peak_bytes: int
     tp: Traffic
     data: Traffic
     after: Traffic
@@ -193,7 +196,8 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     mesh = registry_of(model).mesh
     group = mesh.group("tp")
     over_tp, over_all = CommunicationCount(group=group), CommunicationCount()
-    with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers:
+    peak = PeakCount(model)
+    with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers, peak:
         with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry_of(model).context):
             loss = model(**batch).loss
             activations = count.total()
@@ -201,5 +205,10 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
             loss.backward()
             tp, total = over_tp.traffic(), over_all.traffic()
     return RehearsedStep(
-        activations=activations, tp=tp, data=total - tp, after=over_all.traffic() - total, layer=layers.per_run
+        activations=activations,
+        peak_bytes=peak.peak_bytes,
+        tp=tp,
+        data=total - tp,
+        after=over_all.traffic() - total,
+        layer=layers.per_run,
     )

@@ -88,9 +88,7 @@ def train(config: TrainConfig) -> StepRecord | None:
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
-            reporters = (
-                _open_reporters(config, open_logs, console, saved and num_done, batches) if mesh.rank == 0 else []
-            )
+            reporters = _open_reporters(config, open_logs, console, num_done if saved else None, batches)
         _print_head(console, config, model, batches)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
             record = run_loop(
@@ -212,6 +210,8 @@ def _nonfinite_steps(precision: PrecisionConfig) -> Literal["raised", "skipped"]
 def _open_reporters(
     config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None, batches: PackedBatches
 ) -> list[Reporter]:
+    if console.quiet:  # of this rank nobody hears
+        return []
     notes = batches.rows.notes()
     directory = Path(config.log.dir)
     jsonl = JsonlLog(directory / "train.jsonl", num_done=num_done)

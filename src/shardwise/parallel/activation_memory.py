@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.estimate.memory import ActivationBytes
 
-__all__ = ["MemoryCount"]
+__all__ = ["MemoryCount", "PeakCount"]
 
 _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 """Storages of tensors by their ids, none of them kept alive."""
@@ -72,6 +72,43 @@ class MemoryCount(TorchDispatchMode):
         for parameter in module._parameters.values():
             if parameter is not None and not isinstance(parameter, DTensor):
                 _add(parameter, self._of_parameters)
+
+
+class PeakCount(TorchDispatchMode):
+    """While active, tells the most memory that lives at once of all that operations make, gradients included.
+
+    What an operation needs inside of itself, and what collectives of the backend hold, is not seen.
+
+    Args:
+        model: split; its parameters at rest are not counted.
+
+    Attributes:
+        peak_bytes: so far.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._at_rest, self._made = _Storages(), _Storages()
+        self._most = 0
+        """What lives, or more: exact when it was summed last, and all that was made since."""
+        for parameter in model.parameters():
+            _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for each in _tensors(result):
+            storage = each.untyped_storage()
+            key = id(storage)
+            if self._at_rest.get(key) is not storage and self._made.get(key) is not storage:
+                self._made[key] = storage
+                self._most += storage.nbytes()
+        if self._most > self.peak_bytes:
+            self._most = sum(storage.nbytes() for storage in list(self._made.values()))
+            self.peak_bytes = max(self.peak_bytes, self._most)
+        return result
 
 
 def _add(tensor: Tensor, storages: _Storages) -> None:
