@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 from tests.guards.sources import DOCUMENTS, ROOT, name_of, snippets
 
 pytestmark = pytest.mark.single
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 HEAVY = {"demo.py"}  # minutes long: `make demo` runs it
+PROGRAMS = {"text_to_model.py", "lightning_training.py"}  # run in a process of their own, with all that they start
 SHELL_SNIPPETS = snippets("bash", "sh", "shell", "console")
 
 
@@ -83,16 +85,9 @@ def test_examples_compile(path):
     compile(path.read_text(), path.name, "exec")
 
 
-def runs_programs(path):
-    """Whether an example starts processes by itself, which find it by its command line."""
-    return "subprocess" in path.read_text() or "lightning" in path.read_text()
-
-
 @pytest.mark.timeout(330)  # half a minute each where nothing else computes
-@pytest.mark.parametrize(
-    "path", [p for p in EXAMPLES if runs_programs(p) and p.name not in HEAVY], ids=lambda p: p.name
-)
-def test_examples_that_start_programs_run(path: Path, tmp_path: Path):
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name in PROGRAMS], ids=lambda p: p.name)
+def test_examples_run_as_programs(path: Path, tmp_path: Path):
     script = [sys.executable, str(path)]
     run = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, f"{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
@@ -100,11 +95,18 @@ def test_examples_that_start_programs_run(path: Path, tmp_path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT 0.21
-@pytest.mark.parametrize("path", [p for p in EXAMPLES if not runs_programs(p)], ids=lambda p: p.name)
-def test_examples_run(path: Path, tmp_path: Path, monkeypatch, capsys):
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name not in PROGRAMS | HEAVY], ids=lambda p: p.name)
+def test_examples_run(path: Path, tmp_path: Path, monkeypatch, capsys, run_forked):  # noqa: F811
     """As scripts, in this process: their ranks come from the process that all ranks of tests are forked from."""
+
+    def train(words, *, cwd, check):
+        assert words[1:4] == ["-m", "shardwise", "train"] and check
+        monkeypatch.chdir(cwd)
+        assert run_forked(*words[4:]) == 0
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(path)])
+    monkeypatch.setattr(subprocess, "run", train)
     monkeypatch.syspath_prepend(path.parent)
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out.strip(), f"{path.name} shows nothing"
