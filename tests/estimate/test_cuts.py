@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,15 @@ def model(num_layers: int, vocab_size: int, *, tied: bool = False) -> tuple[Laye
 def test_stages_cost_alike(num_layers, vocab_size, pp_size, starts):
     found = cut(*model(num_layers, vocab_size), None, pp_size=pp_size)
     assert (found.starts, found.rank_of, found.schedule) == (starts, tuple(range(pp_size)), "1f1b")
+
+
+@pytest.mark.parametrize(("top_k", "second"), [(2, 4), (8, 3), (1, 4)])
+def test_experts_cost_what_is_held_and_what_a_token_is_multiplied_with(top_k, second):
+    """Eight experts first, of the size of the eleven layers after them: they hold 8 and multiply `top_k`."""
+    order, facts = model(12, 1)
+    experts = ModuleFacts(kind="other", parameters={"weight": (8, WIDTH, WIDTH)}, attributes={"top_k": top_k})
+    facts = replace(facts, modules={**facts.modules, "layers.0": experts})
+    assert cut(order, facts, None, pp_size=2).starts == (0, second)
 
 
 def test_the_balance_is_the_best_of_all_cuts():
