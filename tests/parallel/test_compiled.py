@@ -35,9 +35,10 @@ def train_compiled(mesh, mode):
         compilation=shardwise.Compile(backend="aot_eager"),
         recompute=shardwise.Recompute(mode=mode),
     )
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    names, held = [name for name, _ in whole.named_parameters()], [name for name, _ in model.named_parameters()]
+    assert held == [name for name in names if name in held] and (held == names or mesh.size("pp") > 1)
     whole(**batch).loss.backward()
-    step = shardwise.TrainStep(model, mesh)
+    step = shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))
     mine = rows_of(batch, mesh)
     for _ in range(2):
         model.zero_grad()
@@ -53,7 +54,7 @@ def train_compiled(mesh, mode):
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(("layout", "mode"), [("tp2", "full"), ("fsdp2", "selective")])
+@pytest.mark.parametrize(("layout", "mode"), [("tp2", "full"), ("fsdp2", "selective"), ("pp2", "none")])
 def test_blocks_are_compiled_whole_and_compute_the_same(on_ranks, layout, mode):
     for worst, found in on_ranks(train_compiled):
         assert worst < 1e-4
@@ -250,3 +251,20 @@ def test_choices_that_make_no_sense_are_errors(options, message):
 def test_async_tp_is_refused_on_cpus():
     with fake_mesh(MeshShape.parse("tp2")) as mesh, pytest.raises(UnsupportedError, match="symmetric memory"):
         shardwise.parallelize(tiny_model("llama"), mesh, compilation=shardwise.Compile(async_tp=True))
+
+
+def compile_in_stages(mesh):
+    whole = tiny_model("llama", num_hidden_layers=2)
+    model, batch = shardwise.parallelize(copy.deepcopy(whole), mesh), tiny_batch(whole)
+    found = torch.compile(model, backend="eager")(**batch).loss
+    torch.compiler.reset()
+    with pytest.raises(UnsupportedError, match="compilation=shardwise.Compile"):
+        model.compile(backend="eager")
+    return float(found), float(whole(**batch).loss)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_a_schedule_is_no_part_of_a_graph(on_ranks, layout):
+    for found, wanted in on_ranks(compile_in_stages):
+        assert found == pytest.approx(wanted, abs=1e-5)

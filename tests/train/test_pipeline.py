@@ -136,13 +136,13 @@ def test_every_two_choices_meet_that_can():
     assert {family for _, _, family, _, _, _ in found} == set(FAMILIES)
 
 
-def train_zero(mesh, name, stage):
-    return train(mesh, "llama", name, 4, tied=True, fsdp=FsdpPolicy(zero_stage=stage))
+def train_zero(mesh, name, stage, offload):
+    return train(mesh, "llama", name, 4, tied=True, fsdp=FsdpPolicy(zero_stage=stage, cpu_offload=offload))
 
 
-@pytest.mark.parametrize(("name", "stage"), [("1f1b", 1), ("zbv", 1), ("gpipe", 2)])
+@pytest.mark.parametrize(("name", "stage", "offload"), [("1f1b", 1, False), ("zbv", 1, True), ("gpipe", 2, False)])
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
-def test_no_gradients_are_lost_at_other_zero_stages(on_ranks, layout, name, stage):
+def test_no_gradients_are_lost_at_other_zero_stages(on_ranks, layout, name, stage, offload):
     """The third one is that of the cells above, with every schedule."""
     for problems in on_ranks(train_zero):
         assert not problems, problems

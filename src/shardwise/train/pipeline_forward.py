@@ -79,6 +79,14 @@ class Pipelined:
         assert runner is not None
         return _Forward(model, runner, registry, args, kwargs).run()
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""
+        raise UnsupportedError(
+            f"compile() of a {type(self).__name__} in stages",
+            why="a stage ends inside of the model's forward, which is no graph",
+            fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
+        )
+
 
 class _Forward:
     """One call of a model in stages."""
