@@ -63,3 +63,18 @@ def test_pipelines_are_compared_and_drawn(run, tmp_path):
         assert max(each["most_received"]) <= max(each["in_flight"]) + 1
     drawn = {path.suffix for path in (tmp_path / "drawn").iterdir()}
     assert drawn == {".svg", ".json"}
+
+
+@pytest.mark.filterwarnings("ignore")  # of peers, which are run as they are
+def test_contenders_on_one_card_are_rows_whatever_becomes_of_them(run):
+    rows = run("gpu")["rows"]
+    states = {(row["part"], row["contender"]): row["state"] for row in rows}
+    assert not {key: state for key, state in states.items() if state != "ok" and not state.startswith("missing: ")}
+    ours = {part: row for (part, name), row in zip(states, rows, strict=True) if name.startswith("shardwise")}
+    assert ours.keys() == {"lora", "full", "pretrain", "loss", "host"} and all(
+        row["state"] == "ok" for row in ours.values()
+    )
+    assert {row["verdict"] for row in rows if row["part"] == "right"} == {"ok"}
+    for part in ("loss", "lora"):
+        losses = [row["loss"] for row in rows if row["part"] == part and row["state"] == "ok"]
+        assert len(losses) >= 2 and max(losses) - min(losses) < (1e-4 if part == "loss" else 1.0)

@@ -1,0 +1,120 @@
+"""How large everything is, and on which device: the real sizes for a card, toy sizes that say nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from shardwise.plan.token_work import TokenWork
+
+__all__ = ["FULL", "QUICK", "Setting", "Training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A llama and its batch."""
+
+    hidden: int
+    mlp: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int
+    rows: int
+    length: int
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.key_value_heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=self.length,
+            rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Those of every part; steps are those that are measured, after `warmup` others."""
+
+    lora: Shape
+    full: Shape
+    pretrain: Shape
+    warmup: int
+    steps: int
+    repeats: int
+
+
+_8B = {"hidden": 4096, "mlp": 14336, "layers": 32, "heads": 32, "key_value_heads": 8, "vocabulary": 128_256}
+_1B = {"hidden": 2048, "mlp": 8192, "layers": 16, "heads": 32, "key_value_heads": 8, "vocabulary": 128_256}
+_TOY = {
+    "hidden": 32,
+    "mlp": 64,
+    "layers": 2,
+    "heads": 4,
+    "key_value_heads": 2,
+    "vocabulary": 96,
+    "rows": 2,
+    "length": 16,
+}
+
+FULL = Sizes(
+    lora=Shape(**_8B, rows=2, length=4096),
+    full=Shape(**_8B, rows=2, length=4096),
+    pretrain=Shape(**_1B, rows=4, length=4096),
+    warmup=4,
+    steps=10,
+    repeats=20,
+)
+QUICK = Sizes(lora=Shape(**_TOY), full=Shape(**_TOY), pretrain=Shape(**_TOY), warmup=1, steps=1, repeats=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a contender is told.
+
+    Attributes:
+        quick: toy sizes, and nothing is compiled for real.
+        recomputes: blocks are computed again in backward; for those that ran out of memory.
+    """
+
+    device: str
+    quick: bool
+    recomputes: bool = False
+
+    @property
+    def sizes(self) -> Sizes:
+        return QUICK if self.quick else FULL
+
+    @property
+    def backend(self) -> str:
+        """Of torch.compile."""
+        return "eager" if self.quick else "inductor"
+
+    def batch(self, shape: Shape) -> dict[str, torch.Tensor]:
+        """The same on every call."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(shape.vocabulary, (shape.rows, shape.length), generator=generator).to(self.device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A contender that trains.
+
+    Attributes:
+        run: does so many steps and returns the last one's loss, on the device.
+        work: what a token costs; see [Note: model FLOPs].
+        notes: what a reader must know.
+    """
+
+    run: Any
+    work: TokenWork
+    notes: str = ""
