@@ -13,7 +13,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.plan.options import FsdpPolicy, Pipeline
 from shardwise.ranks.spawn import spawn
 from shardwise.train.batch import count_targets
-from tests.families import tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
 
@@ -105,7 +105,7 @@ def steps(mesh, zero_stage, schedule):
     ("layout", "zero_stage", "schedule"),
     [
         ("fsdp2", 1, None),
-        ("ddp2.fsdp2", 2, None),
+        *([("ddp2.fsdp2", 2, None), ("fsdp2", 3, None)] if FULL_PRODUCT else []),
         ("pp2.fsdp2", 1, "zbv"),
     ],
 )
