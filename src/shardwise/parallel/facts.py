@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 import torch
@@ -163,9 +164,16 @@ def counts_of(module: nn.Module, config_counts: dict[tuple[type, int], dict[str,
     known = {} if config_counts is None else config_counts
     key = own_class, id(config)
     if key not in known:
-        values = {name: _read(config, name) for name in sorted(read)}
+        values = {name: _read(config, name) for name in sorted(_known_to(config, read))}
         known[key] = {name: value for name, value in values.items() if _is_count(value, least=2)}
     return found | {f"config.{name}": value for name, value in known[key].items() if name not in found}
+
+
+def _known_to(config: Any, names: Iterable[str]) -> Iterable[str]:
+    """Those of `names` that a config may have: to ask one of transformers' for others takes long."""
+    if hasattr(type(config), "__getattr__"):
+        return names
+    return {*dir(config), *getattr(config, "attribute_map", ())}.intersection(names)
 
 
 def _read(owner: object, name: str) -> object:
