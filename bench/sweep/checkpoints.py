@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from typing import Any
 
@@ -20,35 +19,41 @@ from shardwise.topology.shape import MeshShape
 
 __all__ = ["LOADED_AT", "reload_elsewhere"]
 
-LOADED_AT = ("fsdp2", "tp1")  # on the ranks that saved; the last one on the first of them
+LOADED_AT = ("fsdp2", "tp1")
 _NUM_STEPS = 2
 
 
 def reload_elsewhere(model_class: Any, config: Any, layout: str, *, timeout: float) -> tuple[str, int]:
-    """Saves at `layout` and loads in each of `LOADED_AT`, all on the same ranks. Returns what differs, if anything, and
-    how many tensors were compared.
+    """Saves at `layout` and loads in each of `LOADED_AT`; those of as many ranks on the ranks that saved. Returns what
+    differs, if anything, and how many tensors were compared.
     """
-    size = MeshShape.parse(layout).world_size
+    sizes = {other: MeshShape.parse(other).world_size for other in (layout, *LOADED_AT)}
+    there = [other for other in LOADED_AT if sizes[other] == sizes[layout]]
     with tempfile.TemporaryDirectory(prefix="shardwise-sweep-") as directory:
-        return spawn(_save_and_load, size, model_class, config, layout, directory, timeout=timeout)[0]
+        given = model_class, config, layout, there, directory
+        saved, cause = spawn(_save_and_load, sizes[layout], *given, timeout=timeout)[0]
+        for other in () if cause else LOADED_AT:
+            if other not in there:
+                loaded = spawn(_load, sizes[other], model_class, config, other, directory, timeout=timeout)[0]
+                cause = cause or _difference(saved, loaded, f"{layout} to {other}")
+    return cause, len(saved)
 
 
-def _save_and_load(model_class: Any, config: Any, layout: str, directory: str) -> tuple[str, int]:
-    saved = _save(model_class, config, layout, directory)
-    rank = int(os.environ.get("RANK", "0"))
-    for other in LOADED_AT:
-        if MeshShape.parse(other).world_size == 1:
-            if rank:
-                break
-            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-                os.environ.pop(name, None)
+def _save_and_load(
+    model_class: Any, config: Any, layout: str, others: list[str], directory: str
+) -> tuple[dict[str, Tensor], str]:
+    saved, cause = _save(model_class, config, layout, directory), ""
+    for other in others:
         loaded = _load(model_class, config, other, directory)
-        names = sorted(saved.keys() ^ loaded.keys()) or [
-            name for name, value in saved.items() if not torch.equal(value, loaded[name])
-        ]
-        if names:
-            return f"{layout} to {other}: {len(names)} of {len(saved)} differ, such as {names[0]}", len(saved)
-    return "", len(saved)
+        cause = cause or _difference(saved, loaded, f"{layout} to {other}")
+    return saved, cause
+
+
+def _difference(saved: dict[str, Tensor], loaded: dict[str, Tensor], where: str) -> str:
+    names = sorted(saved.keys() ^ loaded.keys()) or [
+        name for name, value in saved.items() if not torch.equal(value, loaded[name])
+    ]
+    return f"{where}: {len(names)} of {len(saved)} differ, such as {names[0]}" if names else ""
 
 
 def _save(model_class: Any, config: Any, layout: str, directory: str) -> dict[str, Tensor]:
