@@ -209,9 +209,12 @@ def with_fused(
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
     try:
         for device, dtype in kinds:
-            tried = nn.Parameter(torch.ones(2, device=device, dtype=dtype))
-            tried.grad = torch.ones_like(tried)
-            optimizer_class([tried], **fused).step()
+            # SGD's fails where one of the parameters has its first gradient after the others, as an unused expert has.
+            tried = [nn.Parameter(torch.ones(2, device=device, dtype=dtype)) for _ in range(2)]
+            optimizer = optimizer_class(tried, **fused)
+            for each in tried:
+                each.grad = torch.ones_like(each)
+                optimizer.step()
     except Exception:  # noqa: BLE001 - whatever it says, it is asked again without
         return dict(options)
     return fused
