@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.errors import UnsupportedError
-from shardwise.parallel import precision
 from shardwise.runtime.registry import canonical_entries, local_part, registry_of
 from shardwise.runtime.replicas import find_unequal_replicas
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -160,28 +160,35 @@ def test_a_stage_may_have_nothing_to_train(on_ranks, layout, trained):
     assert names and all(name.startswith(trained) for name in names)
 
 
+class Casts(TorchDispatchMode):
+    """Counts parameters that are copied in another dtype."""
+
+    num_parameters = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_cast = func is torch.ops.aten._to_copy.default and isinstance(args[0], torch.nn.Parameter)
+        self.num_parameters += is_cast
+        return func(*args, **(kwargs or {}))
+
+
 def casts_of_a_step(mesh, schedule):
     """How often a step casts a parameter, how many this rank holds, and how far losses are off float32's."""
     whole = tiny_model("llama", num_hidden_layers=4, tied=True)
     options = {"pipeline": shardwise.Pipeline(schedule=schedule), "precision": shardwise.Precision()}
     model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options)
-    batch, count, cast = tiny_batch(whole, rows=4), [], precision._cast
+    batch = tiny_batch(whole, rows=4)
     step = shardwise.TrainStep(model, mesh, num_microbatches=4)
     step(batch)  # the first one also finds out the shapes of what stages send
     model.zero_grad()
-    precision._cast = lambda value, dtype: count.append(value) or cast(value, dtype)
-    try:
+    with Casts() as casts:
         loss = step(batch).loss
-    finally:
-        precision._cast = cast
     expected = whole(**batch).loss
     expected.backward()
     gradients = shardwise.full_gradients(model)
     off = {
         name: float((gradients[name] - each.grad).norm() / each.grad.norm()) for name, each in whole.named_parameters()
     }
-    num_cast = sum(isinstance(value, torch.nn.Parameter) for value in count)
-    return num_cast, len(list(model.parameters())), abs(float(loss) - expected.item()), max(off.values())
+    return casts.num_parameters, len(list(model.parameters())), abs(float(loss) - expected.item()), max(off.values())
 
 
 @pytest.mark.parametrize("layout", ["pp2"])

@@ -81,7 +81,7 @@ def test_cut_in_front_of_every_layer(name):
     [("llama", False), ("llama", True), ("mixtral", False), ("mixtral", True), ("t5", True)],
 )
 def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parallel):
-    monkeypatch.setattr("shardwise.train.gradients._sum_over_stages", lambda *_: None)  # they are summed here
+    monkeypatch.setattr("shardwise.train.summing._sum_over_stages", lambda *_: None)  # they are summed here
     model = model_of(name)
     batch = batch_of(name, model)
     loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=sequence_parallel))

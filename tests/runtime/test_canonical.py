@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from shardwise.comm.simulated import run_ranks
 from shardwise.mesh import Mesh
 from shardwise.runtime.canonical import canonical_tensor, local_tensor, owned_parts
+from shardwise.runtime.registry import ParameterEntry, Registry
 from shardwise.sharding.layout import Layout
 from shardwise.topology.axes import AXES
 from shardwise.topology.shape import MeshShape
@@ -56,7 +58,8 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
             assert found.data_ptr() != local.data_ptr(), "nobody writes into a parameter through it"
         assert (on_first is None) == (mesh.rank != 0)
         assert mesh.rank != 0 or torch.equal(on_first, full)
-        entry = SimpleNamespace(owned=layout.owned(mesh.coords))
+        registry = cast(Registry, SimpleNamespace(mesh=mesh))
+        entry = ParameterEntry(fqn="weight", layout=layout, gradient="full", registry=registry)
         return [] if local is None else [part.flatten() for part in owned_parts(local, entry)]
 
     owned = [part for parts in run_ranks(run, shape.world_size) for part in parts]
