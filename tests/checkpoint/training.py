@@ -36,6 +36,10 @@ FAMILIES = {
 }
 
 
+HOW = ("foreach", "fused", "capturable", "differentiable")
+"""Options of an optimizer that say how it computes, not what: layouts choose their own."""
+
+
 class Training:
     """A tiny model on a mesh, its optimizer, its schedule and its batch.
 
@@ -90,7 +94,7 @@ class Training:
         tensors: dict[str, dict[str, Any]] = {}
         for name, parameter, _ in find_parameters(self.model):
             group = options[id(parameter)]
-            numbers[f"{name}: options"] = {key: value for key, value in group.items() if key != "params"}
+            numbers[f"{name}: options"] = {key: value for key, value in group.items() if key not in ("params", *HOW)}
             for state, value in self.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor) and value.ndim:
                     assert local_part(value).shape == local_part(parameter).shape
