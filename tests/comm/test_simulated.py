@@ -110,12 +110,16 @@ def test_an_operation_gives_what_gloo_gives(name, found):
 FAMILIES = ("llama", "qwen3", "phi3", "olmo2", "gemma3_text", "gpt_neox", "mixtral", "deepseek_v3", "gpt2", "bert")
 
 
+MORE_RANKS = ("llama", "deepseek_v3")
+"""On four ranks, where sums have an order: one with sequence parallelism, one without; the others run on two."""
+
+
 def cells():
-    """Cells of layout, family and sequence parallelism in which every pair of choices meets."""
+    """Every family, and every layout with and without sequence parallelism."""
     for (i, layout), (j, family), split in itertools.product(
         enumerate(("tp2", "tp4")), enumerate(FAMILIES), (False, True)
     ):
-        if FULL_PRODUCT or (i + j + split) % 2 == 0:
+        if FULL_PRODUCT or ((i + j + split) % 2 == 0 and (layout == "tp2" or family in MORE_RANKS)):
             yield layout, family, split
 
 

@@ -28,7 +28,7 @@ from shardwise.search.planning import plan_for
 from shardwise.search.trial import Trial
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.train.batch import split_rows
-from tests.families import tiny_model
+from tests.families import FULL_PRODUCT, tiny_model
 
 WIDTH, VOCABULARY = 16, 23
 
@@ -44,12 +44,16 @@ def starcoder():
 
 
 @pytest.mark.single
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name", "sequence_parallel"),
     [
-        ("starcoder2", "Starcoder2ForCausalLM"),
-        ("mixtral", "MixtralForCausalLM"),
+        ("starcoder2", "Starcoder2ForCausalLM", False),
+        ("mixtral", "MixtralForCausalLM", True),
+        *(
+            [("starcoder2", "Starcoder2ForCausalLM", True), ("mixtral", "MixtralForCausalLM", False)]
+            if FULL_PRODUCT
+            else []
+        ),
     ],
 )
 def test_a_split_that_drops_right_passes(family, name, sequence_parallel):

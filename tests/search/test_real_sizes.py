@@ -90,7 +90,10 @@ def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
 
 
 @pytest.mark.single
-@pytest.mark.parametrize(("tp_size", "heads", "key_value_heads"), [(10, 20, 10), (16, 64, 8), (3, 12, 6)])
+@pytest.mark.parametrize(
+    ("tp_size", "heads", "key_value_heads"),
+    [(10, 20, 5), (3, 12, 6), *([(10, 20, 10), (16, 64, 8)] if FULL_PRODUCT else [])],
+)
 def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
     """The tiny model of two ranks has eight heads, too few for ten or sixteen ranks."""
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -118,11 +119,15 @@ def styles(plan):
     return {rule.pattern: rule.style for rule in plan.rules}
 
 
+@functools.cache
+def odd_plan(parts):
+    return derive_plan(odd_model(), Plan(()), tp_size=parts, sequence_parallel=True).plan
+
+
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("length", [12, 7])
 def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, length):
-    model = odd_model()
-    plan = derive_plan(model, Plan(()), tp_size=parts, sequence_parallel=True).plan
+    model, plan = odd_model(), odd_plan(parts)
     found = styles(plan)
     assert found["rounds"] == "sequence_partial"
     assert found["rounds.*.smear"] == "whole_sequence"
@@ -138,8 +143,7 @@ def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, 
 
 @pytest.mark.parametrize("broken", ["rounds.*.smear", "rounds.*.hint", "rounds.*.looking.passing", "final.weight"])
 def test_every_one_of_these_rules_is_needed(broken):
-    model = odd_model()
-    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan
+    model, plan = odd_model(), odd_plan(2)
     without = Plan(tuple(rule for rule in plan.rules if rule.pattern != broken))
     assert len(without.rules) == len(plan.rules) - 1
     assert not trial_of(model).run(without, sequence_parallel=True).passed
