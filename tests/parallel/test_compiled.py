@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.comm import collectives
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.compiled import count_compilation
 from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 
@@ -21,6 +23,15 @@ from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore:.is_gradient_checkpointing:FutureWarning"
 )
+
+
+def forget_compilation():
+    """What other tests of this process have compiled does not count."""
+    from torch._dynamo.utils import clear_compilation_metrics, counters
+
+    torch.compiler.reset()
+    counters.clear()
+    clear_compilation_metrics()
 
 
 def train_compiled(mesh, mode):
@@ -48,18 +59,55 @@ def train_compiled(mesh, mode):
         float((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
         for name, parameter in whole.named_parameters()
     )
-    found = count_compilation()
-    torch.compiler.reset()
-    return worst, found
+    return worst, count_compilation()
+
+
+TRAINED = (("tp2", "full"), ("fsdp2", "selective"), ("pp2", "none"))
+
+
+def compile_in_stages(mesh):
+    whole = tiny_model("llama", num_hidden_layers=2)
+    model, batch = shardwise.parallelize(copy.deepcopy(whole), mesh), tiny_batch(whole)
+    found = torch.compile(model, backend="eager")(**batch).loss
+    forget_compilation()
+    with pytest.raises(UnsupportedError, match="compilation=shardwise.Compile"):
+        model.compile(backend="eager")
+    return float(found), float(whole(**batch).loss)
+
+
+def on_two_ranks():
+    """What a rank finds on every mesh, one after another: to load torch's compiler costs more than they all."""
+    found = {}
+    for layout, mode in TRAINED:
+        with shardwise.Mesh.open(layout) as mesh:
+            torch.manual_seed(0)
+            forget_compilation()
+            found[layout] = train_compiled(mesh, mode)
+    with shardwise.Mesh.open("pp2") as mesh:
+        torch.manual_seed(0)
+        forget_compilation()
+        found["stages"] = compile_in_stages(mesh)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return spawn(on_two_ranks, 2)
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize(("layout", "mode"), [("tp2", "full"), ("fsdp2", "selective"), ("pp2", "none")])
-def test_blocks_are_compiled_whole_and_compute_the_same(on_ranks, layout, mode):
-    for worst, found in on_ranks(train_compiled):
+@pytest.mark.parametrize("layout", [layout for layout, _ in TRAINED])
+def test_blocks_are_compiled_whole_and_compute_the_same(ranks, layout):
+    for worst, found in (rank[layout] for rank in ranks):
         assert worst < 1e-4
         assert not found.graph_breaks
         assert (found.graphs, found.recompiles) == (1, 0), "every block runs what was compiled for the first"
+
+
+@pytest.mark.spawn
+def test_a_schedule_is_no_part_of_a_graph(ranks):
+    for found, wanted in (rank["stages"] for rank in ranks):
+        assert found == pytest.approx(wanted, abs=1e-5)
 
 
 LAYOUTS = ("tp1", "tp2", "tp2+sp", "fsdp2", "fsdp2.tp2+sp")
@@ -72,12 +120,7 @@ PRODUCT = list(itertools.product(*CHOICES))
 
 @pytest.fixture
 def forget():
-    """What other tests of this process have compiled does not count."""
-    from torch._dynamo.utils import clear_compilation_metrics, counters
-
-    torch.compiler.reset()
-    counters.clear()
-    clear_compilation_metrics()
+    forget_compilation()
 
 
 CHOSEN = [
@@ -211,26 +254,49 @@ class Graphs:
         return aot_autograd(fw_compiler=keep, bw_compiler=keep, decompositions=select_decomp_table())(module, inputs)
 
 
-@pytest.mark.single
-@pytest.mark.parametrize("rows", [1, 2])
-def test_inductor_finds_the_gathers_and_scatters_of_a_block_which_are_waited_for_once(forget, rows):
+def assert_found_by_inductor(graph, num):
+    """There are so many gathers and scatters, each waited for once, and inductor can overlap them."""
     from torch._inductor.fx_passes import micro_pipeline_tp
 
-    graphs, functional = Graphs(), torch.ops._c10d_functional
+    functional, targets = torch.ops._c10d_functional, [node.target for node in graph.nodes]
+    assert targets.count(functional.all_gather_into_tensor.default) == num
+    assert targets.count(functional.reduce_scatter_tensor.default) == num
+    assert targets.count(functional.wait_tensor.default) == 2 * num
+    assert len(micro_pipeline_tp.find_all_gather_patterns(graph)) == num
+    assert len(micro_pipeline_tp.find_reduce_scatter_patterns(graph)) == num
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("rows", [1, 2] if FULL_PRODUCT else [2])
+def test_inductor_finds_the_gathers_and_scatters_of_a_block_which_are_waited_for_once(forget, rows):
+    graphs = Graphs()
     with fake_mesh(MeshShape.parse("tp2")) as mesh:
         model = tiny_model("llama")
         batch = tiny_batch(model, rows=rows, length=12)
         compilation = shardwise.Compile(backend=graphs)
         model = shardwise.parallelize(model, mesh, sequence_parallel=True, compilation=compilation).train()
         model(**batch).loss.backward()
-    forward, backward = (graph.graph for graph in graphs.found)
-    for graph, num_gathers, num_scatters in ((forward, 2, 2), (backward, 2, 2)):
-        targets = [node.target for node in graph.nodes]
-        assert targets.count(functional.all_gather_into_tensor.default) == num_gathers
-        assert targets.count(functional.reduce_scatter_tensor.default) == num_scatters
-        assert targets.count(functional.wait_tensor.default) == num_gathers + num_scatters
-        assert len(micro_pipeline_tp.find_all_gather_patterns(graph)) == num_gathers
-        assert len(micro_pipeline_tp.find_reduce_scatter_patterns(graph)) == num_scatters
+    for found in graphs.found:
+        assert_found_by_inductor(found.graph, 2)
+    assert len(graphs.found) == 2, "forward and backward"
+
+
+@pytest.mark.single
+def test_inductor_finds_the_gathers_and_scatters_of_a_single_row(forget):
+    """They are views there, not copies; one pair of linears shows it."""
+    graphs = Graphs()
+    with fake_mesh(MeshShape.parse("tp2")) as mesh:
+        group, wide, narrow = mesh.group("tp"), nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+        def region(x):
+            joined = collectives.gather_to_region(x, group, dim=1)
+            return collectives.scatter_from_region(narrow(torch.relu(wide(joined))), group, dim=1)
+
+        x = torch.randn(1, 6, 8, requires_grad=True)
+        torch.compile(region, backend=graphs, fullgraph=True)(x).sum().backward()
+    for found in graphs.found:
+        assert_found_by_inductor(found.graph, 1)
+    assert len(graphs.found) == 2, "forward and backward"
 
 
 @pytest.mark.single
@@ -251,20 +317,3 @@ def test_choices_that_make_no_sense_are_errors(options, message):
 def test_async_tp_is_refused_on_cpus():
     with fake_mesh(MeshShape.parse("tp2")) as mesh, pytest.raises(UnsupportedError, match="symmetric memory"):
         shardwise.parallelize(tiny_model("llama"), mesh, compilation=shardwise.Compile(async_tp=True))
-
-
-def compile_in_stages(mesh):
-    whole = tiny_model("llama", num_hidden_layers=2)
-    model, batch = shardwise.parallelize(copy.deepcopy(whole), mesh), tiny_batch(whole)
-    found = torch.compile(model, backend="eager")(**batch).loss
-    torch.compiler.reset()
-    with pytest.raises(UnsupportedError, match="compilation=shardwise.Compile"):
-        model.compile(backend="eager")
-    return float(found), float(whole(**batch).loss)
-
-
-@pytest.mark.spawn
-@pytest.mark.parametrize("layout", ["pp2"])
-def test_a_schedule_is_no_part_of_a_graph(on_ranks, layout):
-    for found, wanted in on_ranks(compile_in_stages):
-        assert found == pytest.approx(wanted, abs=1e-5)
