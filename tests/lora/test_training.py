@@ -61,12 +61,12 @@ DRIFTING = ("llama", "mixtral")
 """Take twenty steps under each of their layouts before copies are compared, the others three."""
 
 
-def train(mesh, layout, family, place):
+def train(mesh, layout, family, is_split, place):
     """What differs from PEFT unsplit after three steps, and the adapter's file."""
     full = with_lora(family, **FAMILIES[family])
     split = copy.deepcopy(full)
     frozen = {name: value.data_ptr() for name, value in split.named_parameters() if not value.requires_grad}
-    is_split, again = layout.endswith("+sp"), Recompute(mode="full")  # also of layers whose input needs no gradient
+    again = Recompute(mode="full")  # also of layers whose input needs no gradient
     split = shardwise.parallelize(split, mesh, sequence_parallel=is_split, recompute=again if is_split else None)
     batch = batch_of(full)
     theirs = torch.optim.AdamW([each for each in full.parameters() if each.requires_grad], **ADAM)
@@ -85,7 +85,7 @@ def train(mesh, layout, family, place):
     found = shardwise.full_state_dict(split)
     for name, value in full.state_dict().items():
         problems += differing(name, found[name], value, 2e-5)
-    out = Path(place) / f"{family}-{layout}"
+    out = Path(place) / f"{family}-{layout}-{is_split}"
     shardwise.export_pretrained(split, out)
     for name, value in peft.get_peft_model_state_dict(full).items() if mesh.rank == 0 else ():
         problems += differing(name, load_file(out / "adapter_model.safetensors")[name], value, 2e-5)
@@ -100,20 +100,18 @@ def train(mesh, layout, family, place):
     return problems
 
 
-CASES = [
-    *(("llama", layout) for layout in ("tp4", "tp2+sp", "fsdp2.tp2", "pp2", "pp2.tp2+sp")),
-    *(("gpt2", layout) for layout in ("tp2", "fsdp2")),
-    *(("phi3", layout) for layout in ("tp2+sp", "ddp2")),
-    *(("mixtral", layout) for layout in ("pp2", "pp2.tp2")),
-    *(("t5", layout) for layout in ("pp2", "pp2.tp2")),
-    *(("gpt2", layout) for layout in ("pp2.fsdp2",)),
+CASES = [  # the last is whether activations are split along the sequence, too
+    *(("llama", "tp4", False), ("llama", "tp2", True), ("llama", "fsdp2.tp2", False), ("llama", "pp2.tp2", True)),
+    *(("gpt2", "tp2", False), ("gpt2", "fsdp2", False), ("gpt2", "pp2.fsdp2", False)),
+    *(("phi3", "tp2", True), ("phi3", "ddp2", False)),
+    *(("mixtral", "pp2", False), ("mixtral", "pp2.tp2", False), ("t5", "pp2.tp2", False)),
 ]
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-def test_three_steps_are_those_of_peft_unsplit(on_ranks, tmp_path_factory, layout, family):
+@pytest.mark.parametrize(("family", "layout", "is_split"), CASES)
+def test_three_steps_are_those_of_peft_unsplit(on_ranks, tmp_path_factory, layout, family, is_split):
     place = tmp_path_factory.mktemp(family)
-    found = on_ranks(train, layout=layout.removesuffix("+sp"), place=str(place))
+    found = on_ranks(train, place=str(place))
     assert not any(found), found[0]
 
 
@@ -162,11 +160,6 @@ def equal_files(one, other):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
-def test_files_are_pefts_both_ways(on_ranks, checkpoints, layout):
-    assert not any(found := on_ranks(exchange_files, place=str(checkpoints))), found[0]
-
-
 def start_adapter(mesh, layout, place):
     """What is wrong with an adapter that starts at random values, and with further ones."""
     base = Path(place) / "base"
@@ -190,14 +183,6 @@ def start_adapter(mesh, layout, place):
     if mesh.data_size == 1 and not (mapped and registry_of(model).mapped == mapped):
         problems.append("the frozen embedding is not mapped from its file")
     return problems, {name: float(value.sum()) for name, value in state.items() if ".lora_A." in name}
-
-
-@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
-def test_an_adapter_starts_alike_in_every_layout_and_leaves_the_base_in_its_file(on_ranks, checkpoints, layout):
-    found = on_ranks(start_adapter, place=str(checkpoints))
-    assert not any(problems for problems, _ in found), found[0][0]
-    with shardwise.Mesh.open("tp1") as mesh:
-        assert found[0] == start_adapter(mesh, "tp1", str(checkpoints))
 
 
 def add_second(model, name="two"):
@@ -255,9 +240,29 @@ def use_adapters(mesh, layout):
     return problems
 
 
+def on_shared_ranks(mesh, layout, place, what):
+    if what == "an adapter starts alike in every layout, and leaves the base in its file":
+        return start_adapter(mesh, layout, place)
+    if what == "files are PEFT's both ways":
+        return exchange_files(mesh, layout, place), None
+    return use_adapters(mesh, layout), None
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "files are PEFT's both ways",
+        "an adapter starts alike in every layout, and leaves the base in its file",
+        "adapters are added, switched, merged and restored",
+    ],
+)
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2", "pp2"])
-def test_adapters_are_added_switched_merged_and_restored(on_ranks, layout):
-    assert not any(found := on_ranks(use_adapters)), found[0]
+def test_adapters_in_every_layout(on_ranks, checkpoints, layout, what):
+    found = on_ranks(on_shared_ranks, place=str(checkpoints))
+    assert not any(problems for problems, _ in found), found[0][0]
+    if what.startswith("an adapter starts"):
+        with shardwise.Mesh.open("tp1") as mesh:
+            assert found[0] == start_adapter(mesh, "tp1", str(checkpoints))
 
 
 def refuse(mesh, place):
