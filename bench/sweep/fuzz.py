@@ -7,10 +7,11 @@ import functools
 import random
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig
@@ -32,7 +33,7 @@ from sweep.cases import GROUPS, one_line
 from sweep.configs import random_config
 from sweep.known import architectures, model_class
 
-__all__ = ["FuzzCase", "draw_cases", "prove_random"]
+__all__ = ["FuzzCase", "draw_cases", "prove_random", "prove_together"]
 
 WAYS = ("auto", "shrunk", "loaded")
 """How the split model comes about: as a user's would; with a plan derived on a tiny model of other sizes than its own;
@@ -85,30 +86,85 @@ def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
     Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no tiny model" where the
     architecture has none that trains; "error" for anything else.
     """
+    row, config = _drawn(case)
+    return row if config is None else _proved(row, case, config, timeout_seconds)
+
+
+def prove_together(cases: Sequence[FuzzCase], *, timeout_seconds: float) -> list[dict[str, Any]]:
+    """Their rows, of cases of one layout on one set of ranks; where those fail, each on ranks of its own."""
+    drawn = [(case, *_drawn(case)) for case in cases]
+    todo = [(case, config) for case, _, config in drawn if config is not None]
+    num_ranks = MeshShape.parse(cases[0].layout).world_size
+    try:
+        ranks = spawn(_prove_each_on_this_rank, num_ranks, todo, timeout=timeout_seconds)
+    except Exception:  # noqa: BLE001 - each of them tells by itself whose it is
+        return [row if config is None else _proved(row, case, config, timeout_seconds) for case, row, config in drawn]
+    found = zip(*ranks, strict=True)
+    return [row if config is None else row | _judged(case, next(found)) for case, row, config in drawn]
+
+
+def _drawn(case: FuzzCase) -> tuple[dict[str, Any], PreTrainedConfig | None]:
+    """The row of a case so far, and its config; the whole row and None where there is nothing to prove."""
     row: dict[str, Any] = asdict(case)
-    start = time.perf_counter()
     try:
         config, row["changes"] = random_config(case.model_type, case.task, case.class_name, seed=case.seed)
     except ShardwiseError as error:
-        return row | {"result": "no tiny model", "cause": one_line(error)}
+        return row | {"result": "no tiny model", "cause": one_line(error)}, None
     if not row["changes"]:
-        return row | {"result": "no tiny model", "cause": "no change of its tiny model's configuration trains"}
+        row |= {"result": "no tiny model", "cause": "no change of its tiny model's configuration trains"}
+        return row, None
+    return row, config
+
+
+def _proved(row: dict[str, Any], case: FuzzCase, config: PreTrainedConfig, timeout_seconds: float) -> dict[str, Any]:
+    start = time.perf_counter()
     num_ranks = MeshShape.parse(case.layout).world_size
     try:
         found = spawn(_prove_on_this_rank, num_ranks, case, config, timeout=timeout_seconds)
     except (PlanError, UnsupportedError) as error:
-        row |= {"result": "refused", "cause": one_line(error)}
+        row |= _judged(case, [error])
     except Exception as error:  # noqa: BLE001 - one configuration's failure is a row, not the end
         row |= {"result": "error", "cause": f"{type(error).__name__}: {one_line(error)}"}
     else:
-        report = Report(subject=case.class_name, layout=case.layout, measurements=tuple(found), seconds=0.0)
-        row |= {"result": "ok" if report.passed else "wrong", "cause": "" if report.passed else str(report)}
-        row["block_share"] = round(found[0].block_share, 4)
+        row |= _judged(case, found)
     return row | {"seconds": round(time.perf_counter() - start, 2)}
 
 
+def _judged(case: FuzzCase, found: Sequence[Measurement | ShardwiseError]) -> dict[str, Any]:
+    """The result and its cause, of what every rank measured, or of an error of any rank's."""
+    for each in found:
+        if isinstance(each, ShardwiseError):
+            return {"result": "refused", "cause": one_line(each)}
+    measured = tuple(each for each in found if isinstance(each, Measurement))
+    report = Report(subject=case.class_name, layout=case.layout, measurements=measured, seconds=0.0)
+    return {
+        "result": "ok" if report.passed else "wrong",
+        "cause": "" if report.passed else str(report),
+        "block_share": round(measured[0].block_share, 4),
+    }
+
+
+def _prove_each_on_this_rank(
+    cases: Sequence[tuple[FuzzCase, PreTrainedConfig]],
+) -> list[Measurement | PlanError | UnsupportedError]:
+    """One after the other, each as if it were the only one: with the same seeds, and nothing patched before."""
+    found: list[Measurement | PlanError | UnsupportedError] = []
+    patched = [(deriving, "_SMALL_ENOUGH"), (deriving, "has_dropout"), (planning, "derive_plan")]
+    before = [(where, name, getattr(where, name)) for where, name in [*patched, (verifying, "_splitter")]]
+    for case, config in cases:
+        random.seed(0)
+        torch.manual_seed(0)
+        try:
+            found.append(_prove_on_this_rank(case, config))
+        except (PlanError, UnsupportedError) as error:
+            found.append(error)
+        for where, name, value in before:
+            setattr(where, name, value)
+    return found
+
+
 def _prove_on_this_rank(case: FuzzCase, config: PreTrainedConfig) -> Measurement:
-    """Runs in a process of its own, so that what is patched here stays here."""
+    """Runs in a process of its own, or one that undoes what is patched here."""
     spec = ParallelSpec(plan="auto" if case.way == "auto" else "derived", sequence_parallel=case.sequence_parallel)
     proof = verifying.Proof(
         config=config,
