@@ -23,18 +23,19 @@ A, B, C, D, E = (
     ("manual", 1, "value"),
 )
 CASES = {
-    "tp1": (A, B, C, D, E),
-    "tp2": (A, B, D),
-    "tp2+sp": (C, E),
-    "fsdp2": (A, B, E),
-    "ddp2": (C, D),
-    "fsdp2.tp2": (B, E),
-    "pp2": (A, E),
-    "pp2.ddp2": (C,),
+    ("tp1", False): (C, D, E),
+    ("tp2", False): (B, D),
+    ("tp2", True): (C, E),
+    ("fsdp2", False): (A, B, E),
+    ("ddp2", False): (C, D),
+    ("fsdp2.tp2", False): (B, E),
+    ("pp2", False): (A, E),
+    ("pp2.ddp2", False): (C,),
 }
+"""By the layout, and whether activations are split along the sequence, too."""
 
 
-def curve(mesh, layout, mode, accumulate, clip):
+def curve(mesh, layout, is_split, mode, accumulate, clip):
     """Losses, full parameters, replicas that differ, and the rows of the first epoch by data rank."""
     if mode == "manual":
         module, options = Manual(accumulate, clip), {}
@@ -42,16 +43,19 @@ def curve(mesh, layout, mode, accumulate, clip):
         module, options = Automatic(), {"accumulate_grad_batches": accumulate}
         if clip:
             options |= {"gradient_clip_val": CLIP[clip], "gradient_clip_algorithm": clip}
-    trainer(layout, max_steps=NUM_BATCHES // accumulate, **options).fit(module, loader(mesh.data_size))
+    at = f"{layout}+sp" if is_split else layout
+    trainer(at, max_steps=NUM_BATCHES // accumulate, **options).fit(module, loader(mesh.data_size))
     read = all_gather_objects(module.rows[: NUM_ROWS // mesh.data_size], mesh.group(*DATA_AXES))
     state = shardwise.full_state_dict(module.model, rank0_only=True)
     return module.losses, state, find_unequal_replicas(module.model), read
 
 
-@pytest.mark.parametrize(("layout", "mode", "accumulate", "clip"), [(at, *case) for at in CASES for case in CASES[at]])
-def test_curves_are_those_of_the_unsplit_model(on_ranks, layout, mode, accumulate, clip):
+@pytest.mark.parametrize(
+    ("layout", "is_split", "mode", "accumulate", "clip"), [(*at, *case) for at in CASES for case in CASES[at]]
+)
+def test_curves_are_those_of_the_unsplit_model(on_ranks, layout, is_split, mode, accumulate, clip):
     wanted, parameters = unsplit_curve(mode, accumulate, clip, NUM_BATCHES // accumulate)
-    for losses, state, unequal, read in on_ranks(curve, layout=layout.removesuffix("+sp")):
+    for losses, state, unequal, read in on_ranks(curve):
         assert losses == pytest.approx(wanted, abs=LOSS)
         assert not [problem for name in state for problem in differing(name, state[name], parameters[name], 2e-5)]
         assert not unequal
