@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.ranks.spawn import spawn
+from shardwise.train.plain_step import stepping_class
 from tests.families import rows_of, tiny_batch, tiny_model
 
 
@@ -50,6 +52,23 @@ def test_a_function_may_choose():
 def test_rules_that_mean_nothing_are_errors(rule, message):
     with pytest.raises(ConfigError, match=message):
         build([rule])
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_of_an_optimizer_goes_on_like_it(copied):
+    linear = torch.nn.Linear(3, 2)
+    optimizer = stepping_class(torch.optim.AdamW)(linear.parameters(), lr=0.1)
+    linear(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    other = copied(optimizer)
+    parameters = [value for group in other.param_groups for value in group["params"]]
+    for value, like in zip(parameters, linear.parameters(), strict=True):
+        value.grad = like.grad.clone()
+    optimizer.step()
+    other.step()
+    assert type(other) is type(optimizer)
+    assert all(torch.equal(*each) for each in zip(parameters, linear.parameters(), strict=True))
 
 
 @pytest.mark.single

@@ -55,13 +55,23 @@ def _stepping(optimizer_class: Any) -> type[torch.optim.Optimizer]:
             own(self)
         return loss
 
+    def reduce(self: Any) -> tuple[Any, ...]:
+        return _new, (optimizer_class,), self.__getstate__()
+
     names = {
         "step": step,
+        "__reduce__": reduce,
         "__module__": optimizer_class.__module__,
         "__qualname__": optimizer_class.__qualname__,
         "__doc__": optimizer_class.__doc__,
     }
     return type(optimizer_class.__name__, (optimizer_class,), names)
+
+
+def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    """An empty one, for `pickle` and `copy` to fill: classes made here have no place of their own."""
+    made = stepping_class(optimizer_class)
+    return made.__new__(made)
 
 
 @dataclass
