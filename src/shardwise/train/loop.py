@@ -37,17 +37,11 @@ class TrainingComponents:
         optimizer: already holds the model's parameters.
         batches: an endless stream of this rank's batches.
         device: where the model computes, and so where memory counts.
-        num_devices: over all ranks.
         evaluate: returns the validation loss; None where nothing is held out.
         nonfinite: what becomes of steps whose gradients are infinite or NaN: the loop looks before every update and
             raises ("checked"), the optimizer does ("raised"), so that the loop need not look, or it leaves them out and
             the run goes on ("skipped").
         num_devices: over all ranks.
-        evaluate: returns the validation loss; None where nothing is held out.
-        skips_nonfinite: whether the optimizer leaves out steps whose gradients are infinite or NaN, and so the run
-            goes on.
-        raises_nonfinite: whether the optimizer raises `GradientError` instead of stepping with such gradients, so that
-            nobody else has to look at them.
     """
 
     step: Callable[[Mapping[str, torch.Tensor]], StepResult]
