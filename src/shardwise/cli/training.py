@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             device=mesh.device,
             num_devices=mesh.shape.world_size,
             evaluate=_prepare_evaluation(config, model, mesh, read),
-            nonfinite=_nonfinite_steps(config.precision),
+            nonfinite=_nonfinite_steps(config.precision, mesh.device),
         )
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
@@ -202,9 +202,11 @@ def _prepare_evaluation(
     return build_evaluation(model, mesh, batches)
 
 
-def _nonfinite_steps(precision: PrecisionConfig) -> Literal["raised", "skipped"]:
-    """What the optimizer does with steps whose gradients are infinite or NaN."""
-    return "skipped" if precision.nonfinite == "skip" or precision.compute == "float16" else "raised"
+def _nonfinite_steps(precision: PrecisionConfig, device: torch.device) -> Literal["checked", "raised", "skipped"]:
+    """What becomes of steps whose loss or gradients are infinite or NaN: looking before the update is free on CPUs."""
+    if precision.nonfinite == "skip" or precision.compute == "float16":
+        return "skipped"
+    return "checked" if device.type == "cpu" else "raised"
 
 
 def _open_reporters(
