@@ -78,7 +78,7 @@ bench: $(READY)
 	for file in bench/tp.py bench/fsdp.py bench/load.py bench/checkpoint.py bench/pipeline.py; do echo "== $$file"; $(PY) "$$file"; done
 
 drill: $(READY)
-	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/train/drill_pipelines.py
+	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py
 
 coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \

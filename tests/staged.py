@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.mesh import Mesh
+from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
+from shardwise.parameters.canonical import canonical_tensor
 from shardwise.plan.options import ParallelSpec, Pipeline
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.runtime.canonical import canonical_tensor
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.search.staged import train_in_stages
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import track_gradients
 
 
 class StageMesh(SimulatedMesh):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shardwise.parameters.registry import Registry
+from shardwise.pipeline.runner import PipelineRunner
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.registry import Registry
-from shardwise.runtime.stages import Stages, Travelling
 from shardwise.schedule.build import build_schedule
-from shardwise.train.pipeline import PipelineRunner
+from shardwise.stages.model import Stages, Travelling
 
 WIDTH = 8
 

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from onecard.measuring import measure_call
 from onecard.setting import Setting
+from shardwise.loss.cross_entropy import Head, head_cross_entropy, reduced
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.cross_entropy import Head, head_cross_entropy, reduced
 
 __all__ = ["ATTENTION", "LOSS", "MACHINE"]
 

@@ -15,7 +15,7 @@ import shardwise
 from onecard.setting import Setting, Shape, Training
 from shardwise.estimate.flops import count_work
 from shardwise.parallel.facts import read_facts, read_windows
-from shardwise.runtime.registry import registry_of
+from shardwise.parameters.registry import registry_of
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig
 

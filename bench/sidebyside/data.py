@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.estimate.memory import state_bytes
-from shardwise.runtime.registry import registry_of
+from shardwise.parameters.registry import registry_of
 from sidebyside.steps import Contender, Size, seconds_of
 
 __all__ = ["BY_HAND", "DDP", "OURS", "Held", "measure_data"]

@@ -13,14 +13,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaForCausalLM
 
 import shardwise
+from shardwise.parameters.registry import Registry
+from shardwise.pipeline.runner import PipelineRunner
+from shardwise.pipeline.stage import Microbatch
 from shardwise.plan.options import Pipeline
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.registry import Registry
-from shardwise.runtime.stages import Stages, Travelling
 from shardwise.schedule.build import build_schedule
-from shardwise.train.pipeline import PipelineRunner
-from shardwise.train.pipeline_stage import Microbatch
+from shardwise.stages.model import Stages, Travelling
 from sidebyside.steps import Contender, Size, seconds_of
 
 __all__ = ["BY_HAND", "OURS", "Bubble", "Step", "measure_bubbles", "measure_step"]

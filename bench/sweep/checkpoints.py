@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.mesh import Mesh
+from shardwise.parameters.canonical import canonical_tensors
+from shardwise.parameters.registry import find_parameters
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.canonical import canonical_tensors
-from shardwise.runtime.registry import find_parameters
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
 from shardwise.tiny.objective import objective_of
 from shardwise.topology.shape import MeshShape

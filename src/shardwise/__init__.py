@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from shardwise.api.verifying import verify as verify
     from shardwise.errors import ShardwiseError as ShardwiseError
     from shardwise.mesh import Mesh as Mesh
+    from shardwise.optim.clip import clip_grad_norm_ as clip_grad_norm_
+    from shardwise.optim.optimizer import build_optimizer as build_optimizer
     from shardwise.plan.options import Compile as Compile
     from shardwise.plan.options import FsdpPolicy as FsdpPolicy
     from shardwise.plan.options import Pipeline as Pipeline
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from shardwise.plan.options import Recompute as Recompute
     from shardwise.plan.spec import Plan as Plan
     from shardwise.topology.shape import MeshShape as MeshShape
-    from shardwise.train.clip import clip_grad_norm_ as clip_grad_norm_
-    from shardwise.train.optimizer import build_optimizer as build_optimizer
     from shardwise.train.step import TrainStep as TrainStep
 
 __version__ = "0.1.0"
@@ -44,8 +44,8 @@ _HOMES = {
     "Recompute": "plan.options",
     "ShardwiseError": "errors",
     "TrainStep": "train.step",
-    "build_optimizer": "train.optimizer",
-    "clip_grad_norm_": "train.clip",
+    "build_optimizer": "optim.optimizer",
+    "clip_grad_norm_": "optim.clip",
     "export_pretrained": "api.state",
     "full_gradients": "api.state",
     "full_state_dict": "api.state",

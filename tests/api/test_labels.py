@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.errors import UnsupportedError
+from shardwise.loss.label_use import LabelUse
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.label_use import LabelUse
 from shardwise.tiny.label_use import probe_label_use
 from tests.families import COMMON, MOE, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients

@@ -14,13 +14,13 @@ from shardwise.api.describing import describe
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import MeshError
+from shardwise.loss import cross_entropy
+from shardwise.loss.deferred_logits import dropped_output
+from shardwise.optim.gradients import gradients_of
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime import cross_entropy
-from shardwise.runtime.deferred_logits import dropped_output
-from shardwise.runtime.registry import registry_of
-from shardwise.train.gradients import gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS, LENGTH = 2, 32

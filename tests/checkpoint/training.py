@@ -11,9 +11,9 @@ import transformers
 import shardwise
 from shardwise.checkpoint.schedules import common_state
 from shardwise.comm.operations import all_gather_objects
-from shardwise.runtime.canonical import canonical_tensors
-from shardwise.runtime.registry import find_parameters, local_part
-from shardwise.train.gradients import gradients_of
+from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.canonical import canonical_tensors
+from shardwise.parameters.registry import find_parameters, local_part
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 12

@@ -14,7 +14,7 @@ import transformers
 import yaml
 
 from shardwise.cli.main import main
-from shardwise.train.rows import DocumentRows
+from shardwise.data.rows import DocumentRows
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = [

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from shardwise.cli.config_file import build_config
 from shardwise.cli.training import train
+from shardwise.data.packing import PackedBatches
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import spawn
-from shardwise.train.packing import PackedBatches
 from shardwise.weights.write import PretrainedWriter
 from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 

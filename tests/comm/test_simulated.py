@@ -16,6 +16,7 @@ from shardwise.comm import collectives, operations
 from shardwise.comm.count import CommunicationCount
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import RankError
+from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
@@ -25,7 +26,6 @@ from shardwise.search.planning import plan_for
 from shardwise.tiny.objective import objective_of
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import track_gradients
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn

@@ -21,8 +21,8 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
 )
 from shardwise.compat.neuronx_distributed.parallel_layers.pad import get_number_of_extra_heads
 from shardwise.errors import ConfigError
-from shardwise.runtime.canonical import canonical_tensor
-from shardwise.runtime.registry import entries_of
+from shardwise.parameters.canonical import canonical_tensor
+from shardwise.parameters.registry import entries_of
 
 pytestmark = pytest.mark.spawn
 

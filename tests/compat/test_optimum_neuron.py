@@ -26,8 +26,8 @@ from shardwise.compat.optimum_neuron.distributed import (
 from shardwise.compat.optimum_neuron.distributed.utils import from_pretrained_for_mp
 from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
+from shardwise.parameters.replicas import check_replicas
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.replicas import check_replicas
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model

@@ -16,8 +16,22 @@ Made by `make fix` from the first line of every module.
 """
 
 ORDER = (
-    *("cli", "compat", "lightning", "api", "search", "parallel", "train", "lora", "checkpoint", "proof", "tiny"),
-    *("testing", "ranks", "weights", "runtime", "comm", "mesh.py", "job"),
+    *("cli", "compat", "lightning", "api", "search", "parallel", "train", "lora", "checkpoint", "proof"),
+    *(
+        "pipeline",
+        "data",
+        "optim",
+        "tiny",
+        "testing",
+        "ranks",
+        "modules",
+        "weights",
+        "parameters",
+        "loss",
+        "stages",
+        "runtime",
+    ),
+    *("comm", "mesh.py", "job"),
     *("estimate", "plan", "schedule", "sharding", "topology", "failure.py", "errors.py"),
 )
 

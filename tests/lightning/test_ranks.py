@@ -15,8 +15,8 @@ import shardwise
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import BatchError
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
-from shardwise.runtime.replicas import find_unequal_replicas
-from shardwise.train.gradients import gradients_of
+from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.replicas import find_unequal_replicas
 from tests.lightning.modules import CLIP, Automatic, Evaluated, Rows, loader, small_model, trainer, unsplit_batch
 from tests.oracle import differing
 

@@ -20,7 +20,7 @@ from shardwise.lightning import (
     ShardwiseTensorBoardLogger,
     ShardwiseTQDMProgressBar,
 )
-from shardwise.runtime.registry import registry_of
+from shardwise.parameters.registry import registry_of
 from tests.lightning.modules import ADAM, Automatic, Evaluated, Manual, loader, small_model, trainer, unsplit_batch
 
 pytestmark = pytest.mark.single

@@ -121,7 +121,7 @@ STAGED = [
 
 @pytest.mark.parametrize(("family", "options"), STAGED, ids=lambda value: "-".join(value) if value else "")
 def test_stages_hold_the_adapters_of_what_they_hold(monkeypatch, family, options):
-    monkeypatch.setattr("shardwise.train.summing._sum_over_stages", lambda *_: None)  # they are summed here
+    monkeypatch.setattr("shardwise.optim.summing._sum_over_stages", lambda *_: None)  # they are summed here
     model = with_lora(family, **options)
     batch = make_batch(model, seed=0)
     loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=True))

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.parameters.registry import registry_of
+from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.options import Recompute
-from shardwise.runtime.registry import registry_of
-from shardwise.runtime.replicas import find_unequal_replicas
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients

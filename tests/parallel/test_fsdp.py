@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausa
 
 import shardwise
 from bench.sweep.known import default_config
+from shardwise.data.batch import count_targets
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
@@ -20,7 +21,6 @@ from shardwise.ranks.spawn import spawn
 from shardwise.runtime import uses
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from shardwise.topology.shape import MeshShape
-from shardwise.train.batch import count_targets
 from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYOUTS = ("fsdp2", "ddp2", "fsdp2.tp2")

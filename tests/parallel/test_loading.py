@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import shardwise
 from shardwise.errors import LoadError
+from shardwise.parameters.registry import local_part, registry_of
 from shardwise.ranks.spawn import spawn
-from shardwise.runtime.registry import local_part, registry_of
 from shardwise.weights.index import CheckpointIndex
 from tests.families import COMMON, FAMILIES, tiny_batch, tiny_model
 

@@ -7,9 +7,9 @@ import torch
 
 import shardwise
 from bench.sweep.known import default_config, model_class
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
-from shardwise.runtime.canonical import local_tensor
-from shardwise.runtime.registry import registry_of
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from shardwise.topology.shape import MeshShape
 

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.registry import canonical_entries, local_part, registry_of
-from shardwise.runtime.replicas import find_unequal_replicas
+from shardwise.parameters.registry import canonical_entries, local_part, registry_of
+from shardwise.parameters.replicas import find_unequal_replicas
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 
@@ -42,7 +42,7 @@ def build(mesh, schedule, *, tied=False, buffers=False, **options):
 def train(mesh, schedule):
     """What is wrong with loss, gradients, norms and parameters in three steps, and with copies after them: after twenty
     where tied weights are copied over other axes too (those of pp2 alone, which fsdp shards and copies no further:
-    tests/train/test_pipeline.py).
+    tests/pipeline/test_step.py).
     """
     whole, model = build(mesh, schedule, **CASES[str(mesh.shape), schedule])
     batch = tiny_batch(whole, rows=4 * mesh.data_size)

@@ -18,10 +18,10 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
-from shardwise.runtime.absent import Absent
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.search.staged import gradients_of, stages_of, train_in_stages
+from shardwise.stages.absent import Absent
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.tiny.objective import copied
 from shardwise.topology.shape import MeshShape
@@ -81,7 +81,7 @@ def test_cut_in_front_of_every_layer(name):
     [("llama", False), ("llama", True), ("mixtral", False), ("mixtral", True), ("t5", True)],
 )
 def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parallel):
-    monkeypatch.setattr("shardwise.train.summing._sum_over_stages", lambda *_: None)  # they are summed here
+    monkeypatch.setattr("shardwise.optim.summing._sum_over_stages", lambda *_: None)  # they are summed here
     model = model_of(name)
     batch = batch_of(name, model)
     loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=sequence_parallel))

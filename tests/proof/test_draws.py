@@ -15,19 +15,19 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
 from bench.sweep.known import default_config, model_class
+from shardwise.data.batch import split_rows
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, training_copy
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.stage_run import StageRun
-from shardwise.runtime.stages import Stages
 from shardwise.search.deriving import derive_plan
 from shardwise.search.planning import plan_for
 from shardwise.search.trial import Trial
+from shardwise.stages.model import Stages
+from shardwise.stages.run import StageRun
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.train.batch import split_rows
 from tests.families import FULL_PRODUCT, tiny_model
 
 WIDTH, VOCABULARY = 16, 23

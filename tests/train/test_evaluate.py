@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.data.rows import StreamRows
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
-from shardwise.train.rows import StreamRows
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import shardwise
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.runtime.registry import entry_of
+from shardwise.parameters.registry import entry_of
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 

@@ -10,8 +10,8 @@ import torch
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError
+from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.ranks.spawn import spawn
-from shardwise.train.gradients import LossScale, gradients_of
 from tests.families import rows_of, tiny_batch, tiny_model
 
 ROWS = 4

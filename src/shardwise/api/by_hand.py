@@ -19,23 +19,23 @@ from transformers import PreTrainedModel
 from shardwise.api.prepare import open_subgroups
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.mesh import Mesh
+from shardwise.modules.linears import GroupedProjections
+from shardwise.modules.split_module import SplitModule, context_of, layout_of
+from shardwise.optim.gradients import track_gradients
+from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.starting_values import initialize_meta
+from shardwise.parameters.registry import ParameterEntry, Registry, attach_registry
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.options import FsdpPolicy, Recompute
 from shardwise.plan.rule import ParameterRule
-from shardwise.runtime.registry import ParameterEntry, Registry, attach_registry
-from shardwise.runtime.split_module import SplitModule, context_of, layout_of
-from shardwise.runtime.standalone_linears import GroupedProjections
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
-from shardwise.train.gradients import track_gradients
-from shardwise.train.optimizer import watch_optimizers
 
 __all__ = ["adopt_model", "build_in_turns"]
 
@@ -85,7 +85,7 @@ def adopt_model(
     """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp.
 
     Args:
-        model: with `shardwise.runtime.split_module` modules over `mesh`, and any others; a parameter with the attribute
+        model: with `shardwise.modules.split_module` modules over `mesh`, and any others; a parameter with the attribute
             `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over tp.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
         recompute: what backward computes again.

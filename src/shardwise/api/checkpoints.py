@@ -18,9 +18,9 @@ from shardwise.checkpoint.save import prepare_save
 from shardwise.checkpoint.save_job import SaveRequest
 from shardwise.errors import ConfigError
 from shardwise.lora.files import adapter_companions
+from shardwise.optim.gradients import gradients_of
 from shardwise.parallel.materialize import put_tensor
-from shardwise.runtime.registry import registry_of
-from shardwise.train.gradients import gradients_of
+from shardwise.parameters.registry import registry_of
 
 __all__ = ["load_checkpoint", "load_session", "save_checkpoint"]
 

@@ -18,8 +18,8 @@ from shardwise.parallel.construction import Construction
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import draw_values, initialize_missing, record_missing
+from shardwise.parameters.registry import Registry
 from shardwise.runtime.adapter_facts import names_in_base
-from shardwise.runtime.registry import Registry
 from shardwise.weights.conversion import Resolution
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex

@@ -37,10 +37,10 @@ from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import read_class_config
 from shardwise.parallel.materialize import put_tensor
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import Registry, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
-from shardwise.runtime.canonical import local_tensor
-from shardwise.runtime.registry import Registry, is_split, registry_of
 from shardwise.weights.locate import HUB_OPTIONS
 
 __all__ = ["Values", "build_lazily", "loading_lazily", "split_lazily", "split_rewritten"]

@@ -19,27 +19,27 @@ from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
+from shardwise.loss.label_use import label_use_of, note_label_use
 from shardwise.mesh import Mesh
+from shardwise.optim.gradients import track_gradients
+from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.parameters.registry import Registry, is_split
+from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.runtime.label_use import label_use_of, note_label_use
-from shardwise.runtime.registry import Registry, is_split
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import to_json
 from shardwise.tiny.label_use import probe_label_use
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import track_gradients
-from shardwise.train.optimizer import watch_optimizers
-from shardwise.train.pipeline_forward import apply_pipeline
 
 __all__ = ["check_options", "decide", "observe_labels", "open_subgroups", "prepare"]
 

@@ -19,20 +19,20 @@ from shardwise.comm.count import CommunicationCount, Traffic
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import ActivationBytes
 from shardwise.lora.inject import inject
+from shardwise.loss.deferred_logits import dropped_output
+from shardwise.optim.gradients import gradients_of, track_gradients
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
 from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
-from shardwise.runtime.deferred_logits import dropped_output
-from shardwise.runtime.registry import registry_of
-from shardwise.runtime.stages import Stages
+from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.topology.axes import AXES
 from shardwise.topology.shape import MeshShape
-from shardwise.train.gradients import gradients_of, track_gradients
 
 __all__ = ["Rehearsal", "RehearsedStep"]
 

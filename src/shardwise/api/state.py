@@ -14,12 +14,12 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.lora.files import adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
+from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.canonical import canonical_tensors, computed_buffer, state_names
+from shardwise.parameters.registry import find_parameters, named_entries, registry_of
+from shardwise.parameters.replicas import check_replicas
 from shardwise.runtime.adapters import find_model, has_adapters
-from shardwise.runtime.at_rest import reshard
-from shardwise.runtime.canonical import canonical_tensors, computed_buffer, state_names
-from shardwise.runtime.registry import find_parameters, named_entries, registry_of
-from shardwise.runtime.replicas import check_replicas
-from shardwise.train.gradients import gradients_of
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 

@@ -10,9 +10,9 @@ from transformers import AutoConfig, PreTrainedModel
 from shardwise.api.prepare import decide
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.parallel.build import build_meta_model
+from shardwise.parameters.registry import is_split
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.registry import is_split
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["Support", "find_support"]

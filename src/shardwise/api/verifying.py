@@ -17,9 +17,11 @@ from transformers import PreTrainedConfig
 
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
+from shardwise.data.batch import count_targets, split_rows, target_names
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
+from shardwise.loss.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
 from shardwise.parallel.facts import read_facts
@@ -30,14 +32,12 @@ from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_t
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.label_use import note_label_use
 from shardwise.runtime.modes import has_dropout
 from shardwise.tiny.label_use import probe_label_use
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import has_loss, objective_of
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
-from shardwise.train.batch import count_targets, split_rows, target_names
 from shardwise.train.step import TrainStep
 
 __all__ = ["Proof", "verify"]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.content import HeldTensor, slices_of
 from shardwise.errors import ConfigError
+from shardwise.parameters.registry import Registry, local_part
 from shardwise.runtime.adapters import is_adapter
-from shardwise.runtime.registry import Registry, local_part
 from shardwise.sharding.boxes import Box
 
 __all__ = ["Sums", "base_differences", "base_sums", "check_unmerged", "fingerprint", "forget_sums"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.tree import encode_tree
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.runtime.canonical import state_tensors
-from shardwise.runtime.registry import ParameterEntry, Registry, find_parameters, local_part
+from shardwise.parameters.canonical import state_tensors
+from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
 from shardwise.sharding.boxes import Box, intersect, move
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Held, Replicate

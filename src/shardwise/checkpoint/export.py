@@ -15,10 +15,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.at_rest import reshard
-from shardwise.runtime.canonical import canonical_tensor, computed_buffer, dtypes_of, state_names
-from shardwise.runtime.registry import find_parameters, named_entries, registry_of
-from shardwise.runtime.replicas import check_replicas
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.canonical import canonical_tensor, computed_buffer, dtypes_of, state_names
+from shardwise.parameters.registry import find_parameters, named_entries, registry_of
+from shardwise.parameters.replicas import check_replicas
 from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.write import PretrainedWriter
 

@@ -26,8 +26,8 @@ from shardwise.comm.agree import check_equal, gather_from_all, raise_on_all_rank
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
-from shardwise.runtime.at_rest import reshard
-from shardwise.runtime.registry import Registry, local_part, registry_of
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.sharding.reshard import Copy
 
 __all__ = ["Loaded", "load_into", "open_checkpoint"]

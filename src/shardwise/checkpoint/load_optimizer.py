@@ -14,7 +14,7 @@ from shardwise.checkpoint.content import HeldTensor, is_whole, model_key, state_
 from shardwise.checkpoint.stored_parts import StoredParts
 from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.errors import ConfigError, LoadError
-from shardwise.runtime.registry import Registry, local_part
+from shardwise.parameters.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy

@@ -26,8 +26,8 @@ from shardwise.checkpoint.tree import encode_tree
 from shardwise.comm.agree import gather_from_all
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.runtime.at_rest import reshard
-from shardwise.runtime.registry import Registry, registry_of
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.registry import Registry, registry_of
 from shardwise.sharding.division import Portion, divide_boxes
 from shardwise.sharding.layout import Layout
 

@@ -38,7 +38,7 @@ from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import LoadError, RankError, ShardwiseError
 from shardwise.mesh import Mesh
-from shardwise.runtime.registry import local_part
+from shardwise.parameters.registry import local_part
 from shardwise.sharding.boxes import Box, full_box, volume
 from shardwise.sharding.division import Portion
 from shardwise.sharding.layout import Layout

@@ -18,14 +18,14 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.cli.sources import open_records, open_source
 from shardwise.cli.tokenizer import build_encoder
+from shardwise.data.config import DataConfig, held_out, rows_of
+from shardwise.data.corpus import Encoder, Source, cache_path, read_tokens, text_batches, write_tokens
+from shardwise.data.documents import Document, documents_path, read_documents, write_documents
+from shardwise.data.examples import ExampleEncoder, build_example_encoder, encode_examples
+from shardwise.data.once_per_machine import once_per_machine
+from shardwise.data.records import RecordSource
+from shardwise.data.rows import Apart, DocumentRows, Rows, StreamRows
 from shardwise.errors import LoadError
-from shardwise.train.corpus import Encoder, Source, cache_path, read_tokens, text_batches, write_tokens
-from shardwise.train.data_config import DataConfig, held_out, rows_of
-from shardwise.train.documents import Document, documents_path, read_documents, write_documents
-from shardwise.train.examples import ExampleEncoder, build_example_encoder, encode_examples
-from shardwise.train.once_per_machine import once_per_machine
-from shardwise.train.records import RecordSource
-from shardwise.train.rows import Apart, DocumentRows, Rows, StreamRows
 from shardwise.train.run_config import Problem, TrainConfig
 
 __all__ = ["check_records", "prepare_rows"]

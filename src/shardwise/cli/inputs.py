@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from shardwise.cli.config_file import Problems
+from shardwise.data.config import held_out, patterns_of
+from shardwise.data.corpus import find_files
 from shardwise.errors import LoadError, MeshError, did_you_mean
 from shardwise.topology.shape import MeshShape
-from shardwise.train.corpus import find_files
-from shardwise.train.data_config import held_out, patterns_of
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 

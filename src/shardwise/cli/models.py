@@ -18,16 +18,16 @@ from shardwise.cli.data import check_records
 from shardwise.cli.inputs import find_optimizer, optimizer_arguments
 from shardwise.cli.places import check_place
 from shardwise.cli.tokenizer import build_encoder, load_tokenizer
+from shardwise.data.config import DataConfig, held_out, rows_of
+from shardwise.data.rows import Apart
 from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
+from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
+from shardwise.optim.optimizer import build_optimizer
 from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import Compile, ParallelSpec, Precision
-from shardwise.runtime.label_use import check_label_use
 from shardwise.search.apart import find_apart
 from shardwise.topology.shape import MeshShape
-from shardwise.train.data_config import DataConfig, held_out, rows_of
-from shardwise.train.optimizer import build_optimizer
-from shardwise.train.rows import Apart
 from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
 
 __all__ = ["build_model", "check_model", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]

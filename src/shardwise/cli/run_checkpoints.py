@@ -27,10 +27,10 @@ from shardwise.checkpoint.directory import find_tag, find_tags
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
+from shardwise.data.packing import PackedBatches
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.runtime.registry import registry_of
-from shardwise.train.packing import PackedBatches
+from shardwise.parameters.registry import registry_of
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
 __all__ = ["RunCheckpoints", "SavedRun", "describe_run", "find_saved_run"]

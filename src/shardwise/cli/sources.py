@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.config import DataConfig, patterns_of
+from shardwise.data.corpus import Source, dataset_source, file_source, find_files
+from shardwise.data.records import RecordSource, dataset_records, file_records
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.train.corpus import Source, dataset_source, file_source, find_files
-from shardwise.train.data_config import DataConfig, patterns_of
-from shardwise.train.records import RecordSource, dataset_records, file_records
 
 __all__ = ["open_records", "open_source"]
 

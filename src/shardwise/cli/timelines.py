@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
+from shardwise.pipeline.runner import runner_of
 from shardwise.schedule.timeline import Timeline, chrome_trace
-from shardwise.train.pipeline import runner_of
 from shardwise.train.run_config import LogConfig
 from shardwise.train.step import StepResult, TrainStep
 

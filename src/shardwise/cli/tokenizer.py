@@ -6,8 +6,8 @@ from typing import Any
 
 import transformers
 
+from shardwise.data.corpus import Encoder, digest
 from shardwise.errors import ConfigError, LoadError
-from shardwise.train.corpus import Encoder, digest
 from shardwise.train.run_config import TrainConfig
 from shardwise.weights.locate import locate_source
 

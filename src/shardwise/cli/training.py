@@ -28,18 +28,18 @@ from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_sav
 from shardwise.cli.timelines import with_timeline
 from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.data.config import DataConfig, held_out
+from shardwise.data.packing import PackedBatches
+from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError
 from shardwise.job.gpu_defaults import bind_to_card
 from shardwise.mesh import Mesh
+from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parallel.compiled import count_compilation
+from shardwise.parameters.registry import find_parameters, local_part, registry_of
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.registry import find_parameters, local_part, registry_of
-from shardwise.train.clip import clip_grad_norm_
-from shardwise.train.data_config import DataConfig, held_out
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
-from shardwise.train.packing import PackedBatches
-from shardwise.train.rows import Rows
 from shardwise.train.run_config import PrecisionConfig, TrainConfig
 from shardwise.train.step import TrainStep
 from shardwise.weights.staging import atomic_file

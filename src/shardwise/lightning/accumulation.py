@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.registry import local_part
-from shardwise.train.gradients import Gradients
-from shardwise.train.reduction import time_reduction
+from shardwise.optim.gradients import Gradients
+from shardwise.optim.reduction import time_reduction
+from shardwise.parameters.registry import local_part
 
 __all__ = ["Window", "check_untouched", "gradient_versions", "multiply_gradients"]
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_
+from shardwise.data.batch import targets_of
+from shardwise.optim.gradients import Gradients
+from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.registry import Registry, registry_of
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.batch import targets_of
-from shardwise.train.gradients import Gradients
 
 __all__ = ["LossHooks"]
 

@@ -13,10 +13,10 @@ from shardwise.errors import ConfigError, LayoutError, UnsupportedError
 from shardwise.lightning.exchange import broadcast_tensors
 from shardwise.lightning.loss import LossHooks
 from shardwise.mesh import Mesh
+from shardwise.optim.gradients import Gradients, gradients_of
+from shardwise.parameters.registry import entry_of, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
-from shardwise.runtime.registry import entry_of, is_split, registry_of
-from shardwise.train.gradients import Gradients, gradients_of
 
 __all__ = ["SplitModels", "note_spec"]
 

@@ -9,9 +9,9 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.parameters.registry import local_part
 from shardwise.plan.options import Precision
-from shardwise.runtime.registry import local_part
-from shardwise.train.clip import clip_grad_norm_
 
 __all__ = ["ShardwisePrecision", "read_precision"]
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError
 from shardwise.lora.library import peft
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.canonical import canonical_tensor, dtypes_of, state_names
+from shardwise.parameters.registry import Registry, named_entries, registry_of
+from shardwise.parameters.whole_names import names_only
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.at_rest import reshard
-from shardwise.runtime.canonical import canonical_tensor, dtypes_of, state_names
-from shardwise.runtime.registry import Registry, named_entries, registry_of
-from shardwise.runtime.whole_names import names_only
 
 __all__ = [
     "ADAPTER_CONFIG",

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.parameters.canonical import canonical_tensor, dtypes_of
+from shardwise.parameters.registry import entries_of, find_parameters, registry_of
 from shardwise.runtime.adapter_facts import places_in
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
-from shardwise.runtime.canonical import canonical_tensor, dtypes_of
-from shardwise.runtime.registry import entries_of, find_parameters, registry_of
 
 __all__ = ["Merger", "base_tensors"]
 

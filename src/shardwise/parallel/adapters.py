@@ -15,15 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.decision import ParameterPlan
 from shardwise.runtime.adapter_facts import describe_adapter
 from shardwise.runtime.adapters import is_adapter, unwrapped
-from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import FirstRankBias, apply_mixin
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.registry import ParameterEntry, Registry, attach_entry
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate, Split
 from shardwise.topology.axes import DATA_AXES

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
+from shardwise.loss.deferred_logits import apply_deferral
 from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.caches import train_without_cache
@@ -18,13 +19,12 @@ from shardwise.parallel.sequence_parallel import apply_sequence_parallelism
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.state_dict_guard import guard_hooks, guard_state_dict
 from shardwise.parallel.tensor_parallel import apply_tensor_parallelism, split_parameters
+from shardwise.parameters.registry import Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.deferred_logits import apply_deferral
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.registry import Registry, attach_registry, entries_of, is_split, note_parameters
 from shardwise.runtime.wrapping import check_unwrapped
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape

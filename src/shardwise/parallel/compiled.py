@@ -21,11 +21,11 @@ from torch import nn
 from transformers import Cache
 
 from shardwise.errors import UnsupportedError
+from shardwise.parameters.registry import Registry
 from shardwise.plan.options import Compile
 from shardwise.plan.structure import outermost_layers
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.registry import Registry
 
 __all__ = ["CompileCount", "apply_compilation", "count_compilation"]
 

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.registry import Registry, attach_registry
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 

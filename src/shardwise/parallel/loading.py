@@ -16,8 +16,8 @@ from transformers.utils.logging import tqdm
 from shardwise.errors import LoadError
 from shardwise.parallel.coverage import Allowed, check_coverage
 from shardwise.parallel.materialize import put_tensor
-from shardwise.runtime.canonical import state_tensors
-from shardwise.runtime.registry import Registry
+from shardwise.parameters.canonical import state_tensors
+from shardwise.parameters.registry import Registry
 from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.construction import Construction
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import Registry, attach_entry
 from shardwise.runtime.adapter_facts import names_in_base
-from shardwise.runtime.canonical import local_tensor
-from shardwise.runtime.registry import Registry, attach_entry
 
 __all__ = ["draw_values", "initialize_missing", "put_tensor", "record_missing"]
 

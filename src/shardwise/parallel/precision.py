@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.parameters.registry import Registry
 from shardwise.plan.options import Precision
 from shardwise.runtime.casting import Casting, cast_values
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.reading import read_through
-from shardwise.runtime.registry import Registry
 
 __all__ = ["apply_precision"]
 

@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 from shardwise.comm.operations import functional_collectives
 from shardwise.errors import ConfigError
 from shardwise.parallel.facts import read_facts
+from shardwise.parameters.registry import Registry
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
 from shardwise.plan.structure import LayerStack, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
-from shardwise.runtime.registry import Registry
 
 __all__ = ["apply_recomputation", "recompute_classes"]
 

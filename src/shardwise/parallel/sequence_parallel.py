@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.parameters.registry import Registry
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import in_eval_mode
-from shardwise.runtime.registry import Registry
 from shardwise.runtime.sequence_edges import install_full, install_owner, install_parts, install_stack
 
 __all__ = ["apply_sequence_parallelism", "is_direct"]

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import upwards
-from shardwise.runtime.absent import Absent
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.registry import Registry
-from shardwise.runtime.stage_run import Module
-from shardwise.runtime.stages import Around, Emptied, Staged, Stages, Watched
+from shardwise.stages.absent import Absent
+from shardwise.stages.model import Around, Emptied, Staged, Stages, Watched
+from shardwise.stages.run import Module
 
 __all__ = ["apply_stages", "fit_absent", "keep_stages"]
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.canonical import local_tensor
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.registry import ParameterEntry, Registry, entry_of, named_entries
 
 __all__ = ["guard_hooks", "guard_state_dict"]
 

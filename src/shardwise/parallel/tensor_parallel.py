@@ -9,14 +9,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
+from shardwise.loss.head import install_head, install_loss, install_side_outputs
 from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes, apply_local_heads
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import Registry
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import parent_of, upwards
 from shardwise.runtime.adapters import unwrapped
-from shardwise.runtime.canonical import local_tensor
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.head import install_head, install_loss, install_side_outputs
 from shardwise.runtime.linear import AdaptedRowSplit, BiasRead, RowSplit, apply_mixin
 from shardwise.runtime.local_inputs import install_local_shapes, install_shares, install_sliced
 from shardwise.runtime.norm import SplitNorm
@@ -29,7 +30,6 @@ from shardwise.runtime.region_edges import (
     install_region,
     install_rng_restore,
 )
-from shardwise.runtime.registry import Registry
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
 

@@ -21,7 +21,7 @@ class Crossing:
     """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
 
     Attributes:
-        anchor: where it is found when the segment behind the cut begins (see `shardwise.runtime.anchors`):
+        anchor: where it is found when the segment behind the cut begins (see `shardwise.stages.anchors`):
             `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in what call number NUMBER of
             the module FQN returned, `glue:CALLS:NUMBER:PATH` in what an operation around the layers returned.
         needs_gradient: whether a gradient comes back for it.

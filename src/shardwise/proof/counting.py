@@ -13,9 +13,9 @@ from torch.autograd.function import BackwardCFunction
 
 from shardwise.comm.count import CommunicationCount
 from shardwise.mesh import Mesh
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import LayerStack
-from shardwise.runtime.registry import registry_of
 
 __all__ = ["LayerCollectives", "counted_layers"]
 

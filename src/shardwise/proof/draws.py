@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.runtime.absent import Absent
-from shardwise.runtime.stage_run import StageRun
-from shardwise.runtime.stages import Stages
+from shardwise.stages.absent import Absent
+from shardwise.stages.model import Stages
+from shardwise.stages.run import StageRun
 from shardwise.tiny.objective import copied, objective_of
 
 __all__ = ["Draws", "Redraws", "draws_in_backward", "in_order", "seeded", "set_dropout", "training_copy"]

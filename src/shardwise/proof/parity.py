@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
 from shardwise.mesh import Mesh
+from shardwise.parameters.canonical import canonical_tensors
+from shardwise.parameters.registry import ParameterEntry, find_parameters, registry_of
+from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, in_order, seeded, training_copy
-from shardwise.runtime.canonical import canonical_tensors
-from shardwise.runtime.registry import ParameterEntry, find_parameters, registry_of
-from shardwise.runtime.replicas import find_unequal_replicas
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
 

@@ -1,1 +1,1 @@
-"""What split modules do in their forward: linears, embeddings, norms, regions, stages of a pipeline, the loss."""
+"""What split modules do in their forward: linears, embeddings, norms, and the edges of the regions between them."""

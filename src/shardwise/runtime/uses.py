@@ -4,7 +4,7 @@
 Ranks that run other experts, or other branches, must reduce the same gradients all the same. So FSDP2 gives zeros to
 those parameters of a unit that a rank has not used. Where no rank has, the unsplit model has no gradient at all, and an
 optimizer leaves the parameter as it is; zeros it would decay, and move by momentum. So whatever FSDP2 takes is noted
-before it is reduced, and the gradient phase tells the ranks of each other's (`train/summing.py`): a gradient that was
+before it is reduced, and the gradient phase tells the ranks of each other's (`optim/summing.py`): a gradient that was
 None before, and that nobody contributed to, becomes None again.
 
 FSDP2 may hold a gradient back over several backwards before it reduces: a note is kept until the parameter has its sum.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from shardwise.data.rows import Apart, segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from shardwise.train.rows import Apart, segment_inputs
 
 __all__ = ["find_apart"]
 

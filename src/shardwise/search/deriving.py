@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.data.batch import split_rows
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.parallel.facts import read_facts
@@ -36,7 +37,6 @@ from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import read_field
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
 from shardwise.tiny.shrink import apply_repeatable
-from shardwise.train.batch import split_rows
 
 __all__ = ["Derivation", "build_tried_model", "derive_plan", "trial_of"]
 

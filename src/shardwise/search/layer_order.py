@@ -22,12 +22,12 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
 from shardwise.proof.draws import draws_in_backward, seeded
 from shardwise.runtime.modes import has_dropout
-from shardwise.runtime.stages import Stages
 from shardwise.search.deriving import build_tried_model
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.search.staged import train_in_stages
 from shardwise.search.trial import failed
 from shardwise.search.watch_order import merged, modules_around, watch_order
+from shardwise.stages.model import Stages
 from shardwise.tiny.models import choose_mode, make_batch
 from shardwise.tiny.objective import copied, objective_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.errors import PlanError
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
-from shardwise.runtime.stages import Stages
+from shardwise.stages.model import Stages
 from shardwise.tiny.objective import copied, objective_of
 
 __all__ = ["gradients_of", "stages_of", "train_in_stages"]

@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
+from shardwise.parameters.canonical import canonical_tensor
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence_plan import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
-from shardwise.runtime.canonical import canonical_tensor
-from shardwise.runtime.registry import registry_of
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.tiny.simulate import SimulatedMesh
-from shardwise.train.gradients import track_gradients
 
 __all__ = ["Trial", "Verdict", "failed"]
 

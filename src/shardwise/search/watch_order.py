@@ -19,7 +19,7 @@ from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
-from shardwise.runtime.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
 
 __all__ = ["merged", "modules_around", "watch_order"]
 

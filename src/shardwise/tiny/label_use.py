@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.runtime.label_use import LabelUse, claims_to_shift
+from shardwise.loss.label_use import LabelUse, claims_to_shift
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import build_tiny_model, shrink_config
 

@@ -1,1 +1,1 @@
-"""Training: the step, the optimizer, clipping, random numbers, the loop and its data."""
+"""Training: one step for every layout, the loop around it, and what a run is asked to do."""

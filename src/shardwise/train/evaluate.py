@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
+from shardwise.data.batch import IGNORED, count_targets
+from shardwise.data.rows import Rows
 from shardwise.mesh import Mesh
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import in_eval_mode
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.batch import IGNORED, count_targets
-from shardwise.train.rows import Rows
 
 __all__ = ["build_evaluation", "evaluation_batches"]
 

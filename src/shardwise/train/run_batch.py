@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.parameters.registry import registry_of
+from shardwise.pipeline.runner import runner_of
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.registry import registry_of
-from shardwise.train.pipeline import runner_of
 from shardwise.train.step import TrainStep
 
 __all__ = ["add_runners", "named_inputs", "run_batch"]

@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from shardwise.data.config import DataConfig, EvaluationConfig, Problem, check_data
 from shardwise.errors import ConfigError, MeshError
 from shardwise.estimate.cuts import check_pipeline, smallest_schedule
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.schedule.build import build_schedule
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
-from shardwise.train.data_config import DataConfig, EvaluationConfig, Problem, check_data
 
 __all__ = [
     "CheckpointConfig",

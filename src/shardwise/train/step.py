@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.data.batch import check_batch, count_targets, flops_of, split_rows
 from shardwise.errors import BatchError
+from shardwise.loss.deferred_logits import dropped_output
+from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
+from shardwise.optim.gradients import gradients_of
+from shardwise.optim.reduction import time_reduction
+from shardwise.parameters.registry import local_part, registry_of
+from shardwise.pipeline.runner import runner_of
+from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.deferred_logits import dropped_output
-from shardwise.runtime.label_use import check_label_use
-from shardwise.runtime.registry import local_part, registry_of
 from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.batch import check_batch, count_targets, flops_of, split_rows
-from shardwise.train.gradients import gradients_of
-from shardwise.train.pipeline import runner_of
-from shardwise.train.pipeline_stage import Microbatch
-from shardwise.train.reduction import time_reduction
 
 __all__ = ["StepResult", "TrainStep"]
 

@@ -14,7 +14,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
     model_parallel_is_initialized,
 )
 from shardwise.job.devices import pick_device
-from shardwise.train.average import average_gradients
+from shardwise.optim.average import average_gradients
 
 __all__ = [
     "add_step_closure", "get_ordinal", "is_master_ordinal", "mark_step", "master_print", "optimizer_step", "rendezvous",

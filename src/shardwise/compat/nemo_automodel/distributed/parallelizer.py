@@ -26,10 +26,10 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parallel.torch_precision import cast_output, own_dtype, precision_of
 from shardwise.parallel.torch_styles import hf_plan, read_plan, style_of
+from shardwise.parameters.canonical import canonical_tensor
+from shardwise.parameters.registry import entry_of
 from shardwise.plan.imports import import_from_path
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
-from shardwise.runtime.canonical import canonical_tensor
-from shardwise.runtime.registry import entry_of
 from shardwise.search.planning import plan_for
 
 __all__ = [

@@ -14,8 +14,8 @@ from shardwise.api.state import export_pretrained
 from shardwise.errors import ConfigError, PlanError, did_you_mean
 from shardwise.lora.inject import inject, named_targets
 from shardwise.lora.library import peft
-from shardwise.runtime.registry import is_split
-from shardwise.runtime.transparent import Transparent
+from shardwise.modules.transparent import Transparent
+from shardwise.parameters.registry import is_split
 
 __all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
 

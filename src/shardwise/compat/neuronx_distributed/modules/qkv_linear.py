@@ -11,7 +11,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.layers import mark, ow
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
-from shardwise.runtime.standalone_linears import GroupedProjections
+from shardwise.modules.linears import GroupedProjections
 
 __all__ = ["GQAQKVColumnParallelLinear"]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
-from shardwise.runtime.split_module import mark_replicated
-from shardwise.train.clip import clip_grad_norm_
+from shardwise.modules.split_module import mark_replicated
+from shardwise.optim.clip import clip_grad_norm_
 
 __all__ = ["clip_grad_norm"]
 

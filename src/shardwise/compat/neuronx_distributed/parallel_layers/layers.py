@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.split_module import SplitModule
-from shardwise.runtime.standalone_embedding import StandaloneEmbedding
-from shardwise.runtime.standalone_linears import ColumnLinear, RowLinear
+from shardwise.modules.embedding import StandaloneEmbedding
+from shardwise.modules.linears import ColumnLinear, RowLinear
+from shardwise.modules.split_module import SplitModule
 
 __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from shardwise.comm.agree import sum_of
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.cross_entropy import split_cross_entropy
-from shardwise.runtime.split_module import context_of
+from shardwise.loss.cross_entropy import split_cross_entropy
+from shardwise.modules.split_module import context_of
 
 __all__ = ["parallel_cross_entropy"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.comm import collectives
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.split_module import context_of
+from shardwise.modules.split_module import context_of
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",

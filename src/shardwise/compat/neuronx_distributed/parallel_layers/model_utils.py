@@ -7,7 +7,7 @@ from torch import nn
 
 from shardwise.api.by_hand import adopt_model
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.registry import is_split
+from shardwise.parameters.registry import is_split
 
 __all__ = ["move_model_to_device"]
 

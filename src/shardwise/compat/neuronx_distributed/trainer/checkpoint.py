@@ -12,8 +12,8 @@ from shardwise.api import checkpoints
 from shardwise.compat.spelling import also_spelled
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
-from shardwise.runtime.transparent import seen_through
-from shardwise.train.wrapped_optimizer import CompletingOptimizer
+from shardwise.modules.transparent import seen_through
+from shardwise.optim.wrapped_optimizer import CompletingOptimizer
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.runtime.transparent import Transparent
+from shardwise.modules.transparent import Transparent
 from shardwise.train.run_batch import named_inputs, run_batch
 
 __all__ = ["NxDModel"]

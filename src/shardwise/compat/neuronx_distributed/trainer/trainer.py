@@ -18,15 +18,15 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.neuronx_distributed.trainer.config import initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.modules.padded_heads import pad_heads
+from shardwise.modules.split_module import SplitModule
+from shardwise.modules.transparent import seen_through
+from shardwise.optim.optimizer import divided_groups
+from shardwise.optim.wrapped_optimizer import CompletingOptimizer
 from shardwise.parallel.recompute import recompute_classes
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.padded_heads import pad_heads
-from shardwise.runtime.split_module import SplitModule
-from shardwise.runtime.transparent import seen_through
 from shardwise.search.layer_order import find_layer_order
-from shardwise.train.optimizer import divided_groups
-from shardwise.train.wrapped_optimizer import CompletingOptimizer
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 

@@ -19,10 +19,10 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.optimum_neuron.distributed.arguments import check_arguments
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
+from shardwise.optim.moved_optimizer import move_optimizer
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.registry import registry_of
-from shardwise.train.moved_optimizer import move_optimizer
 from shardwise.train.run_batch import add_runners
 
 __all__ = ["Parallelizer"]

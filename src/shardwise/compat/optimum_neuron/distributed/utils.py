@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from shardwise.api.lazily import build_lazily as from_pretrained_for_mp
 from shardwise.api.lazily import loading_lazily
 from shardwise.errors import ConfigError
-from shardwise.train.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
+from shardwise.optim.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
 
 __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]
 

@@ -1,0 +1,115 @@
+"""Batches: what a step may be fed, how rows are divided, what counts as a target."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.errors import BatchError
+from shardwise.loss.label_use import shifts_labels
+from shardwise.plan.token_work import TokenWork
+from shardwise.runtime.adapters import find_model
+
+__all__ = ["IGNORED", "check_batch", "count_targets", "flops_of", "split_rows", "target_names", "targets_of"]
+
+IGNORED = -100
+"""The label that transformers' losses leave out."""
+
+_SHARED = ("position_ids", "cache_position")
+"""Inputs that may have one row for all rows of the batch."""
+
+
+def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: int) -> int:
+    """The number of rows; raises where the batch cannot be trained on."""
+    if not isinstance(batch, Mapping):
+        raise BatchError(
+            f"a batch cannot be a {type(batch).__name__}",
+            fix='pass a dict of the model\'s inputs, such as {"input_ids": ids, "labels": ids}',
+        )
+    targets = {name: batch[name] for name in target_names(model) if batch.get(name) is not None}
+    if not targets:
+        raise BatchError(
+            f"the batch has no labels (it has {', '.join(sorted(batch)) or 'nothing'})",
+            why="the model computes its loss from them",
+            fix='add "labels": the input ids themselves for causal models, with -100 where nothing is to be learned',
+        )
+    for name, target in targets.items():
+        if not isinstance(target, Tensor) or not target.ndim:
+            raise BatchError(
+                f"{name} cannot be {'a scalar' if isinstance(target, Tensor) else f'a {type(target).__name__}'}",
+                why="a step counts the targets of every row",
+                fix=f"pass a tensor [rows, …], such as torch.tensor({name})",
+            )
+    num_rows = next(iter(targets.values())).shape[0]
+    if num_rows == 0 or num_rows % num_microbatches:
+        raise BatchError(
+            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
+            why="every microbatch has the same number of rows, at least one",
+            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
+        )
+    rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
+    legal = {num_rows, num_rows * _inputs_per_row(model)}
+    if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
+        raise BatchError(
+            "the tensors of the batch differ in rows",
+            why=", ".join(f"{name}: {count}" for name, count in rows.items()),
+            fix="give every tensor as many rows as the labels have",
+        )
+    return num_rows
+
+
+def target_names(model: nn.Module) -> tuple[str, ...]:
+    """The arguments of the model's forward from which it computes a loss; `labels` first."""
+    names = inspect.signature(find_model(model).forward).parameters
+    found = [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
+    return ("labels", *(name for name in found if name != "labels"))
+
+
+def _inputs_per_row(model: nn.Module) -> int:
+    """Rows of inputs for each row of labels: models of audio codes take one for each of their codebooks."""
+    config = getattr(model, "config", None)
+    return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
+
+
+def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
+    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is
+    shared.
+    """
+
+    def part(value: Any, index: int) -> Any:
+        if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
+            return value
+        size = value.shape[0] // count
+        return value[index * size : (index + 1) * size]
+
+    return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
+
+
+def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """What the model's loss is a mean over: labels that are not ignored, without the first of each row where it shifts
+    them; rows, where there are no labels to count.
+    """
+    count = targets_of(model, batch)
+    assert count is not None, "check_batch has passed"
+    return int(count.numpy()) if isinstance(count, Tensor) and count.device.type == "cpu" else int(count)
+
+
+def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
+    """As `count_targets`, on the labels' device; None where the batch has no targets."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        targets = (batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor))
+        return next((target.shape[0] for target in targets if target.ndim), None)
+    if labels.ndim > 1 and shifts_labels(model):
+        labels = labels[..., 1:]
+    return (labels != IGNORED).sum()
+
+
+def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:
+    """Operations of forward and backward of the tokens of a batch, padding included: [Note: model FLOPs]."""
+    inputs = (batch[name] for name in ("input_ids", "inputs_embeds", "labels") if isinstance(batch.get(name), Tensor))
+    shape = next((value.shape[:2] for value in inputs if value.ndim > 1), (0, 0))
+    return shape[0] * shape[1] * work.flops(shape[1])

@@ -1,0 +1,83 @@
+"""Records of fine-tuning data: objects with keys, out of .jsonl files or a data set, each with its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.data.corpus import digest, json_lines, read_files
+from shardwise.errors import LoadError
+
+__all__ = ["Record", "RecordSource", "dataset_records", "file_records"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One of them.
+
+    Attributes:
+        place: where it stands: file and line, or the row of a data set.
+        values: what it holds.
+    """
+
+    place: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordSource:
+    """Records in a fixed order.
+
+    Attributes:
+        fingerprint: a digest that changes when they do.
+        size: how much there is to read, in the source's own unit.
+        read: gives every record, and tells its argument how much of `size` has been read.
+    """
+
+    fingerprint: str
+    size: int
+    read: Callable[[Callable[[int], None]], Iterator[Record]]
+
+
+def file_records(files: Sequence[Path]) -> RecordSource:
+    """The lines of .jsonl files, one object each; empty lines are left out, as is a byte order mark.
+
+    Raises:
+        LoadError: a file is none; while reading: one cannot be read or is not UTF-8, or a line holds no object.
+    """
+    for file in files:
+        if file.suffix != ".jsonl":
+            raise LoadError(
+                f"{file} is no .jsonl file",
+                why="prompts and messages are read from lines of JSON",
+                fix="write one object a line, or leave the file out with data.include",
+            )
+
+    def records(file: Path) -> Iterator[Record]:
+        return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
+
+    size, times, read = read_files(files, records)
+    return RecordSource(fingerprint=digest("records", times), size=size, read=read)
+
+
+def dataset_records(rows: Any) -> RecordSource:
+    """The rows of one split of a `datasets` data set."""
+
+    def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
+        for number, row in enumerate(rows):
+            yield _record(row, f"row {number}")
+            on_progress(number + 1)
+
+    return RecordSource(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
+
+
+def _record(value: Any, place: str) -> Record:
+    if not isinstance(value, Mapping):
+        raise LoadError(
+            f"expected an object with keys, found {type(value).__name__}",
+            at=place,
+            fix='a line looks like {"prompt": "...", "response": "..."} or {"messages": [...]}',
+        )
+    return Record(place, value)

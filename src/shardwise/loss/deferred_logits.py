@@ -1,0 +1,320 @@
+"""Logits that are not made: where nobody is given them, head and cross-entropy run together, some rows at a time.
+
+# [Note: deferred logits]
+In a `TrainStep` nobody sees the model's output, only its loss. There the head hands on `DeferredLogits`: its input, and
+what is done to the logits on their way to the loss. Rows that are picked, flattened or shifted are so of the head's
+input; numbers that multiply or cap logits are noted. `F.cross_entropy` then takes a few rows at a time
+([Note: the loss without logits], cross_entropy.py). Whatever else is done with them makes the logits, as the head would
+have; and so they are where all of them are no more than are made at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.errors import LayoutError
+from shardwise.loss import cross_entropy
+from shardwise.loss.cross_entropy import Head, head_cross_entropy, reduced
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import apply_mixin
+
+__all__ = ["DeferredLogits", "apply_deferral", "dropped_output", "go_on", "make"]
+
+_STEPS = frozenset({"float", "to", "type", "mul", "div", "true_divide", "tanh", "add", "sub", "clamp", "sigmoid"})
+"""What is done element by element, with numbers alone, gives floating-point values, and writes into nothing."""
+
+_PLAIN = (Tensor, FakeTensor)
+_CASTS = frozenset({"float", "to", "type"})
+_OPERATORS = {"__mul__": "mul", "__rmul__": "mul", "__truediv__": "div", "__add__": "add", "__sub__": "sub"}
+_ASKING = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "__len__"}
+    | {"_is_view", "register_hook"}
+)
+_ASKED = frozenset(
+    {
+        "shape",
+        "dtype",
+        "device",
+        "ndim",
+        "requires_grad",
+        "grad_fn",
+        "grad",
+        "is_leaf",
+        "is_cuda",
+        "is_meta",
+        "layout",
+        "_base",
+    }
+)
+
+
+@dataclass
+class _Source:
+    """What logits are of.
+
+    Attributes:
+        finish: what is done with this rank's logits of the head's own input to give the usual ones.
+        live: all that were derived from it, in this order, so that making one makes all as they were then: the next
+            thing done may write to it.
+    """
+
+    hidden: Tensor
+    head: Head
+    num_classes: int
+    context: SplitContext
+    finish: Callable[[Tensor], Tensor] | None = None
+    live: list[weakref.ref[DeferredLogits]] = field(default_factory=list)
+    is_made: bool = False
+
+    def make(self) -> None:
+        """Makes the logits, and all that were derived from them."""
+        self.is_made = True
+        with torch.enable_grad():  # whether or not this needs a gradient, the next thing done may
+            for each in [found for reference in self.live if (found := reference()) is not None]:
+                if each._parent is not None:
+                    each._value = each._step(each._parent._value)
+                else:
+                    logits = F.linear(self.hidden, self.head.weight, self.head.bias)
+                    each._value = logits if self.finish is None else self.finish(logits)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A function with all arguments but the logits."""
+
+    function: Any
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        result: Tensor = self.function(logits, *self.args, **self.kwargs)
+        return result
+
+
+class DeferredLogits(Tensor):
+    """Logits `[..., classes]` that are made when something needs them; see [Note: deferred logits]."""
+
+    _source: _Source
+    _hidden: Tensor
+    _steps: tuple[_Step, ...]
+    _parent: DeferredLogits | None
+    _step: Any
+    _value: Any
+
+    @staticmethod
+    def of_head(hidden: Tensor, head: Head, context: SplitContext) -> DeferredLogits:
+        """What `head` would compute of `hidden`."""
+        return _new(_Source(hidden, head, head.weight.shape[0], context), hidden, (), hidden.dtype)
+
+    def split_over(self, num_classes: int, finish: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        """The logits of which this rank computes a part, straight from the head."""
+        source = replace(self._source, num_classes=num_classes, finish=finish, live=[])
+        return _new(source, self._hidden, (), self.dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        done = go_on(func, args, kwargs)
+        return func(*make(args), **make(kwargs)) if done is NotImplemented else done
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise LayoutError(f"{func} was given logits that were not made", fix="use torch's own functions on them")
+
+    def _then(self, step: _Step, moved: Tensor, *, steps: Any = None, dtype: Any = None) -> DeferredLogits:
+        steps = self._steps if steps is None else steps
+        return _new(self._source, moved, steps, dtype or self.dtype, parent=self, step=step)
+
+    def _continued(self, step: _Step, *, has_tensors: bool) -> DeferredLogits | None:
+        """What a step makes of them, where that can be deferred."""
+        name, args = step.name, step.args
+        if name in _STEPS and not has_tensors:
+            made = step(torch.empty(0, dtype=self.dtype, device=self.device))
+            is_alike = made.is_floating_point() and made.device == self.device
+            return self._then(step, self._hidden, steps=(*self._steps, step), dtype=made.dtype) if is_alike else None
+        moved: Tensor | None = None
+        if name in ("view", "reshape") and not step.kwargs:
+            moved = self._viewed(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
+        elif name == "flatten":
+            moved = self._flattened(*args, **step.kwargs)
+        elif name == "__getitem__" and _leaves_classes(args[0], self.ndim):
+            moved = self._hidden[args[0]]
+        elif name == "contiguous":
+            moved = self._hidden
+        return self._then(step, moved) if moved is not None else None
+
+    def _viewed(self, shape: Any) -> Tensor | None:
+        if not isinstance(shape, tuple | list) or not all(isinstance(size, int) for size in shape):
+            return None
+        leading = math.prod(size for size in shape[:-1])
+        is_last = shape[-1] == self.shape[-1] or (shape[-1] == -1 and leading * self.shape[-1] == self.numel())
+        return self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]) if is_last and len(shape) > 1 else None
+
+    def _flattened(self, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+        last = end_dim % self.ndim
+        return self._hidden.flatten(start_dim, last) if last < self.ndim - 1 else None
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,  # noqa: FBT001 - torch's own signature
+        ignore_index: int = -100,
+        reduce: bool | None = None,  # noqa: FBT001
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor | None:
+        if self.ndim != 2 or target.is_floating_point() or type(target) not in _PLAIN:
+            return None
+        if size_average is not None or reduce is not None:
+            reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        steps = self._steps
+        while steps and steps[-1].name in _CASTS:  # the loss is computed in float32 anyway
+            steps = steps[:-1]
+        losses, weights = head_cross_entropy(
+            self._hidden,
+            replace(self._source.head, steps=steps),
+            target,
+            context=self._source.context,
+            num_classes=self._source.num_classes,
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+        return reduced(losses, weights, reduction, target.shape)
+
+
+class DeferringHead:
+    """Mixin of a linear: where the model's output is dropped, it defers what it would compute."""
+
+    _deferral: SplitContext
+    _most_classes: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Args: x `[..., features]`. Returns `[..., classes]`."""
+        module: Any = self
+        weight, bias = module.weight, module.bias
+        num_rows = x.numel() // max(1, x.shape[-1])
+        is_large = num_rows * self._most_classes > cross_entropy.CHUNK_ELEMENTS
+        if not (is_large and self._deferral.drops_output and _can_defer(x)):
+            out: Tensor = super().forward(x)  # type: ignore[misc]
+            return out
+        return DeferredLogits.of_head(x, Head(weight, bias), self._deferral)
+
+
+@contextmanager
+def dropped_output(context: SplitContext) -> Iterator[None]:
+    """Inside, nobody is given what forwards return besides the loss."""
+    context.drops_output = True
+    try:
+        yield
+    finally:
+        context.drops_output = False
+
+
+def apply_deferral(head: nn.Module | None, context: SplitContext, most_classes: int | None = None) -> None:
+    """Lets `head` defer logits, in place, where it is a linear of torch's own. Communicates nothing.
+
+    Args:
+        head: whose weight stays gathered from its forward to its backward, because the loss still multiplies with it.
+        most_classes: the most that a tp rank has, by which all of them decide alike; by default the head's own.
+    """
+    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward:
+        apply_mixin(head, DeferringHead, _deferral=context, _most_classes=most_classes or head.weight.shape[0])
+
+
+def go_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of `func` where its deferred logits need not be made, else NotImplemented."""
+    name = getattr(func, "__name__", "")
+    name = _OPERATORS.get(name, name)
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
+    if name in _ASKING or attribute in _ASKED:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    logits = args[0] if args else kwargs.get("input")
+    others = [each for each in tree_leaves((args[1:], kwargs)) if isinstance(each, Tensor) and each is not logits]
+    is_alone = isinstance(logits, DeferredLogits) and not any(isinstance(each, DeferredLogits) for each in others)
+    if not is_alone or logits._source.is_made:
+        return NotImplemented
+    rest = {name: each for name, each in kwargs.items() if name != "input"}
+    if func is F.cross_entropy:
+        done = logits._cross_entropy(*args[1:], **rest)
+    else:
+        done = logits._continued(_Step(func, name, args[1:], rest), has_tensors=bool(others))
+    return NotImplemented if done is None else done
+
+
+def make(values: Any) -> Any:
+    """`values` with the usual logits for those that were deferred."""
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, DeferredLogits):
+            return value
+        if not value._source.is_made:
+            value._source.make()
+        return value._value
+
+    return tree_map(made, values)
+
+
+def _new(
+    source: _Source,
+    hidden: Tensor,
+    steps: tuple[_Step, ...],
+    dtype: torch.dtype,
+    *,
+    parent: DeferredLogits | None = None,
+    step: _Step | None = None,
+) -> DeferredLogits:
+    shape = (*hidden.shape[:-1], source.num_classes)
+    new: DeferredLogits = Tensor._make_wrapper_subclass(
+        DeferredLogits, shape, dtype=dtype, device=hidden.device, requires_grad=True
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        new.register_hook(_refuse_gradient)
+    new._source, new._hidden, new._steps, new._parent, new._step = source, hidden, steps, parent, step
+    source.live.append(weakref.ref(new))
+    return new
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise LayoutError(
+        "a gradient of logits that were not made",
+        why="a torch.autograd.Function took the logits as they are, which no function of torch does",
+        fix="compute the loss outside of TrainStep, by model(**batch).loss.backward()",
+    )
+
+
+def _can_defer(x: Tensor) -> bool:
+    """Whether the product of `x` may be computed later, and again: by what is in force now alone."""
+    is_plain = type(x) in _PLAIN and not torch.compiler.is_compiling()
+    return is_plain and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type)
+
+
+def _leaves_classes(index: Any, num_dims: int) -> bool:
+    """Whether an index leaves the last dim as it is, and where it is."""
+    items = index if isinstance(index, tuple) else (index,)
+    if not all(each is None or each is ... or isinstance(each, int | slice | Tensor) for each in items):
+        return False
+    reached = sum(
+        each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1
+        for each in items
+        if each is not None and each is not ...
+    )
+    if not any(each is ... for each in items) and reached < num_dims:
+        return True
+    return items[-1] is ... or (isinstance(items[-1], slice) and items[-1] == slice(None))

@@ -1,0 +1,116 @@
+"""The output embedding whose logits are split along the vocabulary, from its input to the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
+from shardwise.errors import LayoutError
+from shardwise.loss.deferred_logits import DeferredLogits
+from shardwise.loss.logits import SplitLogits, as_logits
+from shardwise.loss.mode import SplitLossMode
+from shardwise.runtime.arguments import Arguments, edit_arguments
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.outputs import map_fields
+from shardwise.runtime.same_batch import check_same_batch
+
+__all__ = ["install_head", "install_loss", "install_side_outputs"]
+
+# Values replicated inside a region that leave it another way than through its edge.
+_SIDE_OUTPUTS = ("router_logits", "encoder_router_logits", "decoder_router_logits")
+
+
+def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -> None:
+    """Makes `head` compute this rank's part of the logits.
+
+    Where the model computes its loss inside, the logits stay split, as `DTensor(Shard(-1))` of the true vocabulary;
+    else they are gathered, so that `generate()` and a loss of the user's own see full logits.
+
+    Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
+    layer stack does that); without a loss inside one all-gather of the logits forward.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if context.partial_after:
+            return args
+        return (copy_to_region(args[0], context.group), *args[1:])
+
+    def leave(module: nn.Module, args: Any, local: Tensor) -> Tensor:
+        if not context.state.keep_logits_split:
+            sizes = context.even_sizes(vocabulary_size)
+            return gather_full(local, context.group, dim=local.ndim - 1, sizes=sizes)
+        if context.state.loss_mode is None:
+            context.state.loss_mode = SplitLossMode(context)
+            context.state.loss_mode.__enter__()
+        if isinstance(local, DeferredLogits):
+            return local.split_over(vocabulary_size, finish)
+        return finish(local)
+
+    def finish(local: Tensor) -> Tensor:
+        shape = (*local.shape[:-1], vocabulary_size)
+        split = DTensor.from_local(
+            local,
+            context.mesh,
+            [Shard(local.ndim - 1)],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+        return as_logits(split, context)
+
+    head.register_forward_pre_hook(enter)
+    head.register_forward_hook(leave)
+
+
+def install_loss(model: nn.Module, context: SplitContext) -> None:
+    """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode after each.
+
+    Communicates: before such a forward, what `check_same_batch` does.
+    """
+    context.model_name = type(model).__name__
+
+    def enter(module: nn.Module, arguments: Arguments) -> None:
+        context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
+        if context.state.keep_logits_split:
+            check_same_batch(arguments, context)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        left = context.state.pending_sum is not None
+        context.state.end()
+        if left and output is not None:
+            raise LayoutError(
+                "a partial sum was deferred to a block that did not run",
+                why="the plan reduces what parallel blocks compute together, but the forward ran only one of them",
+                fix="give the first of them the style without _into",
+            )
+        return map_fields(output, lambda name, value: _returned(value))
+
+    edit_arguments(model, enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
+    """Gives what leaves a region other than through its edge its share of the gradient.
+
+    Router logits are replicated but computed inside a region, where gradients are partial; an auxiliary loss
+    outside gives every rank their full gradient, so each keeps 1 / tp of it.
+    """
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        def share(name: str, value: Any) -> Any:
+            if name not in _SIDE_OUTPUTS or not isinstance(value, tuple):
+                return value
+            return tuple(scale_gradient(x, 1 / context.size) if isinstance(x, Tensor) else x for x in value)
+
+        return map_fields(output, share)
+
+    base.register_forward_hook(leave)
+
+
+def _returned(value: Any) -> Any:
+    """What leaves the model: split logits as they are, everything else full (a loss that is no cross-entropy)."""
+    return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

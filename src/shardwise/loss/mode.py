@@ -1,0 +1,126 @@
+"""Cross-entropy over logits that are split along the vocabulary.
+
+85 transformers heads call `F.cross_entropy` themselves instead of `loss_function`, so that call is where all of them
+are served: from the head to the end of the model's forward a torch-function mode is active, which computes
+cross-entropy on split logits from the local parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.loss.cross_entropy import reduced, split_cross_entropy
+from shardwise.loss.deferred_logits import DeferredLogits, go_on, make
+from shardwise.loss.logits import SplitLogits, as_logits
+from shardwise.runtime.context import SplitContext
+
+__all__ = ["SplitLossMode"]
+
+logger = logging.getLogger("shardwise.loss")
+
+
+class SplitLossMode(TorchFunctionMode):
+    """While active, `F.cross_entropy` of logits split along the class dim is computed from the split parts, and what is
+    done to the logits on the way there is done to the parts.
+
+    What `DTensor` cannot do to parts is done to full logits: they are gathered, which costs memory and an all-gather,
+    and is logged once.
+    """
+
+    def __init__(self, context: SplitContext) -> None:
+        super().__init__()
+        self.context = context
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if any(isinstance(value, DeferredLogits) for value in tensors):
+            done = go_on(func, args, kwargs)
+            if done is not NotImplemented:
+                return done
+            with self:
+                return func(*make(args), **make(kwargs))
+        if not any(isinstance(value, DTensor) for value in tensors):
+            return func(*args, **kwargs)
+        if not any(isinstance(value, SplitLogits) and value.is_gathered for value in tensors):
+            logits = args[0] if args else kwargs.get("input")
+            if func is F.cross_entropy and logits.placements == (Shard(_class_dim(logits)),):
+                return _intercepted(self.context, *args, **kwargs)
+            try:
+                return self._on_parts(func, args, kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                self._warn(func, error)
+        return func(*tree_map(_full, args), **tree_map(_full, kwargs))
+
+    def _on_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs `func` on split logits and full tensors: a bias that is added, a mask that picks rows."""
+
+        def split(value: Any) -> Any:
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                return DTensor.from_local(value, self.context.mesh, [Replicate()], run_check=False)
+            return value
+
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*tree_map(split, args), **tree_map(split, kwargs))
+        return tree_map(lambda value: as_logits(value, self.context), out)
+
+    def _warn(self, func: Any, error: Exception) -> None:
+        name = getattr(func, "__name__", str(func))
+        if name not in self.context.gathered_for:
+            self.context.gathered_for.add(name)
+            logger.warning(
+                "%s gathers the logits of every forward with labels, because %s cannot be computed on parts: %s",
+                self.context.model_name,
+                name,
+                str(error).splitlines()[0] if str(error) else type(error).__name__,
+            )
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, SplitLogits):
+        return value.gather_parts()  # every rank's forward does the same
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _intercepted(  # noqa: PLR0913 - torch's own signature
+    context: SplitContext,
+    input: DTensor,  # noqa: A002
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,  # noqa: FBT001
+    ignore_index: int = -100,
+    reduce: bool | None = None,  # noqa: FBT001
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` with its own signature, on split logits."""
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
+        return F.cross_entropy(
+            _full(input), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
+        )
+    dim = _class_dim(input)
+    local = input.to_local().movedim(dim, -1)
+    losses, weights = split_cross_entropy(
+        local.reshape(target.numel(), local.shape[-1]),
+        target.reshape(-1),
+        context=context,
+        num_classes=input.shape[dim],
+        weight=weight,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return reduced(losses, weights, reduction, target.shape)
+
+
+def _class_dim(logits: Tensor) -> int:
+    return 0 if logits.ndim == 1 else 1

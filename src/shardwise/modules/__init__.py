@@ -1,0 +1,1 @@
+"""Parallel layers for models written by hand: linears, embeddings, padded heads."""

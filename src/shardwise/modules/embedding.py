@@ -1,0 +1,94 @@
+"""An embedding that stands alone, divided over tp; see `shardwise.modules.split_module`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import init
+
+from shardwise.comm.collectives import split_full
+from shardwise.errors import UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.modules.split_module import Init, SplitModule, gather_features
+from shardwise.runtime.embedding import VocabularyEmbedding
+from shardwise.sharding.placement import split_even
+
+__all__ = ["StandaloneEmbedding"]
+
+
+class _LookUp(SplitModule):
+    weight: Tensor
+    padding_idx: int | None = None
+    scales_by_frequency = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of this rank's table."""
+        return F.embedding(ids, self.weight, self.padding_idx, scale_grad_by_freq=self.scales_by_frequency)
+
+
+class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
+    """An embedding that is divided over tp, by vocabulary (of any size) or by features.
+
+    Args:
+        by_features: divide features instead of the vocabulary; outputs are gathered.
+        sequence_dim: the dim of the output along which every rank keeps its part; None where it keeps all of it.
+        init_weight: of the full weight; by default normal.
+
+    Raises:
+        UnsupportedError: gradients are to be scaled by how often rows are used, which no rank knows.
+
+    Communicates: over tp, one all-reduce of the rows forward, or an all-gather of the features; with a `sequence_dim`
+        an all-gather of the gradient.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mesh: Mesh,
+        *,
+        padding_idx: int | None = None,
+        scale_grad_by_freq: bool = False,
+        by_features: bool = False,
+        sequence_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_weight: Init | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        if scale_grad_by_freq and mesh.size("tp") > 1 and not by_features:
+            raise UnsupportedError(
+                "scale_grad_by_freq in an embedding that is split over its vocabulary",
+                why="rows of other ranks are looked up here too, and would be counted",
+                fix="split it by features, or leave the option out",
+            )
+        self.num_embeddings, self.embedding_dim, self.by_features = num_embeddings, embedding_dim, by_features
+        self.scales_by_frequency, self.sequence_dim = scale_grad_by_freq, sequence_dim
+        size, dim = (embedding_dim, 1) if by_features else (num_embeddings, 0)
+        split = split_even(dim, size, parts=mesh.size("tp"))
+        weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
+        (init_weight or init.normal_)(weight)
+        if padding_idx is not None:
+            padding_idx %= num_embeddings
+            with torch.no_grad():
+                weight[padding_idx].zero_()
+        self.add_parameter("weight", weight, split, device=device)
+        coord = mesh.coord("tp")
+        self._vocabulary_size = num_embeddings
+        self._start = 0 if by_features else sum(split.local_size_of(each) for each in range(coord))
+        own = None if padding_idx is None else padding_idx - self._start
+        self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
+
+    def forward(self, ids: Tensor, **options: Any) -> Tensor:
+        """Args: ids int `[...]`, the same on every tp rank. Returns `[..., embedding]`."""
+        if self.by_features:
+            out = gather_features(_LookUp.forward(self, ids), self.placements["weight"], self._split)
+        else:
+            out = super().forward(ids)
+        if self.sequence_dim is None:
+            return out
+        sizes = self._split.even_sizes(out.shape[self.sequence_dim])
+        return split_full(out, self._split.group, dim=self.sequence_dim, sizes=sizes)

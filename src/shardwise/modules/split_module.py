@@ -1,0 +1,192 @@
+"""Modules that divide themselves: parts of models that people write by hand, which nobody plans.
+
+Each divides its own parameters over tp when it is built, from the values that the full ones would have had, so that
+models of any tp size start alike after the same seed. What it does to activations is said at its own edges: gradients
+of what enters and leaves are full, as anywhere outside of regions.
+
+See `shardwise.api.by_hand` for the model around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+from shardwise.comm.collectives import (
+    copy_to_region,
+    gather_full,
+    gather_to_region,
+    split_full,
+)
+from shardwise.mesh import Mesh
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entry_of, mark, named_entries
+from shardwise.plan.decision import SplitPlan
+from shardwise.runtime.context import SplitContext
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Replicate, Split
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = [
+    "Init",
+    "SplitModule",
+    "context_of",
+    "gather_features",
+    "layout_of",
+    "mark_replicated",
+    "new_linear",
+    "own_features",
+]
+
+Init = Callable[[Tensor], Any]
+
+
+def context_of(mesh: Mesh) -> SplitContext:
+    """The tp group of a mesh, as split modules take it."""
+    return SplitContext(
+        group=mesh.group("tp"),
+        size=mesh.size("tp"),
+        coord=mesh.coord("tp"),
+        mesh=mesh.tensor_mesh,
+        device=mesh.device,
+    )
+
+
+class SplitModule(nn.Module):
+    """A module that divides its own parameters over tp.
+
+    `load_state_dict` takes their full tensors as well as this rank's parts; `state_dict` gives this rank's parts.
+
+    Attributes:
+        placements: how each divided parameter is.
+        padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
+            activations].
+    """
+
+    padded_width: int = 0
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._split = context_of(mesh)
+        self._provisional = Registry(
+            mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
+        )
+        self.placements: dict[str, Split] = {}
+        self.register_load_state_dict_pre_hook(_take_parts)
+
+    def add_parameter(
+        self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None
+    ) -> None:
+        """Registers this rank's part of `full`; all of it where `split` is None, and no parameter where `full` is."""
+        if full is None:
+            self.register_parameter(name, None)
+            return
+        mesh = self._provisional.mesh
+        layout = layout_of(full.shape, split, mesh)
+        shape = layout.local_shape(mesh.coords)
+        local = full.new_empty(shape) if full.is_meta else local_tensor(full, layout, mesh.coords)
+        self.register_parameter(name, nn.Parameter(local.to(device) if device is not None else local))
+        if split is not None:
+            self.placements[name] = split
+        entry = ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional)
+        attach_entry(self, name, entry)
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether the model around it is known, whose backward sums gradients that ranks hold parts of."""
+        entries: dict[str, ParameterEntry] = self.__dict__["_shardwise_entries"]
+        return any(entry.registry is not self._provisional for entry in entries.values())
+
+    def enter(self, x: Tensor, sequence_dim: int | None, reduce_dtype: torch.dtype | None) -> Tensor:
+        """`x` on its way to columns: its gradient is summed over tp, and its parts along the sequence are joined.
+
+        Communicates: over tp, one all-reduce of the gradient; with a `sequence_dim`, an all-gather forward and a
+            reduce-scatter of the gradient.
+        """
+        group, dtype = self._split.group, x.dtype
+        if group is None:
+            return x
+        if reduce_dtype is not None and x.is_floating_point() and dtype.itemsize < reduce_dtype.itemsize:
+            x = x.to(reduce_dtype)
+        x = copy_to_region(x, group) if sequence_dim is None else gather_to_region(x, group, dim=sequence_dim)
+        return x.to(dtype)
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts."""
+    for name, entry in named_entries(module).items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and entry.split is not None and tuple(value.shape) == entry.layout.shape:
+            state[f"{prefix}{name}"] = local_tensor(value, entry.tensor_layout, entry.registry.mesh.coords)
+
+
+def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
+    """How a parameter of a hand-written model is stored: divided over tp, or replicated, and replicated over data
+    ranks, unless the `data_axes` are left out.
+    """
+    placements: list[tuple[str, Split | Replicate]] = [("tp", Replicate() if split is None else split)]
+    placements += [(axis, Replicate()) for axis in reversed(DATA_AXES) if data_axes]
+    return Layout(
+        tuple(shape),
+        tuple(Step(axis, mesh.size(axis), placement) for axis, placement in placements if mesh.size(axis) > 1),
+    )
+
+
+def mark_replicated(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+    """Gives parameters that nobody knows yet an entry: every rank holds all of each, so that norms count it once."""
+    registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=context_of(mesh))
+    for parameter in parameters:
+        if entry_of(parameter) is None:
+            layout = layout_of(parameter.shape, None, mesh)
+            mark(parameter, ParameterEntry(fqn="", layout=layout, gradient="full", registry=registry))
+
+
+def new_linear(
+    out_features: int, in_features: int, *, bias: bool, init_weight: Init | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """The full weight and bias that an `nn.Linear` would start with, from the same random numbers."""
+    weight = torch.empty(out_features, in_features, dtype=dtype)
+    if init_weight is None:
+        init.kaiming_uniform_(weight, a=math.sqrt(5))
+    else:
+        init_weight(weight)
+    if not bias:
+        return weight, None
+    bound = 1 / math.sqrt(in_features) if in_features else 0.0
+    return weight, torch.empty(out_features, dtype=dtype).uniform_(-bound, bound)
+
+
+def gather_features(x: Tensor, split: Split, context: SplitContext, *, every: int = 1) -> Tensor:
+    """All ranks' features, in the order of the full tensor; of every `every` neighbours, which hold the same, one's."""
+    if context.group is None:
+        return x
+    sizes = [split.local_size_of(coord) for coord in range(split.parts)]
+    joined = gather_full(x, context.group, dim=x.ndim - 1, sizes=sizes)
+    parts = joined.split(sizes, dim=-1)[::every] if every > 1 else None
+    order = _order(split, every)
+    joined = torch.cat(parts, dim=-1) if parts is not None else joined
+    return joined if order is None else joined[..., torch.tensor(order, device=x.device)]
+
+
+def _order(split: Split, every: int) -> list[int] | None:
+    """Where the features of the full tensor are in the joined parts; None where they are in order."""
+    joined = [index for pieces in split.pieces[::every] for start, stop in pieces for index in range(start, stop)]
+    if joined == list(range(len(joined))):
+        return None
+    return sorted(range(len(joined)), key=joined.__getitem__)
+
+
+def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
+    """This rank's features of a full tensor."""
+    if context.group is None:
+        return x
+    order = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
+    if order != list(range(len(order))):
+        x = x[..., torch.tensor(order, device=x.device)]
+    sizes: Sequence[int] = [split.local_size_of(coord) for coord in range(split.parts)]
+    return split_full(x, context.group, dim=x.ndim - 1, sizes=sizes)

@@ -1,0 +1,1 @@
+"""From gradients to updated parameters: sums over ranks, norms and clipping, optimizers."""

@@ -1,0 +1,79 @@
+"""Gradient norms and clipping over every rank that holds a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.at_rest import held_parameters
+from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
+from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part, registry_of
+
+__all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clips the gradients to a global norm, as `torch.nn.utils.clip_grad_norm_` does on the unsplit model.
+
+    Every canonical element counts once, however many ranks hold it.
+
+    Args:
+        parameters: a split model, or some of its parameters (the same on every rank).
+        max_norm: what the norm is clipped to; `math.inf` clips nothing and just returns the norm.
+        norm_type: p of the p-norm, `math.inf` for the largest entry.
+        error_if_nonfinite: raise where the norm is infinite or NaN.
+
+    Returns:
+        The norm before clipping, float32 scalar, the same on every rank.
+
+    Raises:
+        ValueError: `norm_type` is not positive, or `max_norm` is negative or NaN.
+        RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is set; on every rank.
+
+    Communicates: over all ranks, one all-reduce of one value.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    chosen, registry = _gradients(parameters)
+    total = norm_of_owned(chosen, norm_type)
+    if registry is not None:
+        total = complete_norms(total, registry, norm_type)
+    if isinstance(parameters, nn.Module):
+        gradients_of(parameters).norm = total
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
+    if chosen and math.isfinite(max_norm):
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        values = [value for value, _ in chosen]
+        torch._foreach_mul_(values, factor.to(values[0].device))
+    return total
+
+
+def _gradients(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+) -> tuple[list[tuple[Tensor, ParameterEntry | None]], Registry | None]:
+    """What this rank holds of complete gradients, with the entries of the parameters that Shardwise has split."""
+    registry: Registry | None
+    known: list[tuple[Tensor, ParameterEntry | None]]
+    if isinstance(parameters, nn.Module):
+        registry, held = registry_of(parameters), held_parameters(parameters)
+        gradients_of(parameters).complete_partial()
+        known = [(parameter, entry or entry_of(parameter)) for parameter, entry in held]
+    else:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = [(parameter, entry_of(parameter)) for parameter in given]
+        registry = next((entry.registry for _, entry in known if entry is not None), None)
+    there = [(gradient, entry) for parameter, entry in known if (gradient := parameter.grad) is not None]
+    return [(local_part(gradient), entry) for gradient, entry in there], registry

@@ -1,0 +1,299 @@
+"""What the gradients of a split model are at the moment, and the phase that completes them.
+
+# [Note: one gradient phase]
+Hooks on parameters fire too early under accumulation and never under some pipeline schedules, so nothing of ours is
+summed while backward runs. FSDP2 does reduce: over the data axes, as soon as a unit is done. A sum over tp does not
+mind which comes first, and is shorter afterwards. When a backward ends, one collective sums all partial gradients
+together, and one more each group of gradients of replicated key/value heads; `TrainStep` puts that off until its last
+microbatch is done. So `p.grad` is complete whenever a backward has returned, and whatever reads it, torch's own
+optimizers included, needs no call of ours. Before a complete gradient is added to, it is scaled back to partial on the
+ranks that summed it, so that the next sum restores it.
+
+In a pipeline a backward returns on one rank while others have not begun theirs, and each rank runs many. There the
+phase comes at the end of `together`, which every rank enters, whatever its stages did in between; a weight that several
+stages hold is summed over them last.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.optim.summing import complete_gradients, scale_back_to_partial
+from shardwise.parameters.added import adopt_parameters, note_inputs
+from shardwise.parameters.local_gradient import as_local_gradient
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    entry_of,
+    find_parameters,
+    mark,
+    registry_of,
+)
+
+__all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
+
+_ATTRIBUTE = "_shardwise_gradients"
+_WATCHED = "_shardwise_watched"
+
+
+@dataclass
+class LossScale:
+    """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
+    after `interval` steps in which they did not (as torch's GradScaler does).
+    """
+
+    value: float = 2.0**16
+    interval: int = 2000
+    good_steps: int = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """Notes how a step went."""
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if overflowed:
+            self.value /= 2
+        elif self.good_steps == self.interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+class Gradients:
+    """The state of a split model's gradients, from one backward to the next.
+
+    Args:
+        model: the split model, or the outermost module around it that is known.
+        registry: what its parameters are.
+
+    Attributes:
+        norm: of the gradients as they are now, where it has been computed.
+        are_finite: whether all of them are, on all ranks, where that has been looked at.
+        loss_scale: of float16; None otherwise.
+        is_put_off: whether sums wait for a later backward.
+        is_in_step: whether a `TrainStep` is under way.
+        share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
+    """
+
+    def __init__(self, model: nn.Module, registry: Registry) -> None:
+        self.model = model
+        self.registry = registry
+        self.norm: Tensor | None = None
+        self.are_finite: bool | None = None
+        precision = registry.precision
+        self.loss_scale = LossScale() if precision is not None and precision.compute == "float16" else None
+        self._at_rest: dict[int, nn.Parameter] = {}
+        self._arriving: dict[int, ParameterEntry] = {}
+        self._is_partial = False
+        self.is_put_off = False
+        self.is_in_step = False
+        self.share = 1.0
+        self._task = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gradients:
+        # A copied model starts without gradients; a copied part of a model has none of its own.
+        root = memo.get(id(self.registry.model()))
+        if root is None:
+            return self
+        copied = memo[id(self)] = Gradients.__new__(Gradients)
+        Gradients.__init__(copied, memo.get(id(self.model), root), copy.deepcopy(self.registry, memo))
+        for _, parameter, entry in find_parameters(self.model):
+            if entry is not None:
+                mark(copy.deepcopy(parameter, memo), copy.deepcopy(entry, memo))
+        return copied
+
+    def watch(self) -> None:
+        """Has every backward through the model, or a part of it, complete its gradients; not in a pipeline."""
+        if self._is_pipeline:
+            return
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel) or module is self.registry.model():
+                module.register_forward_hook(self._watch_output)
+        self._find_summed()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, gradients of several backwards wait for one sum, at the end. In a pipeline every rank must enter.
+
+        Communicates: what `complete` does.
+        """
+        self.is_put_off = self.is_in_step = True
+        if self._is_pipeline:
+            if self.registry.casting is not None:
+                self.registry.casting.shared = {}
+            if not self._is_partial:
+                self._begin_partial()
+        try:
+            yield
+        finally:
+            self.is_put_off = self.is_in_step = False
+            if self.registry.casting is not None:
+                self.registry.casting.shared = None
+        self.complete()
+
+    def complete(self) -> None:
+        """Sums the gradients that are still partial: of replicated parameters inside regions, of shared heads, of what
+        FSDP2 does not hold, and of what several stages use. Does nothing where none is; every rank of the mesh must
+        call.
+
+        Raises:
+            GradientError: a parameter that several stages hold is trained by some of them and not by others.
+
+        Communicates: over tp, one all-reduce of all partial gradients of a dtype together, and one over each group of
+            ranks that share key/value heads; over the data axes, one all-reduce of the gradients FSDP2 has not reduced
+            and of which parameters ranks have used (see [Note: parameters that no rank used]); over each group of
+            stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
+        """
+        self.complete_partial()
+        if self.registry.needs_sums or self.registry.mesh.size("tp") > 1 or self._is_pipeline:
+            for _, parameter, entry in find_parameters(self.model):
+                if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
+                    parameter.grad = as_local_gradient(parameter.grad, entry)
+
+    def complete_partial(self) -> None:
+        """As `complete`, for whoever asks nothing of the gradients but their values."""
+        if not self._is_partial:
+            return
+        self._is_partial = False
+        if not self._is_pipeline:
+            self._refuse_functional()
+        complete_gradients(self._find_summed(), self.registry)
+        if self._is_pipeline:
+            self._note_idle_stages()
+
+    def _note_idle_stages(self) -> None:
+        """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""
+        group, mesh = self.registry.context.same_rows, self.registry.mesh
+        if group is None:
+            return
+        trained = torch.zeros(mesh.size("pp"), device=host_device(group, mesh.device))
+        trained[mesh.coord("pp")] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
+        all_reduce_(trained, group)
+        self.registry.context.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
+
+    def note_change(self) -> None:
+        """Gradients have been added to without a backward: what is known of their values holds no longer."""
+        self.norm, self.are_finite = None, None
+
+    def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, gradient: Tensor) -> None:
+        """Runs when a backward reaches the model, as often as it likes."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task or (self.is_put_off and self._is_partial):
+            return
+        self._task = task
+        self._begin_partial()
+        if not self.is_put_off:
+            # Twice: what FSDP2 does at the end of backward must come first.
+            Variable._execution_engine.queue_callback(lambda: Variable._execution_engine.queue_callback(self.complete))
+
+    def _begin_partial(self) -> None:
+        """From here on gradients are partial until they are summed again."""
+        self.norm, self.are_finite = None, None
+        summed = self._find_summed()
+        if not self._is_partial:
+            for parameter, entry in summed:
+                scale_back_to_partial(parameter, entry)
+        self._is_partial = True
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self.registry.plan.pipeline is not None
+
+    def parameters(self) -> list[tuple[str, nn.Parameter, ParameterEntry | None]]:
+        """As `find_parameters`; trained ones that came in later have an entry from here on."""
+        found = list(find_parameters(self.model))
+        if any(entry is None and parameter.requires_grad for _, parameter, entry in found):
+            adopt_parameters(self.model)
+            found = list(find_parameters(self.model))
+        return found
+
+    def _find_summed(self) -> list[tuple[nn.Parameter, ParameterEntry]]:
+        """The parameters whose gradients are summed, as they are stored at rest, each watched."""
+        summed = []
+        for _, parameter, entry in self.parameters():
+            if entry is None or not entry.needs_sum:
+                continue
+            is_gathered = entry.data == "managed" and not isinstance(parameter, DTensor)
+            at_rest = self._at_rest.setdefault(id(entry), parameter) if is_gathered else parameter
+            if at_rest.requires_grad or len(entry.stage_coords) > 1:
+                self._at_rest[id(entry)] = at_rest
+                self._watch_parameter(at_rest, entry)
+                summed.append((at_rest, entry))
+        return summed
+
+    def _watch_parameter(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
+        if hasattr(parameter, _WATCHED) or parameter.is_meta or self._is_pipeline:
+            return
+        setattr(parameter, _WATCHED, True)
+
+        def arrive(gradient: Tensor) -> None:
+            self._begin(gradient)
+            self._arriving[id(entry)] = entry
+
+        def stay(parameter: Tensor) -> None:
+            self._arriving.pop(id(entry), None)
+
+        parameter.register_hook(arrive)
+        parameter.register_post_accumulate_grad_hook(stay)
+
+    def _refuse_functional(self) -> None:
+        """Raises where gradients have come that were not put into `.grad`."""
+        names = [entry.fqn for entry in self._arriving.values()]
+        self._arriving.clear()
+        if names:
+            raise UnsupportedError(
+                f"torch.autograd.grad of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+                why="every rank holds a part of the sum that these gradients are, and nobody has summed them yet",
+                fix="call backward(), after which parameter.grad is complete",
+            )
+
+
+def track_gradients(model: nn.Module, registry: Registry) -> Gradients:
+    """Has gradients of a split model be complete whenever a backward has returned.
+
+    Communicates: nothing; see `Gradients.complete` for what backward does from here on.
+    """
+    note_inputs(model, registry.plan)
+    gradients = model.__dict__[_ATTRIBUTE] = Gradients(model, registry)
+    gradients.watch()
+    return gradients
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """The state of a split model's gradients; `model` may be a wrapper around it, whose parameters then belong to it.
+
+    Raises:
+        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+    """
+    root = registry_of(model).model()
+    gradients: Gradients | None = root.__dict__.get(_ATTRIBUTE) if root is not None else None
+    if gradients is None:
+        raise LayoutError(f"the gradients of this {type(model).__name__} are not tracked")
+    if gradients.model is not model and any(module is gradients.model for module in model.modules()):
+        gradients.model = model
+    return gradients
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value, such as what a model puts out."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)

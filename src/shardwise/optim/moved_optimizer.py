@@ -1,0 +1,152 @@
+"""Optimizers that are built before the model is split, and moved to its parameters afterwards."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.optim.elementwise import check_optimizer
+from shardwise.optim.plain_step import KEPT_BY_STEPS
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import entry_of
+
+__all__ = ["lazy_class", "move_optimizer"]
+
+_ARGUMENTS = "_shardwise_arguments"
+
+
+def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass whose optimizers keep what they were given, and hold an empty parameter in the place of a group's.
+
+    Its instances have the groups and options of real ones, so that wrong ones are errors at once, but cannot step.
+
+    Raises:
+        TypeError: it is no optimizer class.
+    """
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_cls must be a torch.optim.Optimizer class, got {optimizer_cls!r}")
+
+    class Lazy(optimizer_cls):  # type: ignore[misc, valid-type]
+        @functools.wraps(optimizer_cls.__init__)  # type: ignore[misc]
+        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            groups = _groups_of(params)
+            places = [{**group, "params": [nn.Parameter(torch.empty(0))]} for group in groups]
+            super().__init__(places, *args, **kwargs)
+            self.__dict__[_ARGUMENTS] = optimizer_cls, groups, args, kwargs
+
+        def step(self, closure: Any = None) -> Any:
+            raise UnsupportedError(
+                f"a step of a lazy {optimizer_cls.__name__}",
+                why="it holds no parameters yet",
+                fix="use what optimizer_for_mp returns",
+            )
+
+    Lazy.__name__ = Lazy.__qualname__ = f"Lazy{optimizer_cls.__name__}"
+    return Lazy
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]) -> torch.optim.Optimizer:
+    """An optimizer as `optimizer`, over the parameters that those of its own have become.
+
+    A lazy one (`lazy_class`) becomes exactly what was asked for. Of any other the class, its options, those of its
+    groups and its state are kept, of states of full tensors this rank's part. Parameters of other stages are left out.
+
+    Args:
+        moved: the id of a parameter to what it has become.
+
+    Raises:
+        ConfigError: `moved` does not hold every parameter of the optimizer, without stages, or holds no parameters.
+        UnsupportedError: the optimizer does not update parts as it would full parameters.
+    """
+    wrong = next((value for value in moved.values() if not isinstance(value, Tensor)), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"a parameter is said to have become {wrong!r}", fix="map ids of parameters to parameters, not to their ids"
+        )
+    lazy = optimizer.__dict__.get(_ARGUMENTS)
+    given = lazy[1] if lazy is not None else optimizer.param_groups
+    _check_all(given, moved)
+    groups = [each for group in given for each in _moved_group(group, moved)]
+    if lazy is not None:
+        made: torch.optim.Optimizer = lazy[0](groups, *lazy[2], **lazy[3])
+    else:
+        made = _alike(optimizer, groups, moved)
+    check_optimizer(made, lazy[3] if lazy is not None else {})
+    return made
+
+
+def _groups_of(params: Any) -> list[dict[str, Any]]:
+    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
+    groups: list[Any] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    return [{**group, "params": _listed(group["params"])} for group in groups]
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _own(each: Any) -> Any:
+    """The parameter of an entry that may have a name."""
+    return each[1] if isinstance(each, tuple) else each
+
+
+def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor]) -> None:
+    lost = [_own(each) for group in groups for each in group["params"] if id(_own(each)) not in moved]
+    entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
+    if lost and (entry is None or entry.registry.mesh.size("pp") == 1):
+        raise ConfigError(
+            f"{len(lost)} parameters of the optimizer are not said to have become any",
+            why=f"of shapes {', '.join(str(list(each.shape)) for each in lost[:3])}",
+            fix="map the id of every parameter that the optimizer was built with to the one of the same name",
+        )
+
+
+def _moved_group(group: Mapping[str, Any], moved: Mapping[int, Tensor]) -> list[dict[str, Any]]:
+    """A group over what its parameters have become: two where FSDP2 holds some, which foreach cannot update with the
+    others; an empty one where all are other stages'.
+    """
+    own = [(each, moved[id(_own(each))]) for each in group["params"] if id(_own(each)) in moved]
+    found = []
+    for kind in (True, False):
+        chosen = [(each, value) for each, value in own if isinstance(value, DTensor) is kind]
+        params = [(each[0], value) if isinstance(each, tuple) else value for each, value in chosen]
+        found += [{**group, "params": params}] if chosen or not (own or kind) else []
+    return found
+
+
+def _alike(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], moved: Mapping[int, Tensor]
+) -> torch.optim.Optimizer:
+    made = object.__new__(type(optimizer))
+    memo: dict[int, Any] = dict(moved)
+    for name, value in optimizer.__dict__.items():
+        if name.startswith("_optimizer_"):  # hooks
+            made.__dict__[name] = copy.copy(value)
+        elif name not in ("param_groups", "state", *KEPT_BY_STEPS) and not callable(value):
+            made.__dict__[name] = copy.deepcopy(value, memo)
+    made.__dict__["param_groups"] = groups
+    made.__dict__["state"] = type(optimizer.state)(dict)
+    for parameter, state in optimizer.state.items():
+        if id(parameter) in moved:
+            made.state[moved[id(parameter)]] = _moved_state(state, parameter, moved[id(parameter)])
+    return made
+
+
+def _moved_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
+    """The state of a parameter: of tensors of its full shape this rank's part."""
+    entry, found = entry_of(new), {}
+    for name, value in state.items():
+        is_full = isinstance(value, Tensor) and value.ndim > 0 and value.shape == old.shape
+        if entry is None or not is_full:
+            found[name] = copy.deepcopy(value)
+            continue
+        local = local_tensor(value, entry.layout, entry.registry.mesh.coords)
+        found[name] = entry.wrap(local.to(new.device))
+    return found

@@ -1,0 +1,265 @@
+"""Optimizers of split models: any torch optimizer class, over this rank's parts."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.errors import ConfigError, GradientError, UnsupportedError
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.elementwise import check_optimizer
+from shardwise.optim.gradients import Gradients, gradients_of
+from shardwise.optim.plain_step import stepping_class, with_fused
+from shardwise.parameters.at_rest import copy_out_of_mmap
+from shardwise.parameters.registry import canonical_entries, entry_of, local_part
+from shardwise.plan.match import match
+
+__all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
+
+_MODEL = "_shardwise_model"
+_KNOWN = "_shardwise_known"
+
+Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
+
+
+def build_optimizer(
+    model: nn.Module, optimizer_class: type[torch.optim.Optimizer], *, groups: Groups = (), **options: Any
+) -> torch.optim.Optimizer:
+    """An optimizer over the parameters of a split model that require gradients.
+
+    Weights that are still stored in the pages of the checkpoint they were loaded from move into memory of their own.
+    Elementwise optimizers (SGD, Adam and their kin) update a part exactly as they would the full parameter. State is
+    stored with its parameter. Those that have a fused form in torch take it, unless another is asked for, and step over
+    the plain tensors in what FSDP2 holds.
+
+    Args:
+        optimizer_class: any `torch.optim.Optimizer`.
+        groups: options for some of the parameters, over the general ones. Either rules, of which the first that fits a
+            parameter holds: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr": 1e-5}]`,
+            where `max_dims` 1 means vectors and scalars, and `params` is a pattern of names or several; or a function
+            of name and parameter that returns the options.
+        options: its keyword arguments (`lr`, `weight_decay`, …).
+
+    Returns:
+        The optimizer. Its `step`, after its closure if it is given one, minds `Precision.nonfinite`.
+
+    Raises:
+        TypeError: `optimizer_class` is no optimizer class, or does not take the options.
+        ConfigError: a rule names no parameter, or does not say which.
+        UnsupportedError: the class does not update parts of parameters as it would update full ones (Muon, Adafactor),
+            or cannot update what FSDP2 holds (Rprop), or dense gradients (SparseAdam).
+        LayoutError: the model is not split by Shardwise.
+
+    Communicates: nothing itself; with a `Precision`, unless `clip_grad_norm_` has just done so, `step` all-reduces one
+        value over all ranks.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class must be a torch.optim.Optimizer class, got {optimizer_class!r}")
+    copy_out_of_mmap(model)
+    trained: dict[str, Tensor] = {
+        name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad
+    }
+    others = {name: entry.layout.shape for name, entry in canonical_entries(model).items() if not entry.is_held}
+    options = with_fused(optimizer_class, options, list(trained.values()))
+    optimizer = stepping_class(optimizer_class)(_grouped(trained, groups, others), **options)
+    optimizer.__dict__[_MODEL] = weakref.ref(model)
+    check_optimizer(optimizer, options)
+    return optimizer
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Has every torch optimizer of this process that holds parameters of a split model, whoever built it, update them
+    as it would update the full ones, or refuse to. Other optimizers are left alone.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What comes before a step: after its closure has made the gradients, if there is one."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    models = _known_models(optimizer, parameters)
+    if models is None:
+        models = _look_at(optimizer, parameters)
+    if not models:
+        return None
+    step = inspect.signature(type(optimizer).step)
+    given = step.bind(*args, **kwargs)
+    closure = given.arguments.get("closure")
+    if closure is None:
+        _finish(models)
+        return None
+
+    def with_finish() -> Any:
+        loss = closure()
+        _finish(models)
+        return loss
+
+    given.arguments["closure"] = with_finish
+    return given.args, given.kwargs
+
+
+def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module] | None:
+    """What `_look_at` found for the same parameters before; None where these are others, or a model is gone."""
+    known = optimizer.__dict__.get(_KNOWN)
+    if known is None or known[0] != list(map(id, parameters)):
+        return None
+    models = [model() for model in known[1]]
+    return None if None in models else models
+
+
+def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
+    """The split models whose parameters an optimizer holds; raises where it would update them otherwise than the full
+    ones.
+    """
+    entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}
+    # A stage of a pipeline may have nothing to train, and takes part in what all ranks decide.
+    idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
+    if not entries and idle is None:
+        return []
+    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
+        return []  # ZeRO around another, which is looked at when it steps
+    check_optimizer(optimizer)
+    known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
+    if any(entry.split is not None and not entry.registry.local_state for entry in known):
+        _guard_state(optimizer)
+    models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
+    models += [idle] if idle is not None else []
+    _check_known(parameters, models)
+    if len(known) == len(parameters):
+        optimizer.__dict__[_KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
+    return models
+
+
+def _guard_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes `state_dict()` refuse from the first step on: before it, there is no state."""
+    if _refuse_state not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_refuse_state)
+
+
+def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise UnsupportedError(
+        f"state_dict() of {type(optimizer).__name__} over parameters that are split over tp",
+        why="this rank holds the state of parts of them, which would pass for that of full ones",
+        fix="use shardwise.save_checkpoint, or read this rank's parts from optimizer.state",
+    )
+
+
+def _finish(models: Iterable[nn.Module]) -> None:
+    for model in models:
+        _mind_nonfinite(model, gradients_of(model))
+
+
+def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
+    """Raises where there are parameters that no split model knows, and several data ranks."""
+    untracked = [tuple(each.shape) for each in parameters if each.requires_grad and entry_of(each) is None]
+    if untracked and any(gradients_of(model).registry.mesh.data_size > 1 for model in models):
+        raise UnsupportedError(
+            f"parameters outside of the split model, of shapes {', '.join(map(str, untracked[:3]))}",
+            why="nobody averages their gradients over the data ranks",
+            fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
+            "optimizer of their own",
+        )
+
+
+def _grouped(
+    trained: Mapping[str, Tensor], groups: Groups, others: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, Any]]:
+    """Parameter groups: by options, and apart what FSDP2 holds from what it does not, since foreach optimizers cannot
+    update both in one sweep.
+    """
+    choose = groups if callable(groups) else _Rules(groups, trained, others)
+    found: dict[Any, dict[str, Any]] = {}
+    for name, parameter in trained.items():
+        chosen = dict(choose(name, parameter))
+        key = (isinstance(parameter, DTensor), *sorted((option, repr(value)) for option, value in chosen.items()))
+        found.setdefault(key, {"params": [], **chosen})["params"].append(parameter)
+    return list(found.values()) or [{"params": []}]
+
+
+def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them as torch's optimizers take them, as groups of those that are trained: apart what
+    FSDP2 holds from what it does not, as above.
+    """
+    groups = list(parameters)
+    if not groups or not isinstance(groups[0], Mapping):
+        groups = [{"params": groups}]
+    found = []
+    for group in groups:
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        for kind in (True, False):
+            own = [each for each in given if each.requires_grad and isinstance(each, DTensor) is kind]
+            found += [{**group, "params": own}] if own else []
+    return found
+
+
+class _Rules:
+    """The options of the first rule that fits a parameter."""
+
+    def __init__(
+        self, rules: Sequence[Mapping[str, Any]], trained: Mapping[str, Tensor], others: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._rules = [_read_rule(rule) for rule in rules]
+        known = {name: len(shape) for name, shape in others.items()}
+        known |= {name: parameter.ndim for name, parameter in trained.items()}
+        for rule, (fits, _) in zip(rules, self._rules, strict=True):
+            if not any(fits(name, num_dims) for name, num_dims in known.items()):
+                raise ConfigError(f"the parameter group {dict(rule)} fits no parameter that is trained")
+
+    def __call__(self, name: str, parameter: Tensor) -> Mapping[str, Any]:
+        return next((options for fits, options in self._rules if fits(name, parameter.ndim)), {})
+
+
+def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, int], bool], dict[str, Any]]:
+    options = dict(rule)
+    patterns, most = options.pop("params", None), options.pop("max_dims", None)
+    if patterns is None and most is None:
+        raise ConfigError(
+            f"the parameter group {options} does not say which parameters it is for",
+            fix='add "params": a pattern of names or a list of them, or "max_dims": 1 for vectors and scalars',
+        )
+    named = [patterns] if isinstance(patterns, str) else patterns
+
+    def fits(name: str, num_dims: int) -> bool:
+        return (named is None or any(match(pattern, name) for pattern in named)) and (most is None or num_dims <= most)
+
+    return fits, options
+
+
+def _mind_nonfinite(model: nn.Module, gradients: Gradients) -> None:
+    """Raises, or drops the gradients, where some of them is infinite or NaN on any rank; see `Precision`."""
+    precision, scale = gradients.registry.precision, gradients.loss_scale
+    if precision is None or (precision.nonfinite == "ignore" and scale is None):
+        return
+    if gradients.are_finite is None:
+        norm = gradients.norm if gradients.norm is not None else clip_grad_norm_(model, math.inf)
+        gradients.are_finite = bool(torch.isfinite(norm))
+        if scale is not None:
+            scale.update(overflowed=not gradients.are_finite)
+    if gradients.are_finite:
+        return
+    if precision.nonfinite == "raise" and scale is None:
+        raise GradientError(
+            f"the gradient norm is {float(clip_grad_norm_(model, math.inf))}",
+            why=_culprits(model.named_parameters()),
+            fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
+        )
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _culprits(parameters: Iterable[tuple[str, Tensor]], most: int = 3) -> str:
+    names = [name for name, p in parameters if p.grad is not None and not bool(local_part(p.grad).isfinite().all())]
+    if not names:
+        return "on another rank"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"infinite or NaN: the gradients of {', '.join(names[:most])}{more}"

@@ -1,0 +1,155 @@
+"""The sums that complete partial gradients, over tp, the data axes and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.operations import Group, all_reduce_, host_device
+from shardwise.errors import GradientError, UnsupportedError
+from shardwise.parameters.registry import ParameterEntry, Registry, local_part
+from shardwise.plan.rule import UNREACHED
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = ["complete_gradients", "scale_back_to_partial"]
+
+
+class _Summand:
+    """A parameter's gradient on its way through the sums.
+
+    # [Note: gradients that some ranks lack]
+    An expert that none of this rank's tokens chose has no gradient here and one elsewhere. What is summed is decided
+    from the layout alone, so that ranks sum the same: zeros represent a gradient that is not there, and next to every
+    gradient runs a one where it is there. Where these add up to zero it is nowhere, and stays None as in the full
+    model: an optimizer must not decay it. Only a rank that lacks a gradient looks.
+
+    Attributes:
+        local: what this rank adds to the sum; afterwards the sum.
+        present: how many ranks have the gradient.
+    """
+
+    def __init__(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
+        gradient = parameter.grad
+        self.entry, self.parameter, self.is_lacking = entry, parameter, gradient is None
+        self.local = torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)
+        self.present = self.local.new_full((1,), float(gradient is not None))
+
+    def keep(self) -> None:
+        """Gives the parameter the sum where it has had no gradient here."""
+        if self.is_lacking and bool(self.present) and self.parameter.requires_grad:
+            self.parameter.grad = self.entry.wrap(self.local)
+
+
+@torch.no_grad()
+def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], registry: Registry) -> None:
+    """Sums the gradients of these parameters over all ranks that hold parts of them, and takes away those that FSDP2
+    made for parameters that no rank has used (see [Note: parameters that no rank used]).
+
+    Raises:
+        GradientError: a parameter that several stages hold is trained by some of them and not by others.
+        UnsupportedError: a parameter is trained that no trial of a derived plan has used.
+
+    Communicates: over the data axes, one all-reduce of what FSDP2 has not reduced and of which parameters were used;
+        over tp, one of all partial gradients of a dtype together, and one over each group of ranks that share
+        key/value heads; over each group of stages that hold the same, one.
+    """
+    reduced = [_Summand(*each) for each in found if each[1].data == "reduced"]
+    _sum_over_data(reduced, registry)
+    summands = reduced + [_Summand(*each) for each in found if each[1].data != "reduced"]
+    partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
+    _sum_together(partial, registry.mesh.group("tp"))
+    shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+    for each in summands:
+        if each.entry.holders:
+            parts = [part for _, part in each.entry.shared_parts(each.local)]
+            shared.setdefault(each.entry.holders, []).extend((*parts, each.present))
+    for holders, parts in shared.items():
+        _sum_together(parts, registry.mesh.subgroup("tp", holders))
+    tied: dict[tuple[int, ...], list[_Summand]] = {}
+    for each in sorted(summands, key=lambda each: each.entry.fqn):  # stages meet them in different orders
+        if len(each.entry.stage_coords) > 1:
+            tied.setdefault(each.entry.stage_coords, []).append(each)
+    for stages, same in sorted(tied.items()):
+        _sum_over_stages(stages, same, registry)
+    for each in summands:
+        each.keep()
+    _refuse_unproved(summands)
+
+
+def _refuse_unproved(summands: Sequence[_Summand]) -> None:
+    """Raises where a gradient has come to a parameter inside of a split region that no trial of the plan has used."""
+    planned = {each.entry.fqn: each.entry.registry.plan.parameters.get(each.entry.fqn) for each in summands}
+    names = [
+        each.entry.fqn
+        for each in summands
+        if each.entry.gradient == "partial" and each.parameter.grad is not None
+        if (found := planned[each.entry.fqn]) is not None and found.rule.reason == UNREACHED
+    ]
+    if names:
+        raise UnsupportedError(
+            f"a gradient of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+            why="the batches with which its plan was found and tried never used it, and it lies where ranks compute "
+            "parts: nothing shows that this gradient is right",
+            fix="have the model use it on small random batches too, give rules for it (plan=), or use tp_size 1",
+        )
+
+
+def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
+    """Sums what FSDP2 does not hold, and settles what it holds and no rank has used."""
+    group, uses = registry.mesh.group(*DATA_AXES), registry.uses
+    parts = [part for each in reduced for part in (each.local, each.present)]
+    if group is not None and uses.has_reduced:
+        like = parts[0] if parts else torch.empty((), device=host_device(group, registry.mesh.device))
+        counts = uses.counts(dtype=like.dtype, device=like.device)
+        _sum_together([*parts, counts], group)
+        uses.settle(counts)
+    else:
+        _sum_together(parts, group)
+    for each in reduced:
+        each.local.div_(registry.divide_factor)
+
+
+def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], registry: Registry) -> None:
+    """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
+    group = registry.mesh.subgroup("pp", (stages,))
+    trained = [each.local.new_full((1,), float(each.parameter.requires_grad)) for each in summands]
+    _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
+    for each, count in zip(summands, trained, strict=True):
+        if float(count) not in (0.0, float(len(stages))):
+            raise GradientError(
+                f"{each.entry.fqn} is trained by {int(count)} of the {len(stages)} stages that hold it",
+                why="their copies would become different",
+                fix="freeze it, or do not, on every rank: shardwise.parallelize a model whose parameters are frozen",
+            )
+
+
+def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
+    """Sums every tensor over `group` in place, in one collective a dtype."""
+    if group is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for part in parts:
+        by_dtype.setdefault(part.dtype, []).append(part)
+    for same in by_dtype.values():
+        flat = torch.cat([part.reshape(-1) for part in same])
+        all_reduce_(flat, group)
+        for part, summed in zip(same, flat.split([part.numel() for part in same]), strict=True):
+            part.copy_(summed.view_as(part))
+
+
+@torch.no_grad()
+def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
+    """Scales a gradient that was summed back to this rank's share, so that more can be added and summed with it."""
+    if parameter.grad is None:
+        return
+    registry, gradient = entry.registry, local_part(parameter.grad)
+    if entry.gradient == "partial":
+        gradient /= registry.context.size
+    if len(entry.stage_coords) > 1:
+        gradient /= len(entry.stage_coords)
+    for holders, part in entry.shared_parts(gradient):
+        part.div_(len(holders))
+    if entry.data == "reduced":
+        gradient *= registry.divide_factor / registry.mesh.data_size

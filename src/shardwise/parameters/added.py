@@ -1,0 +1,106 @@
+"""Parameters that come into a model, or a wrapper around it, after it was split: what their gradients are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from shardwise.errors import UnsupportedError
+from shardwise.parameters.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
+from shardwise.plan.decision import SplitPlan
+from shardwise.sharding.layout import Layout, Step
+from shardwise.sharding.placement import Replicate
+from shardwise.topology.axes import DATA_AXES
+
+__all__ = ["adopt_parameters", "note_inputs"]
+
+_GIVEN = "_shardwise_given"
+_WRAPPED = ("base_layer", "original_module")
+"""What PEFT calls a module that it puts something around."""
+
+
+def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
+    """Lets every module of a split model know whether it computes with "split" features or heads, a "part" of the
+    sequence, or with "full" tensors: what is put into it later computes with the same. From here on PEFT is refused to
+    put adapters around what is split.
+    """
+    if plan.tp_size > 1:
+        _watch_registrations()
+    split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
+    sequence = plan.sequence
+    for name, module in model.named_modules() if plan.tp_size > 1 else ():
+        if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
+            module.__dict__[_GIVEN] = "split"
+        else:
+            has_part = sequence is not None and sequence.sees_a_part(f"{name}.", name)
+            module.__dict__[_GIVEN] = "part" if has_part else "full"
+
+
+def adopt_parameters(model: nn.Module) -> None:
+    """Gives every trained parameter without an entry one: every rank holds all of it, as every rank computes with it.
+
+    Raises:
+        UnsupportedError: one is in a module that computes with a rank's own heads or features, or in a pipeline:
+            nothing says what it is, or whose.
+    """
+    registry, given, refused = registry_of(model), {"": "full"}, []
+    added: list[str] = []
+    mesh = registry.mesh
+    steps = tuple(Step(axis, mesh.size(axis), Replicate()) for axis in ("tp", *DATA_AXES[::-1]) if mesh.size(axis) > 1)
+    for name, module in model.named_modules():
+        given[name] = module.__dict__.get(_GIVEN) or given[name.rpartition(".")[0]]
+        for own, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or knows(module, own):
+                continue
+            fqn = f"{name}.{own}" if name else own
+            entry = entry_of(parameter)
+            if entry is None and given[name] == "split":
+                refused.append(fqn)
+                continue
+            new = ParameterEntry(
+                fqn=fqn,
+                layout=Layout(tuple(parameter.shape), steps),
+                gradient="partial" if given[name] == "part" else "full",
+                data="reduced" if mesh.data_size > 1 else "",
+                registry=registry,
+            )
+            attach_entry(module, own, entry or new)
+            added.append(fqn)
+    if added and mesh.size("pp") > 1:
+        raise UnsupportedError(
+            f"{added[0]}, which came into the model after it was cut into stages"
+            + f" (and {len(added) - 1} more)" * (len(added) > 1),
+            why="nothing says which stages hold it",
+            fix="add it before shardwise.parallelize cuts the model, or freeze it",
+        )
+    if refused:
+        raise UnsupportedError(
+            f"{refused[0]}, which came into the model after it was split"
+            + f" (and {len(refused) - 1} more)" * (len(refused) > 1),
+            why="its module computes with this rank's own heads or features, and nothing says which part of the\n"
+            "parameter a rank is to hold",
+            fix="add it before shardwise.parallelize splits the model, or freeze it",
+        )
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features."""
+    register_module_module_registration_hook(_check_wrapped)
+
+
+def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    is_wrapped = name in _WRAPPED and hasattr(type(parent), "adapter_layer_names")
+    if module is None or not (is_wrapped or isinstance(parent, nn.ModuleDict)):
+        return
+    if module.__dict__.get(_GIVEN) == "split":
+        known = next((entry_of(value) for value in module.parameters() if entry_of(value) is not None), None)
+        what = known.fqn.rpartition(".")[0] if known is not None else type(module).__name__
+        raise UnsupportedError(
+            f"an adapter around {what}, which is split already",
+            why="it would be made for this rank's own heads or features, and nothing would sum what it computes",
+            fix="pass shardwise.load(..., adapter=config), or give shardwise.parallelize a model that has its adapters",
+        )

@@ -1,0 +1,50 @@
+"""Parameters of a split model as they are stored between steps."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardwise.parameters.registry import ParameterEntry, entries_of, find_parameters, registry_of
+
+__all__ = ["copy_out_of_mmap", "held_parameters", "reshard"]
+
+
+def copy_out_of_mmap(model: nn.Module) -> None:
+    """Copies parameters that are trained and stored in mapped files into own memory, before something writes to all of
+    them. Frozen ones stay where they are.
+    """
+    registry = registry_of(model)
+    reshard(model)
+    for _, parameter, entry in find_parameters(model):
+        if entry is not None and entry.fqn in registry.mapped and parameter.requires_grad:
+            parameter.data = parameter.data.clone()
+            registry.mapped.discard(entry.fqn)
+
+
+def held_parameters(model: nn.Module) -> list[tuple[nn.Parameter, ParameterEntry | None]]:
+    """The parameters of a split model at rest, each once, with its entry: what `reshard` and `find_parameters` give, in
+    one walk.
+    """
+    registry = registry_of(model)
+    if registry.stage_roots:
+        reshard(model)
+    found: list[tuple[nn.Parameter, ParameterEntry | None]] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and not registry.stage_roots:
+            module.reshard()
+        entries = entries_of(module)
+        for own, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((parameter, entries.get(own)))
+    return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Lets FSDP2 free what a forward without backward has left gathered: `parameters()` are then those at rest."""
+    for root in (model, *registry_of(model).stage_roots.values()):
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

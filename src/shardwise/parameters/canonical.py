@@ -1,0 +1,206 @@
+"""Between local and canonical tensors: what leaves a split model is canonical, what enters it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.operations import (
+    Group,
+    all_gather_list,
+    all_gather_objects,
+    broadcast_,
+    gather_list,
+    receive_,
+    send,
+)
+from shardwise.mesh import Mesh
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    canonical_entries,
+    entries_of,
+    local_part,
+    registry_of,
+)
+from shardwise.sharding.boxes import Box
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.placement import Held, Replicate
+
+__all__ = [
+    "canonical_tensor",
+    "canonical_tensors",
+    "computed_buffer",
+    "dtypes_of",
+    "local_tensor",
+    "owned_parts",
+    "state_names",
+    "state_tensors",
+]
+
+
+def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:
+    """Every parameter and persistent buffer by name, in the order of `state_dict()`, as this rank stores them; of
+    modules that have several names one name, with `remove_duplicate`. None where another stage holds it: names and
+    order are the same on every rank.
+    """
+    found: dict[str, Tensor | None] = {}
+    for name, module in model.named_modules(remove_duplicate=remove_duplicate):
+        values = {**dict.fromkeys(entries_of(module)), **module._parameters, **module._buffers}
+        for own, value in values.items():
+            is_known = value is not None or own in entries_of(module)
+            if is_known and own not in module._non_persistent_buffers_set:
+                found[f"{name}.{own}" if name else own] = value
+    return found
+
+
+def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
+    """A persistent buffer as the stage of a pipeline has it that computes with it; every rank holds all of them.
+
+    Communicates: over pp, one broadcast.
+    """
+    group, pipeline = registry.mesh.group("pp"), getattr(registry.plan, "pipeline", None)
+    if group is None or pipeline is None:
+        return value.detach()
+    value = value.detach().clone(memory_format=torch.contiguous_format)
+    broadcast_(
+        value.view(torch.uint8) if value.dtype is torch.bool else value, group, source=pipeline.coord_computing(name)
+    )
+    return value
+
+
+def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+    """Those of `state_names` that this rank holds."""
+    found = state_names(model, remove_duplicate=remove_duplicate)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def canonical_tensors(
+    model: nn.Module, values: Mapping[str, Tensor], *, rank0_only: bool = False
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The full tensors that `values` are this rank's parts of, in the model's order: those of every parameter of which
+    some stage has one, on every rank.
+
+    Args:
+        values: parameters that this rank holds, or their gradients, by the names of `find_parameters`.
+
+    Communicates: over pp, one gather of the names; for each tensor as `canonical_tensor`.
+    """
+    mesh = registry_of(model).mesh
+    dtypes = dtypes_of(values, mesh)
+    for name, entry in canonical_entries(model).items():
+        if name in dtypes:
+            local, dtype = values.get(name), dtypes[name]
+            yield name, canonical_tensor(local, entry.layout, mesh, rank0_only=rank0_only, dtype=dtype)
+
+
+def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
+    """The dtypes of the values that any stage has by their names. Communicates: over pp, one gather of them."""
+    own = {name: value.dtype for name, value in values.items()}
+    return {name: dtype for each in all_gather_objects(own, mesh.group("pp")) for name, dtype in each.items()}
+
+
+def canonical_tensor(
+    local: Tensor | None, layout: Layout, mesh: Mesh, *, rank0_only: bool = False, dtype: torch.dtype | None = None
+) -> Tensor | None:
+    """The full tensor that `local` is this rank's part of, on the CPU; None where `rank0_only` and this is another
+    rank.
+
+    Args:
+        local: None where other stages hold the tensor.
+        dtype: of the tensor, where other stages do.
+
+    Communicates: over each axis that splits the tensor, the last step's first, one all-gather of the padded parts (with
+        `rank0_only` a gather, among the ranks that are still needed); over pp, one broadcast from the first stage that
+        holds it (with `rank0_only` one message to rank 0).
+    """
+    source = next((step.placement.coords[0] for step in layout.steps if isinstance(step.placement, Held)), None)
+    if rank0_only and any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps):
+        return None
+    takes_part = local is not None and not (rank0_only and source is not None and mesh.coord("pp") != source)
+    given = value = local_part(local) if local is not None and takes_part else None
+    for number, step in reversed(list(enumerate(layout.steps))):
+        group = mesh.group(step.axis)
+        if isinstance(step.placement, Replicate | Held) or group is None or value is None:
+            continue
+        shape = Layout(layout.shape, layout.steps[:number]).local_shape(mesh.coords)
+        value = _gathered(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
+    if source is not None:
+        value = _from_stage(value, source, layout.shape, dtype, mesh, rank0_only=rank0_only)
+    if value is None or (rank0_only and mesh.rank != 0):
+        return None
+    is_own = given is not None and value.data_ptr() == given.data_ptr()
+    return value.detach().to("cpu", copy=True) if is_own else value.cpu()
+
+
+def _from_stage(
+    value: Tensor | None,
+    source: int,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | None,
+    mesh: Mesh,
+    *,
+    rank0_only: bool,
+) -> Tensor | None:
+    """The full tensor that the coordinate `source` of pp has, on every rank; with `rank0_only` on rank 0."""
+    group, coord = mesh.group("pp"), mesh.coord("pp")
+    assert group is not None, "a layout with a step on pp is that of a pipeline"
+    if rank0_only:
+        others = {number for axis, number in mesh.coords.items() if axis != "pp"}
+        if source == 0 or others != {0} or coord not in (0, source):
+            return value
+    if coord == source:
+        assert value is not None, "it holds the tensor"
+        full = value.detach().to(mesh.device).contiguous()
+    else:
+        full = torch.empty(shape, dtype=dtype, device=mesh.device)
+    if not rank0_only:
+        broadcast_(full, group, source=source)
+    elif coord == source:
+        send(full, group, to=0)
+    else:
+        receive_(full, group, source=source)
+    return full
+
+
+def _gathered(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:
+    """The tensor before the one step of `layout` was taken; None on all ranks but the first where `rank0_only`."""
+    (step,) = layout.steps
+    shapes = [layout.local_shape({step.axis: coord}) for coord in range(step.size)]
+    numel = max(torch.Size(shape).numel() for shape in shapes)
+    flat = local.detach().reshape(-1)
+    if flat.numel() < numel:
+        flat = torch.cat([flat, flat.new_zeros(numel - flat.numel())])
+    parts = gather_list(flat, group) if rank0_only else all_gather_list(flat, group)
+    if parts is None:
+        return None
+    full = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
+    for coord, shape in enumerate(shapes):
+        part = parts[coord][: torch.Size(shape).numel()].view(shape)
+        for piece in layout.owned({step.axis: coord}):
+            full[_slices(piece.full)] = part[_slices(piece.local)]
+    return full
+
+
+def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:
+    """This rank's part of a full tensor, as a tensor that owns its storage."""
+    pieces = layout.pieces(coords)
+    shape = layout.local_shape(coords)
+    if len(pieces) == 1 and tuple(stop - start for start, stop in pieces[0].full) == shape:
+        return full[_slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
+    local = full.new_empty(shape)
+    for piece in pieces:
+        local[_slices(piece.local)] = full[_slices(piece.full)]
+    return local
+
+
+def owned_parts(local: Tensor, entry: ParameterEntry) -> list[Tensor]:
+    """Views of what this rank is the owner of: over all ranks, every canonical element exactly once."""
+    value = local_part(local)
+    return [value if place is None else value[place] for place in entry.owned_slices]
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)

@@ -1,0 +1,377 @@
+"""What the parameters of a split model are: the one place that knows, kept per model.
+
+Parameters are plain local tensors at rest. Whoever hands them out or takes them in (state dicts, gradients,
+checkpoints, clipping) looks here for how local and canonical tensors map to each other, and who owns what.
+
+# [Note: found by identity]
+A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
+(PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
+`load_state_dict(assign=True)` replace the parameters; the module that owns them stays. So do the owners of what other
+stages of a pipeline hold, and they know its entries: every rank sees the whole model by the same names, in one order.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardwise.errors import LayoutError
+from shardwise.mesh import Mesh
+from shardwise.plan.decision import SplitPlan
+from shardwise.plan.options import FsdpPolicy, Precision
+from shardwise.runtime.casting import Casting
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.uses import Uses
+from shardwise.runtime.wrapping import refuse_flattening
+from shardwise.sharding.layout import Layout, Piece
+from shardwise.sharding.placement import Chunk, Held, Split
+from shardwise.stages.model import Stages
+
+__all__ = [
+    "LocalGradient",
+    "ParameterEntry",
+    "Registry",
+    "attach_entry",
+    "attach_registry",
+    "canonical_entries",
+    "entries_of",
+    "entry_of",
+    "find_parameters",
+    "is_split",
+    "knows",
+    "local_part",
+    "mark",
+    "named_entries",
+    "note_parameters",
+    "registry_of",
+]
+
+_ATTRIBUTE = "_shardwise_registry"
+_ENTRY = "_shardwise_entry"
+_ENTRIES = "_shardwise_entries"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterEntry:
+    """One parameter, or persistent buffer, of a split model.
+
+    Attributes:
+        fqn: canonical name.
+        layout: canonical shape and what each axis does to it.
+        gradient: "full", or "partial" where the ranks' gradients must be summed over tp.
+        data: "" where nothing is to be done along the data axes, "managed" where FSDP2 holds the parameter as a
+            `DTensor` over them, "reduced" where each of them holds all of it and we sum its gradient.
+        registry: the model's registry.
+    """
+
+    fqn: str
+    layout: Layout
+    gradient: str
+    data: str = ""
+    registry: Registry = field(repr=False, compare=False)
+
+    @functools.cached_property
+    def needs_sum(self) -> bool:
+        """Whether ranks compute parts of its gradient that we must sum, over tp, the data axes or stages."""
+        return self.needs_tensor_sum or self.data == "reduced" or len(self.stage_coords) > 1
+
+    @functools.cached_property
+    def stage_coords(self) -> tuple[int, ...]:
+        """The coords on pp that hold it; none without a pipeline."""
+        return next((step.placement.coords for step in self.layout.steps if isinstance(step.placement, Held)), ())
+
+    @functools.cached_property
+    def is_held(self) -> bool:
+        """Whether this rank's stages hold it."""
+        return self.layout.is_held(self.registry.mesh.coords)
+
+    @functools.cached_property
+    def needs_tensor_sum(self) -> bool:
+        """Whether tp ranks compute parts of its gradient that must be summed."""
+        return self.gradient == "partial" or bool(self.holders)
+
+    def shared_parts(self, local: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """What this rank holds of a split tensor that others hold too, as views: (tp coords of all holders, view)."""
+        for holders, start, length in self._shared_spans:
+            assert self.split is not None
+            yield holders, local.narrow(self.split.dim, start, length)
+
+    @functools.cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """The blocks of tp coords that hold the same elements of a split tensor; none where nobody shares any."""
+        return tuple(sorted({holders for _, holders in self.split.shared()})) if self.split is not None else ()
+
+    @functools.cached_property
+    def owned(self) -> tuple[Piece, ...]:
+        """What this rank is the owner of: over all ranks, every canonical element exactly once."""
+        return self.layout.owned(self.registry.mesh.coords)
+
+    @functools.cached_property
+    def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
+        """Where that is in this rank's tensor; None: it is all of it."""
+        shape = self.layout.local_shape(self.registry.mesh.coords)
+        found = [tuple(slice(start, stop) for start, stop in piece.local) for piece in self.owned]
+        return tuple(None if [each.stop - each.start for each in own] == list(shape) else own for own in found)
+
+    @functools.cached_property
+    def _shared_spans(self) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+        if self.split is None:
+            return ()
+        mesh, dim, chunk = self.registry.mesh, self.split.dim, self.chunk
+        first, last = 0, self.split.local_size_of(mesh.coord("tp"))
+        if chunk is not None and chunk.dim == dim:
+            first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
+        found = []
+        for interval, holders in self.split.shared():
+            for start, stop in self.split.local_of(mesh.coord("tp"), interval):
+                begin, end = max(start, first), max(start, first, min(stop, last))
+                found.append((holders, min(begin - first, last - first), end - begin))
+        return tuple(found)
+
+    @functools.cached_property
+    def split(self) -> Split | None:
+        """How tp splits it, None where it is replicated over tp."""
+        for step in self.layout.steps:
+            if step.axis == "tp" and isinstance(step.placement, Split):
+                return step.placement
+        return None
+
+    @functools.cached_property
+    def chunk(self) -> Chunk | None:
+        """How fsdp splits this tp rank's part, None where it is replicated over fsdp."""
+        for step in self.layout.steps:
+            if step.axis == "fsdp" and isinstance(step.placement, Chunk):
+                return step.placement
+        return None
+
+    @functools.cached_property
+    def tensor_layout(self) -> Layout:
+        """What tp alone does to it: the layout of the parameter while its unit runs."""
+        return Layout(self.layout.shape, tuple(step for step in self.layout.steps if step.axis == "tp"))
+
+    def wrap(self, local: Tensor) -> Tensor:
+        """What this rank holds, as the model's parameter holds it: a `DTensor` over the data axes where FSDP2 does."""
+        mesh = self.registry.mesh
+        data_mesh = mesh.data_mesh
+        if self.data != "managed" or data_mesh is None:
+            return local
+        shape = self.tensor_layout.local_shape(mesh.coords)
+        placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
+        if self.chunk is not None:
+            placements[-1] = Shard(self.chunk.dim)
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
+        registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
+        return memo.get(id(self)) or replace(self, registry=registry)
+
+
+@dataclass(eq=False)
+class Registry:
+    """Everything Shardwise knows of one split model that does not change while it trains.
+
+    Attributes:
+        entries: canonical FQN of every parameter to its entry.
+        tied: alias FQN to canonical FQN.
+        policy: what was chosen about the data axes.
+        precision: the dtypes that were chosen, None where everything keeps its own.
+        data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
+        stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
+        mapped: FQNs of parameters that are still stored in private pages of the files they came from.
+        casting: what reads parameters in the dtype of computation, where FSDP2 does not cast them.
+        model: the split model, once it is attached.
+        stages: what runs this rank's stages of a pipeline; None without one.
+        uses: what backward has used of the units of FSDP2 that ranks may use differently.
+    """
+
+    mesh: Mesh
+    plan: SplitPlan
+    context: SplitContext
+    entries: dict[str, ParameterEntry] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    policy: FsdpPolicy = field(default_factory=FsdpPolicy)
+    precision: Precision | None = None
+    data_root: nn.Module | None = None
+    stage_roots: dict[int, nn.Module] = field(default_factory=dict)
+    mapped: set[str] = field(default_factory=set)
+    casting: Casting | None = None
+    model: Callable[[], nn.Module | None] = lambda: None
+    reads_names: bool = False
+    local_state: bool = False
+    stages: Stages | None = None
+    uses: Uses = field(default_factory=Uses)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
+        # A copied model runs on the same ranks.
+        copied = memo[id(self)] = replace(self, entries={}, mapped=set())
+        model = self.model()
+        if id(model) in memo:
+            copied.model = weakref.ref(memo[id(model)])
+        copied.entries.update({fqn: copy.deepcopy(entry, memo) for fqn, entry in self.entries.items()})
+        own = (self.stages, self.stage_roots, self.casting)
+        copied.stages, copied.stage_roots, copied.casting = copy.deepcopy(own, memo)
+        return copied
+
+    @functools.cached_property
+    def needs_sums(self) -> bool:
+        """Whether any gradient needs a sum of ours: known once the model is split."""
+        return any(entry.needs_sum for entry in self.entries.values())
+
+    def home(self, fqn: str) -> torch.device:
+        """Where a parameter or buffer is stored at rest: the mesh's device, or host memory for what is offloaded."""
+        entry = self.entries.get(self.tied.get(fqn, fqn))
+        offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"
+        return torch.device("cpu") if offloaded else self.mesh.device
+
+    @property
+    def divide_factor(self) -> float:
+        """What gradients are divided by when they are reduced over the data axes."""
+        return self.policy.gradient_divide_factor or float(self.mesh.data_size)
+
+    def holds(self, fqn: str) -> bool:
+        """Whether this rank's stages hold a parameter, by any of its names; every rank holds all buffers."""
+        entry = self.entries.get(self.tied.get(fqn, fqn))
+        return entry is None or entry.is_held
+
+    def names_of(self, fqn: str) -> tuple[str, ...]:
+        """The canonical FQN `fqn` and its aliases."""
+        return (fqn, *(alias for alias, canonical in self.tied.items() if canonical == fqn))
+
+    def entry(self, fqn: str) -> ParameterEntry:
+        """The entry of a parameter by any of its names, tied aliases included."""
+        return self.entries[self.tied.get(fqn, fqn)]
+
+
+def note_parameters(model: nn.Module, registry: Registry) -> None:
+    """Gives every parameter of the unsplit model an entry, and lets its owner know it."""
+    for fqn, planned in registry.plan.parameters.items():
+        registry.entries[fqn] = ParameterEntry(
+            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
+        )
+    for name, module in model.named_modules():
+        own = (each for each, parameter in module._parameters.items() if parameter is not None)
+        entries = module.__dict__.setdefault(_ENTRIES, {})
+        entries |= {each: registry.entry(f"{name}.{each}" if name else each) for each in own}
+
+
+def attach_registry(model: nn.Module, registry: Registry) -> None:
+    """Makes `registry` the model's, and lets every parameter and its owner know its entry."""
+    model.__dict__[_ATTRIBUTE] = registry
+    registry.model = weakref.ref(model)
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                attach_entry(module, own, registry.entry(f"{name}.{own}" if name else own))
+
+
+def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
+    """Makes `entry` that of the owner's parameter `name`, whichever tensor that will be."""
+    owner.__dict__.setdefault(_ENTRIES, {})[name] = entry
+    parameter = owner._parameters[name]
+    assert parameter is not None
+    mark(parameter, entry)
+    if entry.registry.mesh.shape.world_size > 1:
+        refuse_flattening(parameter)
+
+
+def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
+    """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
+    return cast("Mapping[str, ParameterEntry]", owner.__dict__.get(_ENTRIES, {}))
+
+
+def knows(owner: nn.Module, name: str) -> bool:
+    """Whether the owner's parameter `name` has an entry."""
+    return name in entries_of(owner)
+
+
+def mark(value: Tensor, entry: ParameterEntry) -> None:
+    """Makes `entry_of(value)` give `entry`."""
+    setattr(value, _ENTRY, entry)
+
+
+def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterEntry | None]]:
+    """Every parameter that this rank holds once, by the first name that `model`, split or a wrapper around a split
+    model, gives it on any rank, with its entry: None for one that came in later (see [Note: found by identity]).
+    """
+    seen: set[int] = set()
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        entries = entries_of(module)
+        for own in dict.fromkeys((*entries, *module._parameters)):
+            entry, parameter = entries.get(own), module._parameters.get(own)
+            fqn = f"{name}.{own}" if name else own
+            if entry is not None:
+                fqn = names.setdefault(id(entry), fqn)
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                if entry is not None and entry_of(parameter) is not entry:
+                    mark(parameter, entry)
+                yield fqn, parameter, entry
+
+
+def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
+    """The entries by the names under which `model`, split or a wrapper, knows the parameters, tied aliases included,
+    and those of parameters that other stages hold: the same on every rank.
+    """
+    return {
+        f"{name}.{own}" if name else own: entry
+        for name, module in model.named_modules(remove_duplicate=False)
+        for own, entry in entries_of(module).items()
+    }
+
+
+def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
+    """As `named_entries`, every parameter by its first name alone, as `find_parameters` gives it."""
+    names: dict[int, str] = {}
+    for name, entry in named_entries(model).items():
+        names.setdefault(id(entry), name)
+    return {name: entry for name, entry in named_entries(model).items() if names[id(entry)] == name}
+
+
+class LocalGradient:
+    """What a gradient is that knows of which full one it is a part; see `shardwise.parameters.local_gradient`."""
+
+    def local(self) -> Tensor:
+        """What this rank holds, as a plain tensor that shares its memory."""
+        raise NotImplementedError
+
+
+def local_part(value: Tensor) -> Tensor:
+    """What this rank holds of a parameter or gradient, as a plain tensor that shares its memory."""
+    if isinstance(value, LocalGradient):
+        return value.local()
+    return value._local_tensor.detach() if isinstance(value, DTensor) else value
+
+
+def registry_of(model: nn.Module) -> Registry:
+    """The registry of a model that Shardwise has split, also through wrappers such as PEFT's.
+
+    Raises:
+        LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
+    """
+    for module in model.modules():
+        if _ATTRIBUTE in module.__dict__:
+            return module.__dict__[_ATTRIBUTE]
+    raise LayoutError(
+        f"{type(model).__name__} is not a model that Shardwise has split",
+        fix="pass it through shardwise.parallelize(model, mesh) first, or load it with shardwise.load",
+    )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether Shardwise has split the model already."""
+    return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def entry_of(parameter: Tensor) -> ParameterEntry | None:
+    """The entry that a parameter of a split model carries, or a gradient that knows it; None for any other tensor."""
+    return getattr(parameter, _ENTRY, None)

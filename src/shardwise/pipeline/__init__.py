@@ -1,0 +1,1 @@
+"""Pipeline parallelism as it runs: stages in a schedule's order, forward, backward and generation."""

@@ -1,0 +1,320 @@
+"""`model(**batch)` of a model in stages: every rank calls it with the same arguments and is given the whole output.
+
+# [Note: a forward through a pipeline]
+Without gradients the batch passes the stages in one piece, and every rank is given the output. With gradients and
+targets a loop calls `loss = model(**batch).loss` and then `loss.backward()`. Stages cannot wait in between: the
+backward of the first microbatch runs while the last one's forward has not begun. So the forward runs the whole
+schedule, keeps the gradients aside, and `backward` adds them to `.grad`, times the gradient that comes in: a loop that
+divides or scales its loss gets what it expects. A model in training mode takes as many microbatches as fill the
+pipeline, or as somebody has asked for (`PipelineRunner.num_microbatches`), if the rows divide; in eval mode it takes
+one, and computes exactly what the unsplit model computes on the whole batch, also where that is no sum over rows (the
+balance of a mixture of experts).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.operations import all_reduce_
+from shardwise.data.batch import count_targets, split_rows, target_names
+from shardwise.errors import UnsupportedError
+from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.registry import Registry, local_part, registry_of
+from shardwise.pipeline.caches import StageCaches, check_caches
+from shardwise.pipeline.encoder import apply_pipelined_encoder
+from shardwise.pipeline.outputs import hand_out, merge_outputs
+from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
+from shardwise.pipeline.stage import Microbatch
+from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.outputs import map_fields
+from shardwise.runtime.same_batch import check_same_batch
+from shardwise.topology.axes import SAME_ROWS_AXES
+
+__all__ = ["apply_pipeline"]
+
+_MOST_PER_STAGE = 4
+"""Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""
+
+_COLLECTED = ("output_hidden_states", "output_attentions")
+
+
+def apply_pipeline(model: nn.Module, registry: Registry) -> None:
+    """Makes a call of `model`, which is in stages, run all of them. Does nothing where it is in one piece.
+
+    Communicates: the creation of a group along pp.
+    """
+    if registry.stages is None:
+        return
+    assert registry.plan.pipeline is not None
+    registry.context.same_rows = registry.mesh.group(*SAME_ROWS_AXES)
+    attach_runner(model, PipelineRunner(model, registry, registry.plan.pipeline, registry.stages))
+    apply_mixin(model, Pipelined)
+    apply_pipelined_encoder(model, registry.stages)
+
+
+class Pipelined:
+    """Mixin: a call from outside runs the whole pipeline (see [Note: a forward through a pipeline])."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own call; every rank of the pipeline must make it.
+
+        Raises:
+            BatchError: ranks were given different arguments.
+            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold.
+
+        Communicates: over tp and pp, one all-gather of 16 bytes a rank; what the stages do; the output, over pp.
+        """
+        model: Any = self
+        registry = registry_of(model)
+        stages: Any = registry.stages
+        if stages.current is not None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        runner = runner_of(model)
+        assert runner is not None
+        return _Forward(model, runner, registry, args, kwargs).run()
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""
+        raise UnsupportedError(
+            f"compile() of a {type(self).__name__} in stages",
+            why="a stage ends inside of the model's forward, which is no graph",
+            fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
+        )
+
+
+class _Forward:
+    """One call of a model in stages."""
+
+    def __init__(
+        self, model: nn.Module, runner: PipelineRunner, registry: Registry, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.model, self.runner, self.registry = model, runner, registry
+        self.arguments = _named(model, args, kwargs)
+        self.targets = [name for name in target_names(model) if isinstance(self.arguments.get(name), Tensor)]
+        # Not whether this rank has anything to train: all of them must choose alike.
+        self.learns = bool(self.targets) and torch.is_grad_enabled()
+        if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
+            self.arguments["use_cache"] = self.arguments.get("use_cache") or False
+
+    @torch.compiler.disable
+    def run(self) -> Any:
+        """The output of the whole model: torch.compile of all of it leaves the schedule as it is."""
+        manner = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
+        check_same_batch(self.arguments, self.registry.context, manner=manner)
+        self._check()
+        if self.learns:
+            return self._train()
+        stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
+        caches = StageCaches(self.arguments, num_stages_per_rank=stages_per_rank, device=self.registry.mesh.device)
+        part = Microbatch(self.arguments, caches=caches if caches else None)
+        done = self.runner.run([part], self.runner.in_order(1), has_backward=False, keeps_outputs=True)
+        caches.advance()
+        output = self._hand_out(done.outputs.get(0), later=False)
+        return map_fields(output, _refuse_gradient) if torch.is_grad_enabled() else output
+
+    def _check(self) -> None:
+        """Raises the same error on every rank for what stages cannot give."""
+        config = getattr(self.model, "config", None)
+        for name in _COLLECTED:
+            asked = self.arguments.get(name)
+            if asked or (asked is None and getattr(config, name, False)):
+                raise UnsupportedError(
+                    f"{name}=True of a {type(self.model).__name__} in stages",
+                    why="each rank of pp has those of its own layers",
+                    fix="leave it out, or use pp_size 1",
+                )
+        num_stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
+        check_caches(self.arguments, num_stages_per_rank=num_stages_per_rank)
+        if self.arguments.get("use_cache") and self.arguments.get("past_key_values") is None:
+            raise UnsupportedError(
+                f"use_cache=True of a {type(self.model).__name__} in stages, without a cache",
+                why="every stage fills its own layers, of a cache that the caller keeps",
+                fix="pass past_key_values=transformers.DynamicCache(config=model.config), as generate() does",
+            )
+
+    def _hand_out(self, output: Any, *, later: bool) -> Any:
+        runner = self.runner
+        return hand_out(
+            output, self.arguments, self.registry.context, runner.group, source=runner.last_rank, later=later
+        )
+
+    def _train(self) -> Any:
+        parts, weights, rows = self._microbatches()
+        count = len(parts)
+        schedule = self.runner.schedule(count) if self.runner.takes(count) else self.runner.in_order(count)
+        gradients = gradients_of(self.model)
+        scale = gradients.loss_scale.value if gradients.loss_scale is not None else 1.0
+        leaves = _leaves(parts)
+        microbatches = [
+            Microbatch(*each) for each in zip(parts, _losses(weights, scale * gradients.share), strict=True)
+        ]
+        with _kept_aside(self.model) as released, gradients.together():
+            done = self.runner.run(microbatches, schedule, keeps_outputs=True)
+        outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
+        output = merge_outputs(outputs, weights, rows) if outputs else None
+        output = self._hand_out(output, later=self.model.training)
+        by_input = self._input_gradients(leaves)
+        inputs = [self.arguments[name] for name in by_input]
+        release = _Release(self.model, released, list(by_input.values()), 1 / scale)
+        loss = _ReleaseGradients.apply(output.loss, release, torch.ones((), requires_grad=True), *inputs)
+        output = map_fields(output, _refuse_gradient)
+        output["loss"] = loss
+        return output
+
+    def _microbatches(self) -> tuple[list[dict[str, Any]], list[float], int]:
+        """Arguments and weights of the microbatches, and the rows of the batch."""
+        rows = self.arguments[self.targets[0]].shape[0]
+        whole = {name: _detached_leaf(value) for name, value in self.arguments.items()}
+        if not self.model.training:
+            return [whole], [1.0], rows
+        asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
+        numbers = range(2, min(rows, most) + 1) if asked is None else [asked]
+        fitting = [n for n in numbers if n > 1 and rows % n == 0 and (asked or self.runner.takes(n))]
+        parts = split_rows(self.arguments, rows, fitting[-1]) if fitting else [self.arguments]
+        counts = [count_targets(self.model, part) for part in parts]
+        if not fitting or not any(counts):
+            return [whole], [1.0], rows  # a loss over no targets is what the model says it is
+        sums = self.arguments.get("num_items_in_batch") is not None
+        weights = [1.0 if sums else count / sum(counts) for count in counts]
+        return [_microbatch(*each) for each in zip(parts, counts, strict=True)], weights, rows
+
+    def _input_gradients(self, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Gradients of the arguments that need one, the same on every rank.
+
+        Communicates: over pp, one all-reduce for each.
+        """
+        found = {}
+        for name, parts in leaves.items():
+            whole = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in parts])
+            all_reduce_(whole, self.runner.group)
+            found[name] = whole
+        return found
+
+
+def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names."""
+    signature = inspect.signature(model.forward)
+    bound = signature.bind(*args, **kwargs)
+    variadic = {name for name, each in signature.parameters.items() if each.kind is inspect.Parameter.VAR_KEYWORD}
+    found = {name: value for name, value in bound.arguments.items() if name not in variadic}
+    for name in variadic:
+        found |= bound.arguments.get(name, {})
+    return found
+
+
+def _detached_leaf(value: Any) -> Any:
+    needs = isinstance(value, Tensor) and value.requires_grad
+    return value.detach().clone().requires_grad_() if needs else value
+
+
+def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Arguments of a microbatch; where it has no targets, some are made up, and its loss counts nothing."""
+    made_up = {} if count or "num_items_in_batch" in part else {"labels": part["labels"].clamp(min=0)}
+    return {name: _detached_leaf(value) for name, value in {**part, **made_up}.items()}
+
+
+def _losses(weights: Sequence[float], scale: float) -> Iterator[Callable[[Any], Tensor]]:
+    """What backward starts from, for each microbatch."""
+    for weight in weights:
+
+        def loss_of(output: Any, factor: float = weight * scale) -> Tensor:
+            loss: Tensor = output.loss
+            return loss if factor == 1.0 else loss * factor
+
+        yield loss_of
+
+
+def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
+    """The arguments that need a gradient: of every microbatch its part."""
+    names = [name for name, value in parts[0].items() if isinstance(value, Tensor) and value.requires_grad]
+    return {name: [part[name] for part in parts] for name in names}
+
+
+def _detached(output: Any) -> Any:
+    return map_fields(output, lambda _, value: value.detach() if isinstance(value, Tensor) else value)
+
+
+@contextmanager
+def _kept_aside(model: nn.Module) -> Any:
+    """Inside, gradients start at nothing; afterwards those of before are back, and the new ones in what was given."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    released: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield released
+    finally:
+        released += [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+class _Release:
+    """Adds gradients that were kept aside to `.grad`, once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kept: list[tuple[nn.Parameter, Tensor]],
+        inputs: list[Tensor],
+        factor: float,
+    ) -> None:
+        self.model, self.kept, self.inputs, self.factor = model, kept, inputs, factor
+        self.is_done = False
+
+    @torch.no_grad()
+    def __call__(self, incoming: Tensor) -> list[Tensor]:
+        if self.is_done:
+            raise RuntimeError("the gradients of this forward have been added already: run another forward")
+        self.is_done = True
+        factor = incoming * self.factor
+        for parameter, gradient in self.kept:
+            own = local_part(gradient)
+            own.mul_(factor.to(own.device, own.dtype))
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                local_part(parameter.grad).add_(own)
+        self.kept.clear()
+        gradients_of(self.model).note_change()
+        return [gradient * factor for gradient in self.inputs]
+
+
+class _ReleaseGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, release: _Release, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.release = release
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, None, *ctx.release(gradient)
+
+
+class _Refused(torch.autograd.Function):
+    """Identity forward; an error where a gradient comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise UnsupportedError(
+            "a gradient of the output of a model in stages other than its loss",
+            why="the backward of the stages has run in the forward, or there was no loss to start it from",
+            fix="pass labels, and use the loss alone, or shardwise.TrainStep",
+        )
+
+
+def _refuse_gradient(name: str, value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(_refuse_gradient(name, each) for each in value)
+    is_plain = isinstance(value, Tensor) and value.is_floating_point() and type(value) is Tensor
+    return _Refused.apply(value, torch.ones((), requires_grad=True)) if is_plain else value

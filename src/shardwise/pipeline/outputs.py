@@ -1,0 +1,277 @@
+"""What a model returns is on the last stage's rank: how every rank of a pipeline comes by it.
+
+# [Note: outputs of a pipeline]
+Evaluation and generation give every rank the whole output at once. A training forward computes its loss and gradients,
+and most loops look at nothing else; there the loss is summed at once and other tensors stay where they are until
+somebody computes with them, on all ranks alike, as with logits that are split over tp (see [Note: logits that somebody
+looks at]).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shardwise.comm.agree import meet
+from shardwise.comm.operations import Group, broadcast_, broadcast_object
+from shardwise.errors import RankError, UnsupportedError
+from shardwise.loss.logits import as_logits
+from shardwise.runtime.context import SplitContext
+
+__all__ = ["LaterTensor", "hand_out", "merge_outputs"]
+
+_SECONDS_TO_MEET = 60.0
+_NUMBERS = itertools.count(1)
+_ASKING = frozenset(
+    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
+    | {"get_device", "__len__", "__set__"}
+)
+_READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+class _Slot(NamedTuple):
+    """Stands for a tensor in a description: its local shape, and that of the full one where it is split over tp."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placements: Any = None
+    full_shape: tuple[int, ...] = ()
+
+
+class _Own(NamedTuple):
+    """Stands for what every rank has of its own, such as a cache, by the name of the argument."""
+
+    name: str
+
+
+class _Given(NamedTuple):
+    """Stands for a tensor that the caller has passed (the encoder's output, in generation), by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Stands for an output object."""
+
+    kind: type
+    values: dict[str, Any]
+
+
+def hand_out(
+    output: Any,
+    own: Mapping[str, Any],
+    context: SplitContext,
+    group: Group,
+    *,
+    source: int,
+    later: bool,
+) -> Any:
+    """The output of the last stage, on every rank of a pipeline.
+
+    Args:
+        output: that of the last stage, on its rank, without gradients.
+        own: arguments of the forward that every rank gets back as its own (caches).
+        source: the last stage's rank.
+        later: whether tensors other than the loss stay there until somebody computes with them.
+
+    Raises:
+        UnsupportedError: it holds what cannot be handed out.
+
+    Communicates: over pp, a broadcast of a description and of every tensor, or of the scalars alone.
+    """
+    tensors: list[Tensor] = []
+    is_source = group.rank() == source
+    given = [
+        x for x in tree_leaves([x for x in own.values() if isinstance(x, Tensor | Mapping)]) if isinstance(x, Tensor)
+    ]
+    known = {id(x): number for number, x in enumerate(given)}
+    described = broadcast_object(_describe(output, tensors, known) if is_source else None, group, source=source)
+    return _rebuild(described, _Receiver(tensors, given, own, context, group, source=source, later=later))
+
+
+def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name: str = "") -> Any:
+    if isinstance(value, Tensor) and id(value) in known:
+        return _Given(known[id(value)])
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        tensors.append(local.detach().contiguous())
+        number, shape = len(tensors) - 1, tuple(local.shape)
+        if isinstance(value, DTensor):
+            return _Slot(number, shape, local.dtype, value.placements, tuple(value.shape))
+        return _Slot(number, shape, local.dtype)
+    if isinstance(value, dict):
+        return _Fields(type(value), {key: _describe(each, tensors, known, str(key)) for key, each in value.items()})
+    if type(value) in (tuple, list):
+        return type(value)(_describe(each, tensors, known, name) for each in value)
+    return value if value is None or isinstance(value, int | float | str) else _Own(name)
+
+
+class _Receiver:
+    """Gives every rank the tensors of an output."""
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        given: list[Tensor],
+        own: Mapping[str, Any],
+        context: SplitContext,
+        group: Group,
+        *,
+        source: int,
+        later: bool,
+    ) -> None:
+        self.tensors, self.given, self.own, self.context, self.group = tensors, given, own, context, group
+        self.source, self.later = source, later
+
+    def take(self, slot: _Slot) -> Tensor:
+        if self.later and slot.full_shape + slot.shape:
+            return LaterTensor(slot.full_shape or slot.shape, slot.dtype, self.context.device, self, slot)
+        return self.receive(slot)
+
+    def receive(self, slot: _Slot) -> Tensor:
+        if self.group.rank() == self.source:
+            local = self.tensors[slot.number]
+        else:
+            local = torch.empty(slot.shape, dtype=slot.dtype, device=self.context.device)
+        broadcast_(local, self.group, source=self.source)
+        if slot.placements is None:
+            return local
+        stride = torch.empty(slot.full_shape, device="meta").stride()
+        whole = DTensor.from_local(
+            local,
+            self.context.mesh,
+            slot.placements,
+            run_check=False,
+            shape=torch.Size(slot.full_shape),
+            stride=stride,
+        )
+        return as_logits(whole, self.context)
+
+
+def _rebuild(described: Any, receiver: _Receiver) -> Any:
+    if isinstance(described, _Slot):
+        return receiver.take(described)
+    if isinstance(described, _Given):
+        return receiver.given[described.number]
+    if isinstance(described, _Own):
+        if described.name not in receiver.own:
+            raise UnsupportedError(
+                f"the model returns {described.name or 'an object'}, of which every stage of a pipeline has its own",
+                fix=f"pass {described.name or 'it'} to the forward, or ask for use_cache=False",
+            )
+        return receiver.own[described.name]
+    if isinstance(described, _Fields):
+        values = {name: _rebuild(value, receiver) for name, value in described.values.items()}
+        return described.kind(**values) if described.kind is not dict else values
+    if type(described) in (tuple, list):
+        return type(described)(_rebuild(each, receiver) for each in described)
+    return described
+
+
+class LaterTensor(Tensor):
+    """A tensor of the last stage's rank; whatever computes with it fetches it, on every rank of the pipeline alike.
+
+    Communicates: over pp, with the first such computation one broadcast.
+    """
+
+    _receiver: _Receiver
+    _slot: _Slot
+    _fetched: Tensor | None
+    _name: str
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, receiver: _Receiver, slot: _Slot
+    ) -> LaterTensor:
+        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        self._receiver, self._slot, self._fetched = receiver, slot, None
+        self._name = f"shardwise/outputs/{next(_NUMBERS)}"
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
+        if name == "detach" or attribute == "data":
+            return args[0]
+        if name in _ASKING or (attribute is not None and attribute not in _READING):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map(_present, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_present, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def full_tensor(self) -> Tensor:
+        """The tensor itself, plain; every rank must call this, or compute with it.
+
+        Raises:
+            RankError: other ranks do not look at it.
+        """
+        value = self.fetch()
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def fetch(self) -> Tensor:
+        """The tensor as the last stage has it, which may be in parts over tp."""
+        if self._fetched is None:
+            group = self._receiver.group
+            assert isinstance(group, dist.ProcessGroup)
+            name = f"{self._name}/{dist.get_process_group_ranks(group)[0]}"
+            missing = meet(group, name, after=None, seconds=_SECONDS_TO_MEET)
+            if missing:
+                raise RankError(
+                    f"rank {dist.get_rank()} looks at the output of a forward, and not every pp rank does",
+                    why=f"the last stage has it, and rank {', '.join(map(str, missing))} did not come to join it "
+                    f"within {_SECONDS_TO_MEET:.0f} seconds",
+                    fix="compute on every rank what needs outputs, and let one rank report it",
+                )
+            self._fetched = self._receiver.receive(self._slot)
+        return self._fetched
+
+
+def _present(value: Any) -> Any:
+    return value.fetch() if isinstance(value, LaterTensor) else value
+
+
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: int) -> Any:
+    """One output of those of all microbatches: rows one below the other, scalars as their weighted sum."""
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, dict):
+        fields = {name: merge_outputs([each[name] for each in outputs], weights, rows) for name in first}
+        kind: Callable[..., Any] = type(first)
+        return kind(**fields) if kind is not dict else fields
+    if type(first) in (tuple, list):
+        return type(first)(merge_outputs(parts, weights, rows) for parts in zip(*outputs, strict=True))
+    if not isinstance(first, Tensor):
+        return first
+    if not first.ndim:
+        return sum(value.detach() * weight for value, weight in zip(outputs, weights, strict=True))
+    if isinstance(first, DTensor):
+        return _stacked(outputs)
+    return torch.cat([value.detach() for value in outputs])
+
+
+def _stacked(parts: Sequence[DTensor]) -> Tensor:
+    """Split logits one below the other."""
+    first = parts[0]
+    local = torch.cat([part.to_local().detach() for part in parts])
+    shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, first.device_mesh, first.placements, run_check=False, shape=shape, stride=stride)

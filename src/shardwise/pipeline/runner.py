@@ -1,0 +1,281 @@
+"""Runs a model's stages in the order of a schedule, forward and backward: what a training step is under pp."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from shardwise.comm.operations import all_gather_objects
+from shardwise.errors import LayoutError, RankError
+from shardwise.parameters.registry import Registry, registry_of
+from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.runtime.same_batch import compared_already
+from shardwise.schedule.build import build_in_order, build_schedule
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.timeline import Span, Timeline
+from shardwise.stages.model import Stages
+
+__all__ = ["PipelineRunner", "runner_of"]
+
+_ATTRIBUTE = "_shardwise_pipeline"
+
+
+@dataclass(eq=False)
+class _Line:
+    """The group on which the stages of a model, and of its copies, send each other tensors.
+
+    Attributes:
+        broken: why it is no longer used.
+        number: of the lines of this process, the same on every rank.
+        users: what runs stages over it.
+    """
+
+    group: dist.ProcessGroup | None
+    number: int
+    broken: str | None = None
+    num_copies: int = 0
+    users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
+
+    def hang_up(self, why: str) -> None:
+        """Closes the connections (see [Note: a line of its own])."""
+        self.broken = why
+        for user in self.users:
+            user.forget_stages()
+        if self.group is not None:
+            dist.distributed_c10d._abort_process_group(self.group)
+            self.group = None
+
+
+_NUMBERS = itertools.count(1)
+
+
+class PipelineRunner:
+    """Runs the stages of one model; kept on it. Every rank of the mesh must make it at the same point.
+
+    # [Note: a line of its own]
+    Stages send each other tensors on a group that nothing else knows. Where a stage raises, this rank lets go of that
+    group: its connections close, and the ranks that wait for the stage fail within a second, also while this rank lives
+    on, in an exception handler or a debugger. gloo closes connections only when nobody refers to a group any more.
+
+    Communicates: the creation of that group.
+
+    Attributes:
+        plan: how the model is cut.
+        is_first, is_last: whether this rank holds the first or the last stage.
+        times_next: whether the next run notes when which action ran, for `timeline`.
+        name: of this pipeline, the same on every rank and no other's.
+        num_microbatches: how many a forward with gradients takes; as many as fill the pipeline where None.
+    """
+
+    num_microbatches: int | None = None
+
+    def __init__(self, model: nn.Module, registry: Registry, plan: PipelinePlan, stages: Stages) -> None:
+        mesh = registry.mesh
+        group = mesh.group("pp")
+        if group is None:
+            raise LayoutError(f"a pipeline of {plan.num_stages} stages on one rank", fix="use pp_size 2 or more")
+        self.plan, self.stages = plan, stages
+        self.is_first, self.is_last = 0 in stages.own, plan.num_stages - 1 in stages.own
+        self.last_rank = plan.rank_of[-1]
+        self.first_rank = plan.rank_of[0]
+        self.group = group
+        self._model, self._registry = model, registry
+        self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
+        self._line = _Line(mesh.new_group("pp"), next(_NUMBERS))
+        self._line.users.add(self)
+        self.name = str(self._line.number)
+        self.last_round = Round(parts=())
+        self.last_schedule: Schedule | None = None
+        self.times_next = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
+        # A copied model runs on the same ranks, over the same line.
+        copied = memo[id(self)] = copy.copy(self)
+        copied._model, copied._registry, copied.stages = copy.deepcopy((self._model, self._registry, self.stages), memo)
+        copied._kept, copied.last_round, copied.last_schedule = {}, Round(parts=()), None
+        self._line.num_copies += 1
+        copied.name = f"copy {self._line.num_copies} of {self._line.number}"
+        self._line.users.add(copied)
+        return copied
+
+    def schedule(self, num_microbatches: int) -> Schedule:
+        """The order in which the ranks train on so many microbatches.
+
+        Raises:
+            ConfigError: the schedule does not take them.
+        """
+        pp_size = self.group.size()
+        return build_schedule(
+            self.plan.schedule,
+            pp_size=pp_size,
+            num_microbatches=num_microbatches,
+            num_stages_per_rank=self.plan.num_stages // pp_size,
+        )
+
+    def takes(self, num_microbatches: int) -> bool:
+        """Whether there is such a schedule."""
+        try:
+            self.schedule(num_microbatches)
+        except ValueError:
+            return False
+        return True
+
+    def in_order(self, num_microbatches: int) -> Schedule:
+        """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
+        return build_in_order(self.plan.rank_of, num_microbatches)
+
+    def run(
+        self,
+        parts: Sequence[Microbatch],
+        schedule: Schedule,
+        *,
+        has_backward: bool = True,
+        keeps_outputs: bool = False,
+        is_timed: bool = False,
+    ) -> Round:
+        """Runs all stages of this rank on all microbatches; every rank of the pipeline calls it with the same ones.
+
+        Returns:
+            What the last stage put out, on its rank, where it is kept.
+
+        Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
+            reduction of each unit's gradients.
+
+        Raises:
+            RankError: an earlier run of this pipeline has failed.
+        """
+        self._check_unbroken()
+        runtime, stages = self._runtime(schedule, has_backward=has_backward)
+        context = self._registry.context
+        seed = context.draw_seed(self._model)
+        current = Round(
+            parts=parts,
+            seed=seed,
+            has_backward=has_backward,
+            keeps_outputs=keeps_outputs,
+            is_timed=is_timed or self.times_next,
+        )
+        self.times_next = False
+        for stage in stages:
+            stage.round, stage.has_backward = current, has_backward
+            stage.clear_runtime_states()
+        with self._ends_all_on_failure(), compared_already(context), torch.set_grad_enabled(has_backward):
+            runtime._step_microbatches(target_mbs=[None] * len(parts), losses=None, return_outputs=False)
+        for stage in stages:
+            stage.clear_runtime_states()
+            stage.round = Round(parts=())
+        self.last_round, self.last_schedule = current, schedule
+        return current
+
+    def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
+        """The runtime for a schedule and its stages, made once."""
+        key = schedule.name, schedule.num_microbatches
+        if key not in self._kept:
+            stages = [self._stage(number, splits=schedule.splits_backward) for number in self.stages.own]
+            runtime = torch_schedules._PipelineScheduleRuntime(
+                stages, schedule.num_microbatches, loss_fn=lambda output, target: output, scale_grads=False
+            )
+            order = {
+                rank: [torch_schedules._Action.from_str(str(step)) for step in steps]
+                for rank, steps in enumerate(schedule.order)
+            }
+            runtime._prepare_schedule_with_comms(order)
+            self._kept[key] = runtime, stages
+        runtime, stages = self._kept[key]
+        runtime._has_backward = has_backward
+        return runtime, stages
+
+    def _stage(self, number: int, *, splits: bool) -> PipelineStage:
+        assert self._line.group is not None
+        root = self._registry.stage_roots.get(number, self._model)
+        return PipelineStage(
+            self.stages,
+            number,
+            rank_of=self.plan.rank_of,
+            root=root,
+            context=self._registry.context,
+            group=self._line.group,
+            splits=splits,
+            enters_root=number in self._registry.stage_roots,
+        )
+
+    def _check_unbroken(self) -> None:
+        if self._line.broken is not None:
+            raise RankError(
+                "this pipeline has failed before",
+                why=f"{self._line.broken}; what ranks had sent each other then would be taken for the next step's",
+                fix="start the job again",
+            )
+
+    @contextmanager
+    def _ends_all_on_failure(self) -> Iterator[None]:
+        """Where a stage raises, the ranks that wait for it fail too, and none of them can go on with half a step."""
+        with _quiet_runtime():
+            try:
+                yield
+            except BaseException as error:
+                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
+                raise
+
+    def forget_stages(self) -> None:
+        """Lets go of the stages of all schedules, which know the group."""
+        for _, stages in self._kept.values():
+            for stage in stages:
+                stage.group = None
+        self._kept.clear()
+
+    def kept_stages(self) -> list[PipelineStage]:
+        """The stages of all schedules that have been run."""
+        return [stage for _, stages in self._kept.values() for stage in stages]
+
+    def timeline(self) -> Timeline | None:
+        """When which action of the last timed run ran, on all ranks, from its start on; None where none was timed.
+
+        Communicates: over pp, a gather of the times.
+        """
+        if self.last_schedule is None or not self.last_round.is_timed:
+            return None
+        return measured_timeline(self.last_schedule, all_gather_objects(self.last_round.spans, self.group))
+
+
+def measured_timeline(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
+    """The timeline of every rank's spans, from the first one's start on (ranks of one machine share a clock)."""
+    start = min(span.start for row in rows for span in row)
+    return Timeline(
+        schedule, tuple(tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
+    )
+
+
+@contextmanager
+def _quiet_runtime() -> Iterator[None]:
+    """Inside, torch does not log the whole grid of a schedule in which a stage has failed."""
+    logger = torch_schedules.logger
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def runner_of(model: nn.Module) -> PipelineRunner | None:
+    """What runs the stages of a split model, which may be wrapped; None where it has no pp."""
+    root = registry_of(model).model()
+    return None if root is None else root.__dict__.get(_ATTRIBUTE)
+
+
+def attach_runner(model: nn.Module, runner: PipelineRunner) -> None:
+    """Makes `runner_of(model)` give `runner`."""
+    model.__dict__[_ATTRIBUTE] = runner

@@ -1,0 +1,333 @@
+"""A stage under torch's pipeline runtime: receives, computes, sends, as the runtime's order says.
+
+# [Note: stages under torch's runtime]
+`_PipelineScheduleRuntime` runs any order of actions, adds sends and receives to it, and gathers and reduces what FSDP2
+holds. It asks a stage for a few methods; ours are these, and not those of `PipelineStage`: that one votes about shapes,
+runs the model to find them, keeps one buffer a microbatch for ever, and is another one in every version of torch
+(docs/torch-pipelining.md). Here shapes are known from the arguments, so that they may differ from step to step; buffers
+are made when a receive is posted and go with the backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import stage as torch_stage
+
+from shardwise.comm.operations import Group, receive_later, send_later
+from shardwise.errors import LayoutError
+from shardwise.pipeline.caches import StageCaches
+from shardwise.pipeline.split_backward import backward_inputs, check_complete, detached_alias, tie
+from shardwise.runtime.context import SplitContext
+from shardwise.schedule.action import Action, Kind
+from shardwise.schedule.timeline import Span
+from shardwise.stages.model import Stages, Travelling
+
+__all__ = ["Microbatch", "PipelineStage", "Round"]
+
+
+@dataclass
+class Microbatch:
+    """What every stage is told of one microbatch.
+
+    Attributes:
+        arguments: of the model's forward.
+        loss_of: gives, for the model's output on the last stage, the scalar that backward starts from; None where
+            there is no backward.
+        caches: of keys and values, which each stage is given in its own way.
+    """
+
+    arguments: Mapping[str, Any]
+    loss_of: Callable[[Any], Tensor] | None = None
+    caches: StageCaches | None = None
+
+
+@dataclass
+class Round:
+    """One run of a schedule: what its stages share.
+
+    Attributes:
+        seed: of the random streams (see `SplitContext.stage_stream`).
+        outputs: of the last stage, by microbatch, where `keeps_outputs`.
+        spans: when which action ran, in seconds of `time.perf_counter`, where `is_timed`.
+    """
+
+    parts: Sequence[Microbatch]
+    seed: int | None = None
+    has_backward: bool = True
+    keeps_outputs: bool = False
+    is_timed: bool = False
+    outputs: dict[int, Any] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+
+Base: Any = torch_stage._PipelineStageBase  # untyped, and its abstract methods differ between versions
+
+
+class PipelineStage(Base):
+    """One stage of this rank; see [Note: stages under torch's runtime].
+
+    Args:
+        number: of the stage.
+        rank_of: the rank of the group that holds each stage.
+        root: what FSDP2 gathers and reduces for this stage, or any module that holds its parameters.
+        splits: whether the schedule computes gradients of weights apart from those of inputs.
+        enters_root: whether `root` runs the stage when it is called with arguments and what was received.
+
+    Communicates: with the ranks of the stages before and after, one message for every tensor that crosses the cut and
+        every microbatch: forward, and back for those that need a gradient.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        number: int,
+        *,
+        rank_of: Sequence[int],
+        root: nn.Module,
+        context: SplitContext,
+        group: Group,
+        splits: bool,
+        enters_root: bool,
+    ) -> None:
+        super().__init__(root, number, len(rank_of), context.device, group)
+        self._stages, self._context, self._rank_of, self._splits = stages, context, rank_of, splits
+        self._enters_root, self._is_managed = enters_root, isinstance(root, FSDPModule)
+        self._checked: set[int] = set()
+        self.round = Round(parts=())
+        self._received: dict[int, tuple[Tensor, ...]] = {}
+        self._gradients: dict[int, tuple[Tensor | None, ...]] = {}
+        self._later: dict[int, Callable[[], None]] = {}
+        self.most_received = 0
+
+    # What torch would set up: nothing.
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return ()
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, *args: Any) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    @property
+    def args_recv_info(self) -> Any:
+        """Torch's account of receives, which stays empty."""
+        return {0: ()}
+
+    @args_recv_info.setter
+    def args_recv_info(self, value: Any) -> None:
+        return None
+
+    def clear_runtime_states(self) -> None:
+        """Lets go of everything that a run has left."""
+        for kept in (self._received, self._gradients, self._later, self.fwd_cache, self.bwd_cache):
+            kept.clear()
+
+    # What is received and sent.
+
+    def _crossing(self, number: int) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
+        part = self.round.parts[number]
+        before = part.caches.before() if part.caches is not None else {}
+        return self._stages.shapes(self.stage_index, {**part.arguments, **before})
+
+    def _receive(self, tensors: Sequence[Tensor | None], source: int) -> list[dist.P2POp]:
+        rank = self._rank_of[source]
+        return [receive_later(x, self.group, source=rank) for x in tensors if x is not None]
+
+    def _send(self, tensors: Sequence[Tensor | None], to: int) -> list[dist.P2POp]:
+        rank = self._rank_of[to]
+        return [send_later(x, self.group, to=rank) for x in tensors if x is not None]
+
+    def _empty(self, like: Travelling) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device=self.device)
+
+    def get_fwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """Receives of what the stage before sends."""
+        self._received[number] = tuple(map(self._empty, self._crossing(number)[0]))
+        self.most_received = max(self.most_received, len(self._received))
+        return self._receive(self._received[number], self.stage_index - 1)
+
+    def get_fwd_send_ops(self, number: int) -> list[dist.P2POp]:
+        """Sends of what this stage has computed."""
+        outputs, _ = self.fwd_cache[number] if self.round.has_backward else self.fwd_cache.pop(number)
+        return self._send([x.detach().contiguous() for x in outputs], self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, number: int) -> list[dist.P2POp]:
+        """Receives of the gradients of what this stage has sent."""
+        if not self.round.has_backward or self.is_last:
+            return []
+        self._gradients[number] = tuple(self._empty(x) if x.needs_gradient else None for x in self._crossing(number)[1])
+        return self._receive(self._gradients[number], self.stage_index + 1)
+
+    def get_bwd_send_ops(self, number: int) -> list[dist.P2POp]:
+        """Sends of the gradients of what this stage has received."""
+        if not self.round.has_backward or self.is_first:
+            return []
+        return self._send(self.bwd_cache.pop(number), self.stage_index - 1)
+
+    # Stages that follow each other on one rank hand over instead; copies, because either may write to what it has.
+
+    def set_local_fwd_input(self, outputs: Any, number: int) -> None:
+        """Takes what the stage before, on this rank too, has computed."""
+        self._received[number] = tuple(x.detach().clone() for x in outputs)
+
+    def get_local_bwd_output(self, number: int) -> tuple[Tensor | None, ...]:
+        """The gradients that the stage before takes."""
+        return self.bwd_cache.pop(number) if self.round.has_backward else ()
+
+    def set_local_bwd_input(self, gradients: tuple[Tensor | None, ...], number: int) -> None:
+        """Takes the gradients from the stage after, on this rank too."""
+        if self.round.has_backward:
+            self._gradients[number] = gradients
+
+    # What is computed.
+
+    def forward_one_chunk(
+        self,
+        number: int,
+        args: Any = (),
+        kwargs: Any = None,
+        save_forward_output: bool = True,  # noqa: FBT001, FBT002 - torch's
+    ) -> Any:
+        """Forward of one microbatch. The last stage returns the scalar that backward starts from, or None."""
+        start = time.perf_counter()
+        part, back = self.round.parts[number], self.round.has_backward
+        incoming, outgoing = self._crossing(number)
+        inputs = self._received.get(number, ()) if back else self._received.pop(number, ())
+        for x, like in zip(inputs, incoming, strict=True):
+            x.requires_grad_(back and like.needs_gradient)
+        given = [detached_alias(x) if x.requires_grad else x for x in inputs]
+        with self._context.stage_stream(self.round.seed, self.stage_index, number):
+            output = self._run_with_caches(part, given)
+        outputs = self._last_output(number, output) if self.is_last else self._checked_output(output, outgoing)
+        if back and self._splits:
+            outputs = tie(outputs, inputs)
+        if back or not self.is_last:
+            self.fwd_cache[number] = outputs, inputs
+        self._note(Kind.FORWARD, number, start)
+        return outputs if not self.is_last else outputs[0] if outputs else None
+
+    def _run_with_caches(self, part: Microbatch, received: Sequence[Tensor]) -> Any:
+        if part.caches is None:
+            return self._run(part.arguments, received)
+        caches = part.caches.arguments()
+        output = self._run({**part.arguments, **caches}, received)
+        part.caches.keep(caches)
+        return output
+
+    def _run(self, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> Any:
+        if self._enters_root:
+            return self.submod(arguments, received)
+        return self._stages.run(self.stage_index, arguments, received)
+
+    def _last_output(self, number: int, output: Any) -> tuple[Tensor, ...]:
+        if self.round.keeps_outputs:
+            self.round.outputs[number] = output
+        loss_of = self.round.parts[number].loss_of
+        return (loss_of(output),) if loss_of is not None else ()
+
+    def _checked_output(self, output: Any, outgoing: Sequence[Travelling]) -> tuple[Tensor, ...]:
+        found = [(tuple(x.shape), x.dtype) for x in output]
+        expected = [(x.shape, x.dtype) for x in outgoing]
+        if found != expected:
+            raise LayoutError(
+                f"stage {self.stage_index} of {self.num_stages} computes other tensors than the next one expects",
+                why=f"it has {_described(found)}, and the next one expects {_described(expected)}",
+                fix="this is a fault of Shardwise: please report it with the model's config",
+            )
+        return tuple(output)
+
+    def backward_one_chunk(
+        self,
+        number: int,
+        loss: Any = None,
+        full_backward: bool = True,  # noqa: FBT001, FBT002 - torch's
+        last_backward: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        """Backward of one microbatch, or where it is not the full one, its first part."""
+        if not self.round.has_backward:
+            return
+        start = time.perf_counter()
+        outputs, inputs = self.fwd_cache.pop(number)
+        gradients = [torch.ones_like(x) for x in outputs] if self.is_last else self._gradients.pop(number)
+        started = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad and g is not None]
+        self._before_backward(is_split=not full_backward)
+        if full_backward:
+            _backward(started)
+            found = [x.grad for x in inputs]
+        elif not any(x.requires_grad for x in inputs) or not started:
+            self._later[number] = lambda: _backward(started)
+            found = [None for _ in inputs]
+        else:
+            found = self._backward_inputs(number, started, inputs)
+        if not self.is_first:
+            incoming, _ = self._crossing(number)
+            self.bwd_cache[number] = tuple(
+                None if not like.needs_gradient else torch.zeros_like(x) if g is None else g.contiguous()
+                for x, g, like in zip(inputs, found, incoming, strict=True)
+            )
+            self._received.pop(number, None)
+        self._note(Kind.BACKWARD if full_backward else Kind.BACKWARD_INPUT, number, start)
+
+    def _backward_inputs(
+        self, number: int, started: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        outputs, gradients = [x for x, _ in started], [g for _, g in started]
+        ends = [x.grad_fn for x in outputs]
+        found, later = backward_inputs(outputs, gradients, inputs, self.submod.parameters())
+        if number not in self._checked:
+            check_complete(ends, inputs, later, stage=self.stage_index)
+            self._checked.add(number)
+        self._later[number] = later
+        return found
+
+    def backward_weight_one_chunk(self, number: int, last_backward: bool = False) -> None:  # noqa: FBT001, FBT002
+        """The second part of a backward."""
+        if not self.round.has_backward:
+            return
+        start = time.perf_counter()
+        self._before_backward(is_split=True)
+        self._later.pop(number)()
+        self._note(Kind.BACKWARD_WEIGHT, number, start)
+
+    def _before_backward(self, *, is_split: bool) -> None:
+        """Puts off what FSDP2 reduces to the end of the schedule, and has it hold what the graph was made with.
+
+        Both parts of a backward look up parameters before autograd runs. ZeRO stage 3 has freed them after the forward,
+        and those at rest are not in the graph: their gradients would be lost without a word.
+        """
+        if not self._is_managed:
+            return
+        self.submod.set_is_last_backward(False)
+        self.submod.set_reshard_after_backward(False)
+        self.submod.set_requires_gradient_sync(False)
+        for module in self.submod.modules() if is_split else ():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
+    def _note(self, kind: Kind, number: int, start: float) -> None:
+        if self.round.is_timed:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.round.spans.append(Span(Action(self.stage_index, kind, number), start, time.perf_counter()))
+
+
+def _backward(started: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if started:
+        torch.autograd.backward([x for x, _ in started], [g for _, g in started])
+
+
+def _described(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in tensors) or "nothing"

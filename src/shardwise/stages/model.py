@@ -1,0 +1,221 @@
+"""The stages of a pipeline as one rank runs them: the same model's forward, of which only its own segments compute.
+
+See [Note: a stage's forward].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, EncoderDecoderCache
+
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.runtime.context import SplitContext
+from shardwise.stages.absent import Absent, present
+from shardwise.stages.cache_copies import copy_cache
+from shardwise.stages.run import Module, Outgoing, Own, StageRun, Travelling
+
+__all__ = ["Around", "Emptied", "Staged", "Stages", "Travelling", "Watched"]
+
+
+class Staged:
+    """Mixin of the model: its forward is that of the stage which runs."""
+
+    _stages: Stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The current stage's part; see [Note: a stage's forward]."""
+        return self._stages.forward(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+class Around:
+    """Mixin of the modules that layers are inside of: what they return is present, for whoever hooks on to them."""
+
+    _stages: Stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own."""
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        run = self._stages.current
+        return output if run is None or run.is_foreign else present(output)
+
+
+class Emptied:
+    """Mixin of transformers models inside of the model, which may have no parameter left that says where they are."""
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter, here or not."""
+        return _first_parameter(self).device  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first parameter, here or not."""
+        return _first_parameter(self).dtype  # type: ignore[arg-type]
+
+
+class Watched:
+    """Mixin of layers and of the modules around them: their calls go through the stage that runs, if one does."""
+
+    _stages: Stages
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own: Own = super().__call__  # type: ignore[misc]
+        run = None if torch.compiler.is_compiling() else self._stages.current
+        return own(*args, **kwargs) if run is None else run.call(self, own, args, kwargs)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Stages:
+    """The stages that a rank holds of one split model.
+
+    Attributes:
+        own: their numbers, in the order in which a microbatch passes them.
+        model: the split model.
+        plan: how it is cut.
+        modules: the watched modules.
+        absent: absent parameters by (module, name), of those that this rank holds and modules outside of layers own:
+            they take the parameters' places where their module runs in a foreign segment.
+        foreign: the name of every parameter that this rank does not hold, by (module, name in the module).
+        context: what split modules share; None without tensor parallelism.
+        split: of sequence parallelism, the segments in whose layers hidden states come in parts, to the name of their
+            stack.
+        independent: the watched modules that were seen to return nothing that depends on parameters.
+        current: the stage that runs.
+    """
+
+    own: tuple[int, ...]
+    model: nn.Module
+    plan: PipelinePlan
+    modules: dict[nn.Module, Module] = field(default_factory=dict)
+    absent: dict[tuple[nn.Module, str], Absent] = field(default_factory=dict)
+    foreign: dict[tuple[nn.Module, str], str] = field(default_factory=dict)
+    context: SplitContext | None = None
+    split: dict[int, str] = field(default_factory=dict)
+    independent: set[str] = field(default_factory=set)
+    current: StageRun | None = None
+    _shapes: dict[Any, list[tuple[Travelling, ...]]] = field(default_factory=dict)
+
+    def shapes(self, stage: int, arguments: Mapping[str, Any]) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
+        """What comes into a stage and what leaves it, for a forward with these arguments; kept by their shapes.
+
+        Communicates: nothing.
+        """
+        cuts = self._cuts(arguments)
+        return cuts[stage], cuts[stage + 1]
+
+    def _cuts(self, arguments: Mapping[str, Any]) -> list[tuple[Travelling, ...]]:
+        """What comes into each stage, and after them nothing."""
+        key = self.model.training, _key(arguments)
+        if key not in self._shapes:
+            calls, last = len(self.plan.order.calls), self.plan.starts[-1]
+            run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
+            given = {
+                name: copy_cache(value) if isinstance(value, Cache) else value for name, value in arguments.items()
+            }
+            with torch.no_grad():
+                self._run(run, given)
+            self._shapes[key] = [(), *run.seen, ()]
+        return self._shapes[key]
+
+    def num_skipped(self, arguments: Mapping[str, Any]) -> int:
+        """How many segments, from the first on, do not run: those of an encoder whose output is given."""
+        if arguments.get("encoder_outputs") is None or not self.encoder:
+            return 0
+        calls = self.plan.order.calls
+        return next(
+            (number for number, call in enumerate(calls) if not f"{call}.".startswith(f"{self.encoder}.")), len(calls)
+        )
+
+    @functools.cached_property
+    def encoder(self) -> str:
+        """The name of the module in the model that computes `encoder_outputs`; empty where there is none."""
+        is_one = getattr(getattr(self.model, "config", None), "is_encoder_decoder", False)
+        encoder = self.model.get_encoder() if is_one and hasattr(self.model, "get_encoder") else None  # type: ignore[operator]
+        return next((name for name, module in self.model.named_modules() if module is encoder), "")
+
+    def run(self, stage: int, arguments: Mapping[str, Any], received: Sequence[Tensor]) -> tuple[Tensor, ...] | Any:
+        """Runs one stage's part of the model's forward.
+
+        Args:
+            arguments: of the model's forward, the same for every stage.
+            received: what the stage before sent, in the order of `shapes`; nothing for the first stage.
+
+        Returns:
+            What the next stage is sent, in the order of `shapes`; of the last stage, the model's output.
+
+        Raises:
+            LayoutError: other layers run than those that were seen when the model was cut.
+            UnsupportedError: what is needed of another stage was not sent, because it is asked for in this run alone.
+
+        Communicates: what the stage's own layers do over tp and the data axes; nothing over pp.
+        """
+        segments = self.plan.segments(stage)
+        last = None if stage == self.plan.num_stages - 1 else segments.stop
+        skipped, travels = self.num_skipped(arguments), None
+        if skipped:
+            if segments.stop < skipped:
+                return ()
+            starts = zip(self.plan.starts, self._cuts(arguments), strict=False)
+            travels = {start: frozenset(each.anchor for each in cut) for start, cut in starts}
+        run = StageRun(self, first=segments.start, last=last, received=received, skipped=skipped, travels=travels)
+        _, expected = self.shapes(stage, arguments)  # before caches are written to
+        output = self._run(run, arguments)
+        if not isinstance(output, Outgoing):
+            return output
+        _check_sent(output.values, expected, self.plan.order.calls[segments.stop])
+        return output.values
+
+    def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
+        """The model's forward: what the current stage computes of it."""
+        if self.current is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} is in stages: no rank can run its forward alone",
+                fix="call the model, not its forward",
+            )
+        return self.current.forward(own, args, kwargs)
+
+    def _run(self, run: StageRun, arguments: Mapping[str, Any]) -> Any:
+        around, self.current = self.current, run
+        try:
+            return nn.Module.__call__(self.model, **arguments)
+        finally:
+            self.current = around
+            run.show_parameters()
+
+
+def _key(value: Any) -> Any:
+    """What shapes depend on of an argument."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, Cache):
+        return repr(value), value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0
+    if isinstance(value, Mapping):
+        return tuple((name, _key(each)) for name, each in value.items())
+    return tuple(map(_key, value)) if isinstance(value, list | tuple) else repr(value)
+
+
+def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:
+    found = [(tuple(value.shape), value.dtype) for value in values]
+    if any(isinstance(value, Absent) for value in values) or found != [(each.shape, each.dtype) for each in expected]:
+        is_converted = [shape for shape, _ in found] == [each.shape for each in expected]
+        raise LayoutError(
+            f"what is sent to the stage that begins with {layer} is not what that one was told to receive",
+            why=f"it is {found}, foreseen was {[(each.shape, each.dtype) for each in expected]}",
+            fix="convert the model before it is split (dtype=...), not afterwards"
+            if is_converted
+            else "use other cuts, or pp1",
+        )
+
+
+def _first_parameter(model: nn.Module) -> Tensor:
+    """A parameter of floating-point numbers, the first one if there is one."""
+    values = (value for module in model.modules() for value in (*module._parameters.values(), *vars(module).values()))
+    found = (value for value in values if isinstance(value, nn.Parameter | Absent) and value.is_floating_point())
+    return next(found)

@@ -1,0 +1,326 @@
+"""One stage's part of a forward: what is passed through, what takes the place of what, and where it ends.
+
+# [Note: a stage's forward]
+A stage is a run of the model's own forward, with the whole batch's arguments. Until the call of a layer with which the
+stage begins, everything is foreign: parameters are absent (see [Note: absent tensors]), layers are passed through,
+modules run as their classes wrote them, without hooks. At that call the tensors that were received take the place of
+the absent ones at their anchors; from there on the model computes, and its own layers see plain tensors. At the call
+with which the next stage begins, what it needs is collected at its anchors, and the forward ends by an exception that
+the model's outermost forward turns into an ordinary return, so that hooks around the model see one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.plan.pipeline_plan import Crossing
+from shardwise.runtime.adapters import unwrapped
+from shardwise.runtime.arguments import hidden_name
+from shardwise.stages.absent import Absent, present
+from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
+
+if TYPE_CHECKING:
+    from shardwise.stages.model import Stages
+
+__all__ = ["Module", "Outgoing", "Own", "StageRun", "Travelling"]
+
+Own = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travelling:
+    """One tensor that is sent from a stage to the next.
+
+    Attributes:
+        shape: of what this rank sends or receives: its part of the sequence, under sequence parallelism.
+        dtype: under mixed precision that of the computation.
+        needs_gradient: whether a gradient of the same shape and dtype comes back for it.
+        anchor: where it is found; see `shardwise.stages.anchors`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    anchor: str = ""
+
+
+@dataclass(frozen=True)
+class Module:
+    """What is known of a watched module: its name, the class that it had before, and whether it is a layer."""
+
+    fqn: str
+    own_class: Any
+    is_layer: bool
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """What leaves a stage, as hooks on the model see it: not the model's output, of which they know the meaning."""
+
+    values: tuple[Tensor, ...]
+
+
+class _StageEnd(Exception):  # noqa: N818 - no error
+    """The stage that runs has reached the layer with which the next one begins."""
+
+
+class _Glue(TorchFunctionMode):
+    """Counts the operations around layers and modules on what depends on parameters, to find what they make."""
+
+    def __init__(self, run: StageRun) -> None:
+        super().__init__()
+        self.run = run
+        self.place = (0, 0)  # how many layers were called, and operations counted since
+        self.depending: dict[int, Tensor] = {}  # kept, so that nothing else gets their ids
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_shared = self.run.order.shares_dropped and is_dropout(func)
+        if is_shared and self.run.is_foreign and type(args[0]) is Tensor:  # another stage drops, and sends what is left
+            out: Any = Absent.of(args[0].shape, args[0].dtype, args[0].device)
+        else:
+            out = func(*args, **(kwargs or {}))
+        if self.run.depth:
+            return out
+        if is_shared or any(map(self._depends, used_by(func, args, kwargs))):
+            made = made_by(func, args, out)
+            calls, number = self.place if self.place[0] == self.run.segment else (self.run.segment, 0)
+            for path, value in made:
+                self.depending[id(value)] = value
+                self.run.note(f"glue:{calls}:{number}:{path}", value)
+            self.place = calls, number + bool(made)
+        return out
+
+    def _depends(self, value: Tensor) -> bool:
+        return isinstance(value, Absent | nn.Parameter) or value.requires_grad or id(value) in self.depending
+
+    def note_returned(self, fqn: str, output: Any) -> None:
+        """A watched module, outside of all others, has returned."""
+        values = [value for _, value in named_tensors(output)]
+        if self.run.measures:
+            if not any(isinstance(value, Absent) for value in values):
+                self.run.stages.independent.add(fqn)
+        elif fqn not in self.run.stages.independent:
+            self.depending |= {id(value): value for value in values}
+
+    def left(self) -> AbstractContextManager[Any]:
+        """Inside, nothing is counted, and code may be compiled."""
+        is_needed = self.run.order.shares_dropped and self.run.is_foreign
+        return nullcontext() if is_needed else _pop_mode_temporarily()
+
+
+class StageRun:
+    """One forward of one stage.
+
+    Args:
+        first: the segment with which it begins; above all of them where nothing is to be computed.
+        last: the segment before which it ends; None where it runs to the end of the model.
+        skipped: how many segments do not run, because the caller gives what they compute.
+        travels: of such a run, the anchors of what is sent at the cut in front of each segment; the rest is given.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        first: int,
+        last: int | None,
+        received: Sequence[Tensor],
+        skipped: int = 0,
+        travels: Mapping[int, frozenset[str]] | None = None,
+    ) -> None:
+        self.stages, self.order = stages, stages.plan.order
+        self.first, self.last, self.received = first, last, received
+        self.skipped, self.travels = skipped, travels
+        self.segment = skipped  # of the next call of a layer
+        self.depth = 0  # of watched modules
+        self.is_foreign = first > max(0, skipped - 1)
+        self.outgoing: tuple[Tensor, ...] = ()
+        self.hidden = ""  # anchor of the hidden states at the cut reached last
+        # At every cut, of a run that computes nothing.
+        self.seen: list[tuple[Travelling, ...]] = [() for start in stages.plan.starts[1:] if start < skipped]
+        self.numbers: dict[str, int] = {}
+        wanted = {crossing.anchor for at in (first, last) for crossing in self.crossings(at)}
+        self.measures = first >= len(self.order.calls)
+        if self.measures:
+            wanted = {each.anchor for start in stages.plan.starts[1:] for each in self.crossings(start)}
+        self.found: dict[str, Tensor | None] = dict.fromkeys(wanted)
+        self.named = {anchor.split(":")[1] for anchor in wanted if anchor.startswith("output:")}
+        is_counted = self.order.shares_dropped or any(anchor.startswith("glue:") for anchor in wanted)
+        self.glue = _Glue(self) if is_counted else None
+
+    def crossings(self, segment: int | None) -> tuple[Crossing, ...]:
+        """What crosses the cut in front of a segment."""
+        found = self.order.crossings[segment - 1] if segment and segment <= len(self.order.crossings) else ()
+        if self.travels is None or segment is None:
+            return found
+        return tuple(each for each in found if each.anchor in self.travels.get(segment, ()))
+
+    def forward(self, own: Own, args: Any, kwargs: Any) -> Any:
+        """The model's own forward, as far as this stage goes."""
+        if self.is_foreign:
+            self._hide_parameters()
+        try:
+            with self.glue or nullcontext():
+                output = own(*args, **kwargs)
+        except _StageEnd:
+            return Outgoing(self.outgoing)
+        self._check_reached(len(self.order.calls))
+        output = present(output)
+        absent = [path for path, value in named_tensors(output) if isinstance(value, Absent)]
+        if absent:
+            raise UnsupportedError(
+                f"the model returns {', '.join(absent[:3])}, which other stages compute",
+                fix="ask for logits and loss only, or use pp1",
+            )
+        return output
+
+    def call(self, module: nn.Module, own: Own, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a watched module, `own` with its hooks."""
+        known = self.stages.modules[module]
+        if known.is_layer and not self.depth:
+            self._enter_segment(known.fqn, module, args, kwargs)
+        if not self.is_foreign and not self.depth:
+            args, kwargs = present(args), present(kwargs)
+        self.depth += 1
+        try:
+            with self.glue.left() if self.glue is not None and self.depth == 1 else nullcontext():
+                output = self._pass_through(module, known, args, kwargs) if self.is_foreign else own(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        if self.glue is not None and not self.depth:
+            self.glue.note_returned(known.fqn, output)
+        if known.fqn in self.named:
+            number = self.numbers[known.fqn] = self.numbers.get(known.fqn, -1) + 1
+            for path, value in named_tensors(output):
+                self.note(f"output:{known.fqn}:{number}:{path}", value)
+        return output
+
+    def _enter_segment(self, fqn: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.segment >= len(self.order.calls) or self.order.calls[self.segment] != fqn:
+            self._check_reached(self.segment, fqn)
+        if self.segment in self.stages.plan.starts[1:]:
+            self._note_arguments(module, args, kwargs)
+            if self.measures or self.last == self.segment:
+                self._leave()
+            if self.first == self.segment:
+                self._begin()
+        self.segment += 1
+
+    def _begin(self) -> None:
+        """The stage's own segments begin: what was received takes the place of what is absent."""
+        expected = self._computed(self.first)
+        if len(expected) != len(self.received):
+            raise _not_found(self.order.calls[self.first], len(self.received), len(expected))
+        for (crossing, absent), value in zip(expected, self.received, strict=True):
+            if not isinstance(absent, Absent):
+                raise _not_found(crossing.anchor, 1, 0)
+            absent.bind(value.clone() if crossing.is_written else value)
+            if crossing.anchor == self.hidden:
+                self._enter_stack(absent)
+        self.is_foreign = False
+        self.show_parameters()
+
+    def _enter_stack(self, hidden: Absent) -> None:
+        """The stage begins inside of a stack of layers whose first one, on another stage, has split the sequence."""
+        stack, context = self.stages.split.get(self.first), self.stages.context
+        if stack is not None and context is not None:
+            context.state.open_stack = stack
+            context.state.stack_rows, context.state.lengths[stack] = hidden.meta.shape[:2]
+
+    def _leave(self) -> None:
+        """A cut: what crosses it is collected, and this stage ends if it is its own."""
+        crossing = self._computed(self.segment)
+        if self.measures:
+            kept = [pair for pair in crossing if not self.skipped or isinstance(pair[1], Absent)]
+            self.seen.append(tuple(self._travelling(*pair) for pair in kept))
+        if self.last == self.segment:
+            self.outgoing = tuple(present(value) for _, value in crossing)
+            raise _StageEnd
+
+    def _computed(self, segment: int) -> list[tuple[Crossing, Tensor]]:
+        """What crosses a cut in this run: in another mode, and with other arguments, more may be computed or less."""
+        found = ((crossing, self.found[crossing.anchor]) for crossing in self.crossings(segment))
+        return [(crossing, value) for crossing, value in found if value is not None]
+
+    def _travelling(self, crossing: Crossing, value: Tensor) -> Travelling:
+        shape = list(value.shape)
+        context = self.stages.context
+        if context is not None and self.segment in self.stages.split and crossing.anchor == self.hidden:
+            shape[1] = -(-shape[1] // context.size)
+        needs = crossing.needs_gradient and value.dtype.is_floating_point
+        return Travelling(shape=tuple(shape), dtype=value.dtype, needs_gradient=needs, anchor=crossing.anchor)
+
+    def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = named_arguments(unwrapped(module), args, kwargs)
+        self.hidden = f"input:{hidden_name(arguments)}"
+        for anchor in self.found:
+            kind, _, path = anchor.partition(":")
+            if kind == "input":
+                self.found[anchor] = find_tensor(arguments, path)
+
+    def note(self, anchor: str, value: Tensor) -> None:
+        """`value` is what is found at this anchor."""
+        if anchor in self.found:
+            self.found[anchor] = value
+
+    def _pass_through(self, module: nn.Module, known: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a foreign module returns: absent tensors, and what depends on no parameters."""
+        returned, base = self.order.returns.get(known.fqn), unwrapped(module)
+        if returned is None and base is not module:
+            return base(*args, **kwargs)  # adapters change no shapes
+        if returned is None:
+            output = known.own_class.forward(module, *args, **kwargs)
+        else:
+            arguments = named_arguments(base, args, kwargs)
+            made = [_like(arguments, name) for name in returned.like]
+            output = tuple(made) if returned.is_tuple else made[0]
+        for hook in tuple(module._forward_hooks.values()):
+            if getattr(hook, "__module__", "") == _CAPTURING:
+                hook(module, args, output)
+        return output
+
+    def _hide_parameters(self) -> None:
+        for (module, name), absent in self.stages.absent.items():
+            module.__dict__[name] = absent
+
+    def show_parameters(self) -> None:
+        """Parameters that this rank holds are those that modules see."""
+        for module, name in self.stages.absent:
+            module.__dict__.pop(name, None)
+
+    def _check_reached(self, segment: int, fqn: str | None = None) -> None:
+        if fqn is None and self.segment == segment:
+            return
+        expected = self.order.calls[self.segment] if self.segment < len(self.order.calls) else "no layer"
+        raise LayoutError(
+            f"{fqn or 'the end of the model'} runs where {expected} did when the model was cut into stages",
+            why="all layers must run, always in the same order (none skipped at random, or left out)",
+            fix="set layerdrop to 0, or use pp1",
+        )
+
+
+def _not_found(what: str, sent: int, computed: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"at {what.replace(':', ' ')} {sent} tensors were sent, and {computed} are to take their places",
+        why="the stages run otherwise than each other: in another mode, or with other arguments",
+        fix="run all ranks in one mode (train or eval) with the same arguments, or use pp1",
+    )
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def _like(arguments: Mapping[str, Any], name: str) -> Any:
+    """What stands for a value that a module returns, see `Returned`."""
+    value = arguments.get(name.removeprefix("="))
+    if name.startswith("=") or not isinstance(value, Tensor):
+        return value
+    return Absent.of(value.shape, value.dtype, value.device)

@@ -1,0 +1,273 @@
+"""Text becomes tokens once and whole, and every rank reads its share of the same batches."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from shardwise.cli.sources import open_source
+from shardwise.data import corpus
+from shardwise.data.config import DataConfig, patterns_of
+from shardwise.data.corpus import Encoder, cache_path, file_source, find_files, read_tokens, write_tokens
+from shardwise.data.once_per_machine import once_per_machine
+from shardwise.data.packing import PackedBatches
+from shardwise.data.rows import StreamRows
+from shardwise.errors import BatchError, ConfigError, LoadError
+from shardwise.mesh import Mesh
+from shardwise.ranks.spawn import spawn
+from shardwise.weights.staging import atomic_file
+
+pytestmark = pytest.mark.single
+
+SEPARATOR = 256
+BYTES = Encoder(encode=lambda texts: [list(text.encode()) for text in texts], separator=SEPARATOR, fingerprint="bytes")
+PATTERNS = patterns_of(DataConfig())
+
+
+def decoded(path):
+    """The documents in a token file, as text."""
+    documents = [[]]
+    for token in read_tokens(path).tolist():
+        if token == SEPARATOR:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == [], "the last document is ended too"
+    return [bytes(document).decode() for document in documents]
+
+
+def encode_all(source, path):
+    write_tokens(path, source, encoder=BYTES)
+    return decoded(path)
+
+
+# --- files -> tokens
+
+
+def test_a_directory_is_read_in_the_order_of_its_names_and_python_counts_as_text(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name, text in {
+        "b.py": "x = 1\n",
+        "a.txt": "äöü\r\n",
+        "sub/c.md": "c",
+        ".hidden/d.txt": "d",
+        "e.bin": "e",
+    }.items():
+        (tmp_path / name).write_bytes(text.encode())
+    source = file_source(find_files(tmp_path, PATTERNS))
+    assert encode_all(source, tmp_path / "out") == ["äöü\r\n", "x = 1\n", "c"]
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    lines = [{"body": "one"}, {"body": "two\nlines"}]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines))
+    source = file_source(find_files(tmp_path / "a.jsonl", PATTERNS), text_key="body")
+    assert encode_all(source, tmp_path / "out") == ["one", "two\nlines"]
+
+
+def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE_CHARS", 50)
+    monkeypatch.setattr(corpus, "ENCODE_CHARS", 120)
+    text = "".join(f"line {number}\n" for number in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("")
+    (tmp_path / "c.txt").write_text("end")
+    source = file_source(find_files(tmp_path, PATTERNS))
+    assert len(list(source.read(lambda done: None))) > 10
+    done = []
+    write_tokens(tmp_path / "out", source, encoder=BYTES, on_progress=done.append)
+    assert decoded(tmp_path / "out") == [text, "end"]
+    assert done == sorted(done) and done[-1] == source.size
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("a.txt", b"\xff\xfe", LoadError, r"a\.txt is not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{oops\n', LoadError, r"a\.jsonl:2"),
+        ("a.jsonl", b'{"txt": "x"}\n', ConfigError, "did you mean 'txt'"),
+        ("a.jsonl", b'["x"]\n', LoadError, "expected an object"),
+        ("a.jsonl", b'{"text": 3}\n', LoadError, "holds int, not text"),
+        ("a.txt", b"", LoadError, "holds no text"),
+    ],
+)
+def test_unreadable_text_is_an_error_that_says_where_and_leaves_no_file(tmp_path, name, content, error, message):
+    (tmp_path / name).write_bytes(content)
+    source = file_source(find_files(tmp_path, PATTERNS))
+    with pytest.raises(error, match=message):
+        write_tokens(tmp_path / "cache" / "out", source, encoder=BYTES)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_missing_path_and_a_directory_without_text_name_what_is_there(tmp_path):
+    (tmp_path / "corpus").mkdir()
+    with pytest.raises(LoadError, match="did you mean 'corpus'"):
+        find_files(tmp_path / "corpsu", PATTERNS)
+    (tmp_path / "corpus" / "a.pdf").touch()
+    with pytest.raises(LoadError, match=r"\.pdf"):
+        find_files(tmp_path / "corpus", PATTERNS)
+
+
+def test_the_cache_is_another_file_when_text_key_or_tokenizer_change(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    other = Encoder(encode=BYTES.encode, separator=SEPARATOR, fingerprint="other")
+    paths = [cache_path(tmp_path, file_source([file]), BYTES), cache_path(tmp_path, file_source([file]), other)]
+    paths.append(cache_path(tmp_path, file_source([file], text_key="body"), BYTES))
+    assert cache_path(tmp_path, file_source([file]), BYTES) == paths[0]
+    file.write_text("another")
+    paths.append(cache_path(tmp_path, file_source([file]), BYTES))
+    assert len(set(paths)) == 4
+
+
+def test_a_disk_that_fills_while_tokens_are_written_is_an_error_and_leaves_no_file(tmp_path):
+    (tmp_path / "a.txt").write_text("much " * 10000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
+    try:
+        with pytest.raises(LoadError, match="cannot write the tokens to .*out") as raised:
+            write_tokens(tmp_path / "cache" / "out", file_source([tmp_path / "a.txt"]), encoder=BYTES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in str(raised.value) and "data.cache_dir" in str(raised.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_interrupted_file_never_appears(tmp_path):
+    def write():
+        with atomic_file(tmp_path / "a") as partial:
+            partial.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Rows(list):
+    """As much of a `datasets` split as we use."""
+
+    column_names = ("text", "url")
+    _fingerprint = "f"
+
+
+def fake_datasets(monkeypatch, rows):
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda name, subset, split: rows
+    module.load_from_disk = lambda name: {"train": rows}
+    monkeypatch.setitem(sys.modules, "datasets", module)
+
+
+def test_a_datasets_split_is_read_by_its_text_column(tmp_path, monkeypatch):
+    fake_datasets(monkeypatch, Rows([{"text": "one", "url": ""}, {"text": "two", "url": ""}]))
+    assert encode_all(open_source(DataConfig(dataset="some/set")), tmp_path / "out") == ["one", "two"]
+    with pytest.raises(ConfigError, match="did you mean 'text'"):
+        open_source(DataConfig(dataset="some/set", text_key="texts"))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_dict.json").touch()
+    assert open_source(DataConfig(dataset=str(saved))).size == 2
+    with pytest.raises(ConfigError, match="its splits are train"):
+        open_source(DataConfig(dataset=str(saved), split="trian"))
+
+
+def test_a_missing_datasets_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="pip install datasets"):
+        open_source(DataConfig(dataset="some/set"))
+
+
+# --- tokens -> batches
+
+
+def batches(num_tokens=103, **options):
+    settings = {"batch_size": 4, "seed": 3, **options}
+    rows = StreamRows(np.arange(num_tokens, dtype=np.uint32), seq_length=settings.pop("seq_length", 5))
+    return PackedBatches(rows, **settings)
+
+
+def take(stream, count):
+    return [next(stream)["input_ids"] for _ in range(count)]
+
+
+def test_a_batch_holds_whole_rows_and_labels_that_are_the_inputs():
+    batch = next(batches())
+    assert batch["input_ids"].shape == (4, 5) and batch["input_ids"].dtype == torch.int64
+    assert torch.equal(batch["labels"], batch["input_ids"])
+    assert batch["labels"].data_ptr() != batch["input_ids"].data_ptr()
+    assert all(row[0] % 5 == 0 and row.tolist() == list(range(row[0], row[0] + 5)) for row in batch["input_ids"])
+
+
+def test_each_pass_reads_every_row_once_in_another_order():
+    first, second = torch.cat(take(batches(), 10)).split(20)
+    assert sorted(first[:, 0].tolist()) == sorted(second[:, 0].tolist()) == list(range(0, 100, 5))
+    assert first.tolist() != second.tolist()
+    assert torch.cat(take(batches(seed=4), 5)).tolist() != first.tolist()
+
+
+@pytest.mark.parametrize("data_size", [2, 4])
+def test_ranks_share_out_the_very_batches_that_one_rank_would_read(data_size):
+    ranks = [batches(data_rank=rank, data_size=data_size) for rank in range(data_size)]
+    for whole in take(batches(), 12):  # more than two passes
+        assert torch.equal(torch.cat([next(rank)["input_ids"] for rank in ranks]), whole)
+
+
+@pytest.mark.parametrize("num_read", [0, 3, 7])
+def test_a_resumed_stream_goes_on_where_it_stopped_on_any_number_of_ranks(num_read):
+    stream = batches()
+    take(stream, num_read)
+    resumed = [batches(data_rank=rank, data_size=2) for rank in range(2)]
+    for rank in resumed:
+        rank.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    for whole in take(stream, 4):
+        assert torch.equal(torch.cat([next(rank)["input_ids"] for rank in resumed]), whole)
+
+
+def test_a_state_over_other_data_is_refused():
+    with pytest.raises(ConfigError, match="seed was 4, is 3; seq_length was 6, is 5"):
+        batches().load_state_dict(batches(seed=4, seq_length=6).state_dict())
+
+
+def test_shares_and_rows_must_exist():
+    with pytest.raises(ConfigError, match="batch of 4 rows has no share for data rank 0 of 3"):
+        batches(data_size=3)
+    with pytest.raises(BatchError, match="holds 4 tokens, fewer than one row of 5"):
+        batches(num_tokens=4)
+
+
+# --- once per machine
+
+
+def work_on_ranks(path, failure):
+    with Mesh.open("tp2") as mesh:
+
+        def work():
+            if failure is not None:
+                raise failure
+            path.write_text(path.read_text() + "x" if path.exists() else "x")
+
+        try:
+            once_per_machine(work, local_rank=mesh.rank)
+        except (LoadError, KeyError) as error:
+            return type(error).__name__, str(error)
+        return path.read_text()
+
+
+@pytest.mark.spawn
+def test_one_rank_works_and_all_see_the_result(tmp_path):
+    assert spawn(work_on_ranks, 2, tmp_path / "out", None) == ["x", "x"]
+
+
+@pytest.mark.spawn
+def test_all_ranks_hear_of_a_failure():
+    outcomes = spawn(work_on_ranks, 2, None, LoadError("no such file", at="here"))
+    assert outcomes == [("LoadError", "no such file\n  at:  here")] * 2
+    outcomes = spawn(work_on_ranks, 2, None, KeyError("surprise"))
+    assert outcomes == [("KeyError", "'surprise'")] * 2

@@ -1,0 +1,198 @@
+"""Parameter groups of split models, and any optimizer class over them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import shardwise
+from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.optim.plain_step import stepping_class
+from shardwise.ranks.spawn import spawn
+from tests.families import rows_of, tiny_batch, tiny_model
+
+
+def build(groups):
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3, weight_decay=0.1, groups=groups)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        names[id(parameter)]: (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+@pytest.mark.single
+def test_the_first_rule_that_fits_holds():
+    found = build([{"params": "model.layers.0.**", "lr": 1e-5}, {"max_dims": 1, "weight_decay": 0.0}])
+    assert found["model.layers.0.input_layernorm.weight"] == (1e-5, 0.1)
+    assert found["model.layers.1.input_layernorm.weight"] == (1e-3, 0.0)
+    assert found["model.layers.1.mlp.up_proj.weight"] == (1e-3, 0.1)
+    assert len(found) == 21
+
+
+@pytest.mark.single
+def test_a_function_may_choose():
+    found = build(lambda name, parameter: {"weight_decay": 0.0} if "norm" in name else {})
+    assert {decay for name, (_, decay) in found.items() if "norm" in name} == {0.0}
+    assert {decay for name, (_, decay) in found.items() if "norm" not in name} == {0.1}
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [({"params": "**.bias", "lr": 1.0}, "fits no parameter"), ({"weight_decay": 0.0}, "does not say which")],
+)
+def test_rules_that_mean_nothing_are_errors(rule, message):
+    with pytest.raises(ConfigError, match=message):
+        build([rule])
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_of_an_optimizer_goes_on_like_it(copied):
+    linear = torch.nn.Linear(3, 2)
+    optimizer = stepping_class(torch.optim.AdamW)(linear.parameters(), lr=0.1)
+    linear(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    other = copied(optimizer)
+    parameters = [value for group in other.param_groups for value in group["params"]]
+    for value, like in zip(parameters, linear.parameters(), strict=True):
+        value.grad = like.grad.clone()
+    optimizer.step()
+    other.step()
+    assert type(other) is type(optimizer)
+    assert all(torch.equal(*each) for each in zip(parameters, linear.parameters(), strict=True))
+
+
+@pytest.mark.single
+def test_an_optimizer_that_makes_no_step_is_an_error_when_it_is_built():
+    with shardwise.Mesh.open("tp1") as mesh:
+        model = shardwise.parallelize(tiny_model("llama"), mesh)
+        with pytest.raises(UnsupportedError, match="does not support dense gradients"):
+            shardwise.build_optimizer(model, torch.optim.SparseAdam, lr=1e-3)
+
+
+CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+def update(layout):
+    """The largest difference to the unsplit model's parameters after two steps with each class."""
+    worst = {}
+    with shardwise.Mesh.open(layout) as mesh:
+        for name in CLASSES if layout == "tp2" else set(CLASSES) - {"Rprop"}:
+            cls, whole = getattr(torch.optim, name), tiny_model("llama")
+            model = shardwise.parallelize(tiny_model("llama"), mesh)
+            options = {"lr": 1e-3, **({"eps": 1e-4} if "eps" in cls.__init__.__code__.co_varnames else {})}
+            optimizers = cls(whole.parameters(), **options), shardwise.build_optimizer(model, cls, **options)
+            batch = tiny_batch(whole)
+            mine = rows_of(batch, mesh)
+            for _ in range(2):
+                whole(**batch).loss.backward()
+                shardwise.TrainStep(model, mesh)(mine)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            state = shardwise.full_state_dict(model)
+            worst[name] = max(float((state[key] - value).abs().max()) for key, value in whole.state_dict().items())
+            states = [value for each in optimizers[1].state.values() for value in each.values() if value.ndim]
+            if layout == "fsdp2":
+                assert all(isinstance(value, DTensor) for value in states), name
+    return worst
+
+
+def refused(mesh, name):
+    """What is said to the class, whoever builds it, about parameters of which ranks hold parts."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    cls, errors = getattr(torch.optim, name), []
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 2)  # Muon takes no others
+    with pytest.raises(UnsupportedError) as raised:
+        shardwise.build_optimizer(model, cls, lr=1e-3)
+    errors.append(str(raised.value))
+    optimizer = cls([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
+    optimizer.param_groups[0]["lr"] = 0.0  # as a schedule may have it
+    model(**tiny_batch(model)).loss.backward()
+    before = shardwise.full_state_dict(model)
+    with pytest.raises(UnsupportedError) as raised:
+        optimizer.step(lambda: 0.0)
+    assert all(torch.equal(value, before[key]) for key, value in shardwise.full_state_dict(model).items())
+    return [*errors, str(raised.value)]
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [(layout, name) for layout in ("tp2", "fsdp2") for name in ("Muon", "Adafactor", "LBFGS")] + [("fsdp2", "Rprop")],
+)
+def test_what_is_not_elementwise_is_refused(on_ranks, layout, name):
+    first, second = on_ranks(refused)
+    assert first == second
+    for text in first:
+        assert f"{name} over fsdp" in text if name == "Rprop" else f"{name} on parameters of which" in text
+
+
+def update_copies(mesh, name):
+    """Over ddp alone parameters are in one piece."""
+    full = tiny_model("llama", num_hidden_layers=1)
+    model = shardwise.parallelize(copy.deepcopy(full), mesh)
+    for each in (*full.parameters(), *model.parameters()):
+        each.requires_grad_(each.ndim == 2)
+    cls, batch = getattr(torch.optim, name), tiny_batch(full)
+    theirs = cls([each for each in full.parameters() if each.requires_grad], lr=1e-3)
+    ours = shardwise.build_optimizer(model, cls, lr=1e-3)
+    for _ in range(2):
+        full(**batch).loss.backward()
+        shardwise.TrainStep(model, mesh)(batch)  # the same rows on both: Muon rounds gradients to bfloat16
+        for optimizer in (theirs, ours):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = shardwise.full_state_dict(model)
+    return max(float((found[key] - value).abs().max()) for key, value in full.state_dict().items())
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("layout", "name"), [("ddp2", "Muon"), ("ddp2", "Adafactor")])
+def test_what_is_not_elementwise_updates_parameters_in_one_piece(on_ranks, layout, name):
+    assert max(on_ranks(update_copies)) < 1e-5
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_elementwise_optimizers_update_parts_as_they_would_the_whole(layout):
+    for rank in spawn(update, 2, layout):
+        assert len(rank) >= len(CLASSES) - 1
+        # Rprop takes the sign of differences, which rounding decides where a gradient is zero.
+        assert {name: error for name, error in rank.items() if error > (3e-3 if name == "Rprop" else 1e-5)} == {}
+
+
+def state_dicts(mesh):
+    """What optimizers' state dicts come to, before and after a step."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+    said = []
+    for optimizer in (shardwise.build_optimizer(model, torch.optim.AdamW), torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert not optimizer.state_dict()["state"]
+        model(**tiny_batch(model)).loss.backward()
+        optimizer.step()
+        optimizer.step()
+        try:
+            said.append(len(optimizer.state_dict()["state"]))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_the_state_of_parts_is_not_handed_out_as_that_of_full_parameters(on_ranks, layout):
+    for adam, sgd in on_ranks(state_dicts):
+        if layout == "tp2":
+            assert "AdamW over parameters that are split over tp" in adam and "SGD" in sgd and "optimizer.state" in sgd
+        else:
+            assert (adam, sgd) == (12, 0), "DTensors say themselves what they are"

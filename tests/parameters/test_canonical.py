@@ -1,0 +1,67 @@
+"""Local tensors become the canonical one and back, in any layout over several axes, on simulated ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardwise.comm.simulated import run_ranks
+from shardwise.mesh import Mesh
+from shardwise.parameters.canonical import canonical_tensor, local_tensor, owned_parts
+from shardwise.parameters.registry import ParameterEntry, Registry
+from shardwise.sharding.layout import Layout
+from shardwise.topology.axes import AXES
+from shardwise.topology.shape import MeshShape
+from tests.sharding.strategies import layouts
+
+pytestmark = pytest.mark.single
+
+MOST_RANKS = 8
+layouts_of_tensors = st.lists(st.integers(0, 7), max_size=3).map(tuple).flatmap(layouts)
+
+
+def mesh_of(shape, group):
+    """This simulated rank's mesh of a layout with several axes."""
+    groups = {}
+    for axis in ("pp", "ddp", "fsdp", "tp"):
+        own = group.subgroup(shape.groups(axis)) if shape.size(axis) > 1 else None
+        if own is not None:
+            groups[axis,] = own
+    return Mesh(shape, rank=group.rank(), device=torch.device("cpu"), groups=groups)
+
+
+@settings(max_examples=100)
+@given(layouts_of_tensors)
+def test_a_whole_tensor_comes_back_from_its_parts(layout):
+    layout = Layout(layout.shape, tuple(step for step in layout.steps if step.size > 1))
+    sizes = {step.axis: step.size for step in layout.steps}
+    shape = MeshShape.parse(".".join(f"{axis}{sizes[axis]}" for axis in AXES if axis in sizes) or "tp1")
+    assume(shape.world_size <= MOST_RANKS)
+    full = torch.arange(torch.Size(layout.shape).numel()).view(layout.shape)
+
+    def run(group):
+        mesh = mesh_of(shape, group)
+        local = None
+        if layout.is_held(mesh.coords):
+            local = local_tensor(full, layout, mesh.coords)
+            assert local.shape == layout.local_shape(mesh.coords)
+            assert local.untyped_storage().nbytes() == local.nbytes
+        found = canonical_tensor(local, layout, mesh, dtype=full.dtype)
+        on_first = canonical_tensor(local, layout, mesh, dtype=full.dtype, rank0_only=True)
+        assert torch.equal(found, full)
+        if found.numel() and local is not None:
+            assert found.data_ptr() != local.data_ptr(), "nobody writes into a parameter through it"
+        assert (on_first is None) == (mesh.rank != 0)
+        assert mesh.rank != 0 or torch.equal(on_first, full)
+        registry = cast(Registry, SimpleNamespace(mesh=mesh))
+        entry = ParameterEntry(fqn="weight", layout=layout, gradient="full", registry=registry)
+        return [] if local is None else [part.flatten() for part in owned_parts(local, entry)]
+
+    owned = [part for parts in run_ranks(run, shape.world_size) for part in parts]
+    everything = torch.cat(owned) if owned else full.new_empty(0)
+    assert torch.equal(everything.sort().values, full.flatten()), "every element has one owner"

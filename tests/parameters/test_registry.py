@@ -1,0 +1,168 @@
+"""What is known of a parameter is found by identity, and worked out once."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.comm.simulated import run_ranks
+from shardwise.errors import LayoutError
+from shardwise.parallel.apply import apply_plan
+from shardwise.parallel.decide import decide_split
+from shardwise.parallel.declared_plans import declared_plan, vocabulary_plan
+from shardwise.parallel.facts import read_facts
+from shardwise.parameters.at_rest import copy_out_of_mmap
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import entry_of, find_parameters, is_split, named_entries, registry_of
+from shardwise.plan.options import ParallelSpec
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.placement import Split
+from shardwise.tiny.simulate import SimulatedMesh
+from tests.families import rows_of, tiny_batch, tiny_model
+
+
+def count_layout_work(mesh):
+    """How often a second step asks layouts what they are."""
+    model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=1), mesh)
+    step, batch = shardwise.TrainStep(model, mesh), rows_of(tiny_batch(model), mesh)
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW)
+
+    def train():
+        step(batch)
+        shardwise.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+    train()
+    with (
+        mock.patch.object(Split, "shared", autospec=True, side_effect=Split.shared) as shared,
+        mock.patch.object(Layout, "owned", autospec=True, side_effect=Layout.owned) as owned,
+    ):
+        train()
+    return shared.call_count, owned.call_count
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_a_step_works_out_no_layout_anew(on_ranks, layout):
+    assert set(on_ranks(count_layout_work)) == {(0, 0)}
+
+
+def find(mesh):
+    """Whether parameters are known by any name, after they were replaced, copied and put into another module."""
+    model = shardwise.parallelize(tiny_model("llama", tied=True), mesh)
+    entries = dict(named_entries(model))
+    assert entries["lm_head.weight"] is entries["model.embed_tokens.weight"]
+    norm = model.model.norm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    outer = torch.nn.ModuleDict({"outer": model})
+    found = {name: entry for name, _, entry in find_parameters(outer)}
+    assert found == {f"outer.{name}": entries[name] for name, _ in model.named_parameters()}
+    assert all(entry_of(parameter) is found[f"outer.{name}"] for name, parameter in model.named_parameters())
+    copied = copy.deepcopy(outer)
+    for name, parameter in copied.named_parameters():
+        assert entry_of(parameter) == found[name] and entry_of(parameter).registry.model() is copied["outer"]
+    part = copy.deepcopy(model.model.norm)
+    assert entry_of(next(find_parameters(part))[1]).fqn == "model.norm.weight"
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_parameters_are_found_by_identity(on_ranks, layout):
+    on_ranks(find)
+
+
+def on_split_models(run, family="llama", num_ranks=2, **overrides):
+    """What `run(model)` returns on simulated ranks, given a rank's model."""
+    models = [tiny_model(family, num_hidden_layers=1, **overrides) for _ in range(num_ranks)]
+    facts = read_facts(models[0])
+    rules = vocabulary_plan(facts) | declared_plan(models[0], facts)
+
+    def on_rank(group):
+        model, mesh = models[group.rank()], SimulatedMesh(group)
+        apply_plan(model, mesh, decide_split(rules, model, facts, mesh.shape), ParallelSpec())
+        return run(model)
+
+    return run_ranks(on_rank, num_ranks)
+
+
+@pytest.mark.single
+def test_what_is_not_of_the_split_model_has_no_entry():
+    def run(model):
+        wrapper = nn.Sequential(nn.Linear(2, 2), model)
+        assert registry_of(wrapper) is registry_of(model) and is_split(wrapper)
+        unknown = {name for name, _, entry in find_parameters(wrapper) if entry is None}
+        assert unknown == {"0.weight", "0.bias"}
+
+    on_split_models(run)
+
+
+@pytest.mark.single
+def test_a_copy_knows_itself_and_not_the_original():
+    def run(model):
+        copied = copy.deepcopy(model)
+        registry = registry_of(copied)
+        assert registry is not registry_of(model)
+        assert registry.model() is copied and registry.context is registry_of(model).context
+        for name, parameter, entry in find_parameters(copied):
+            assert entry.registry is registry
+            assert entry_of(parameter) is entry is registry.entry(name)
+            assert entry.layout == registry_of(model).entry(name).layout
+
+    on_split_models(run)
+
+
+@pytest.mark.single
+def test_mapped_parameters_get_memory_of_their_own_when_they_are_to_be_written():
+    def run(model):
+        registry = registry_of(model)
+        mapped = model.model.norm.weight
+        others = {name: value.data_ptr() for name, value in model.named_parameters()}
+        registry.mapped.add("model.norm.weight")
+        before, values = mapped.data_ptr(), mapped.detach().clone()
+        copy_out_of_mmap(model)
+        assert mapped.data_ptr() != before and torch.equal(mapped, values) and not registry.mapped
+        others.pop("model.norm.weight")
+        assert all(model.get_parameter(name).data_ptr() == place for name, place in others.items())
+
+    on_split_models(run)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("num_key_value_heads", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_views_of_what_others_hold_are_the_same_elements_on_all_of_them(family, num_key_value_heads):
+    def run(model):
+        shared, alone = {}, {}
+        for _, _, entry in find_parameters(model):
+            shape = torch.Size(entry.layout.shape)
+            numbered = torch.arange(shape.numel()).view(shape)
+            local = local_tensor(numbered, entry.layout, entry.registry.mesh.coords)
+            parts = [(holders, part.clone()) for holders, part in entry.shared_parts(local)]
+            if parts:
+                for _, part in entry.shared_parts(local):
+                    part.fill_(-1)  # they are views
+                shared[entry.fqn], alone[entry.fqn] = parts, local[local >= 0]
+        return shared, alone
+
+    ranks = on_split_models(run, family, num_ranks=4, num_key_value_heads=num_key_value_heads)
+    names = set(ranks[0][0])
+    assert names and all(set(shared) == names for shared, _ in ranks)
+    for name in names:
+        for rank, (shared, _) in enumerate(ranks):
+            for number, (holders, part) in enumerate(shared[name]):
+                assert rank in holders and len(holders) == 4 // num_key_value_heads
+                assert all(torch.equal(ranks[other][0][name][number][1], part) for other in holders)
+        unshared = torch.cat([alone[name] for _, alone in ranks])
+        assert len(unshared.unique()) == len(unshared), "what is not shared is one rank's"
+
+
+@pytest.mark.single
+def test_a_model_that_was_never_split_says_so():
+    with pytest.raises(LayoutError, match="Linear is not a model that Shardwise has split"):
+        registry_of(nn.Linear(1, 1))
+    assert not is_split(nn.Linear(1, 1))

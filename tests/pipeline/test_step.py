@@ -1,0 +1,241 @@
+"""Training steps through pipelines on real ranks, beside the unsplit model: a product of choices, pairwise."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+import transformers
+
+import shardwise
+from shardwise.data.batch import count_targets, split_rows
+from shardwise.errors import ConfigError
+from shardwise.pipeline.runner import runner_of
+from shardwise.plan.options import FsdpPolicy, Pipeline, Precision
+from shardwise.proof.parity import measure
+from shardwise.schedule.build import SCHEDULES, build_schedule
+from shardwise.topology.shape import MeshShape
+from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
+from tests.oracle import differing, differing_gradients
+
+pytestmark = pytest.mark.spawn
+
+FAMILIES = ("llama", "qwen3", "gemma3_text", "gpt2", "gpt_neox", "bloom", "bert", "t5", "bart", "mixtral")
+LAYOUTS = ("pp2", "pp4", "pp2.tp2", "pp2.tp2 sp", "pp2.fsdp2", "pp2.ddp2")
+COUNTS = (2, 4, 8)
+LAYERS = 4
+
+SMALL = {"vocab_size": 96, "dropout_rate": 0.0, "dropout": 0.0}
+SEQ2SEQ = {
+    "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    | {"decoder_start_token_id": 0},
+    "bart": {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 64},
+}
+
+
+def model_of(family, tied):
+    """A model of four layers of all stacks together, every parameter off its special initial value."""
+    if family in ("bloom", *SEQ2SEQ):
+        values = SEQ2SEQ.get(family) or {"hidden_size": 64, "n_layer": LAYERS, "n_head": 4}
+        config = transformers.AutoConfig.for_model(family, **SMALL, **values, tie_word_embeddings=tied)
+        auto_class = transformers.AutoModelForSeq2SeqLM if family in SEQ2SEQ else transformers.AutoModelForCausalLM
+        torch.manual_seed(0)
+        model = auto_class.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        return model.eval()
+    return tiny_model(family, tied=tied, **{"n_layer" if family == "gpt2" else "num_hidden_layers": LAYERS})
+
+
+@functools.cache
+def has_schedule(layout, name, count):
+    pp_size = MeshShape.parse(layout.split()[0]).pp_size
+    try:
+        schedule = build_schedule(name, pp_size=pp_size, num_microbatches=count)
+    except ConfigError:
+        return False
+    return len(schedule.rank_of) <= LAYERS
+
+
+def cells():
+    """Cells in which every two choices of layout, schedule and number of microbatches meet that can, schedules with
+    tensor parallelism in one of its two ways; families, tied and not, take turns. `make coverage` proves every family
+    in each.
+    """
+    pairs = {
+        (layout, name, count): {(layout, count), (layout.split()[0], name), (name, count)}
+        for layout, name, count in itertools.product(LAYOUTS, SCHEDULES, COUNTS)
+        if has_schedule(layout, name, count)
+    }
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        best = max(pairs, key=lambda cell: len(pairs[cell] & left))
+        left -= pairs[best]
+        chosen.append(best)
+    for number, (layout, name, count) in enumerate(sorted(chosen, key=lambda cell: LAYOUTS.index(cell[0]))):
+        tied = (number + number // len(FAMILIES)) % 2 == 0
+        for family in FAMILIES if FULL_PRODUCT else FAMILIES[number % len(FAMILIES) :][:1]:
+            yield layout.split()[0], layout.endswith("sp"), family, name, count, tied
+
+
+def expected(whole, batch, count):
+    """Loss and gradients of the unsplit model, weighted by targets over `count` parts of the batch."""
+    whole.zero_grad()
+    loss, parts = torch.zeros(()), split_rows(batch, batch["labels"].shape[0], count)
+    counts = [count_targets(whole, part) for part in parts]
+    for part, own in zip(parts, counts, strict=True):
+        if own:
+            weighted = whole(**part).loss * (own / sum(counts))
+            weighted.backward()
+            loss += weighted.detach()
+    return loss, {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+
+
+def train(mesh, family, name, count, tied, sp=False, **options):
+    """Differences from the unsplit model: of steps on batches of two lengths, of which the second adds to the first."""
+    whole = model_of(family, tied)
+    model = shardwise.parallelize(
+        copy.deepcopy(whole), mesh, pipeline=Pipeline(schedule=name), sequence_parallel=sp, **options
+    )
+    step, problems, wanted = shardwise.TrainStep(model, mesh, num_microbatches=count), [], {}
+    for length in (6, 9):
+        batch = tiny_batch(whole, rows=count * mesh.data_size, length=length)
+        batch["labels"][0, :4] = -100
+        # The balance of experts is that of a microbatch of each data rank.
+        loss, gradients = expected(whole, batch, count * mesh.data_size if family == "mixtral" else 1)
+        result = step(rows_of(batch, mesh))
+        problems += differing("loss", result.loss, loss, 1e-5)
+        wanted = {fqn: value + wanted.get(fqn, 0) for fqn, value in gradients.items()}
+    return problems + differing_gradients(shardwise.full_gradients(model), wanted)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sp", "family", "name", "count", "tied"),
+    list(cells()),
+    ids=lambda value: {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value),
+)
+def test_steps_have_the_loss_and_gradients_of_the_unsplit_model(on_ranks, layout, sp, family, name, count, tied):
+    for problems in on_ranks(train):
+        assert not problems, problems
+
+
+def test_every_two_choices_meet_that_can():
+    found = list(cells())
+    possible = [cell for cell in itertools.product(LAYOUTS, SCHEDULES, COUNTS) if has_schedule(*cell)]
+    assert {(layout, name) for layout, _, _, name, _, _ in found} == {
+        (layout.split()[0], name) for layout, name, _ in possible
+    }
+    assert {(layout, sp, count) for layout, sp, _, _, count, _ in found} == {
+        (layout.split()[0], layout.endswith("sp"), count) for layout, _, count in possible
+    }
+    assert {family for _, _, family, _, _, _ in found} == set(FAMILIES)
+
+
+def train_zero(mesh, name, stage, offload):
+    return train(mesh, "llama", name, 4, tied=True, fsdp=FsdpPolicy(zero_stage=stage, cpu_offload=offload))
+
+
+@pytest.mark.parametrize(("name", "stage", "offload"), [("1f1b", 1, False), ("zbv", 1, True), ("gpipe", 2, False)])
+@pytest.mark.parametrize("layout", ["pp2.fsdp2"])
+def test_no_gradients_are_lost_at_other_zero_stages(on_ranks, layout, name, stage, offload):
+    """The third one is that of the cells above, with every schedule."""
+    for problems in on_ranks(train_zero):
+        assert not problems, problems
+
+
+def train_long(mesh, name):
+    whole = model_of("llama", tied=True)
+    return measure(
+        whole,
+        tiny_batch(whole, rows=4),
+        mesh,
+        split=functools.partial(shardwise.parallelize, pipeline=Pipeline(schedule=name)),
+        step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh, num_microbatches=4)(batch).loss,
+        num_steps=20,
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_ties_stay_bit_equal_and_parameters_those_of_the_unsplit_model(on_ranks, layout, name):
+    for found in on_ranks(train_long):
+        assert found.passed, found
+
+
+def train_half(mesh, compute):
+    """Losses of a few steps, and whether gradients are finite, with computation in a narrow dtype."""
+    whole = model_of("llama", tied=True)
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, precision=Precision(compute=compute))
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    step, batch = shardwise.TrainStep(model, mesh, num_microbatches=4), rows_of(tiny_batch(whole, rows=8), mesh)
+    losses = []
+    for _ in range(4):
+        losses.append(float(step(batch).loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    crossing, _ = runner_of(model).stages.shapes(1, {"input_ids": batch["input_ids"][:1]})
+    with torch.no_grad():
+        return losses, crossing[0].dtype, float(whole(**tiny_batch(whole, rows=8)).loss)
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2.fsdp2"])
+def test_narrow_dtypes_travel_and_train(on_ranks, layout, compute):
+    found = on_ranks(train_half)
+    for losses, dtype, loss in found:
+        assert dtype is getattr(torch, compute)
+        assert losses == found[0][0]
+        assert abs(losses[0] - loss) < 0.05
+        assert losses[-1] < losses[0] - 0.05
+
+
+def train_ignored(mesh):
+    """Steps in which some microbatches, or all, have no targets."""
+    whole = model_of("llama", tied=False)
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh)
+    step, problems = shardwise.TrainStep(model, mesh, num_microbatches=4), []
+    batch = tiny_batch(whole, rows=4)
+    batch["labels"][1:3] = -100
+    loss, gradients = expected(whole, batch, 1)
+    problems += differing("loss", step(batch).loss, loss, 1e-5)
+    problems += differing_gradients(shardwise.full_gradients(model), gradients)
+    batch["labels"][:] = -100
+    nothing = step(batch)
+    problems += differing_gradients(shardwise.full_gradients(model), gradients)
+    return problems, float(nothing.loss), nothing.num_tokens
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_microbatches_without_targets_count_nothing(on_ranks, layout):
+    for problems, loss, num_tokens in on_ranks(train_ignored):
+        assert not problems, problems
+        assert (loss, num_tokens) == (0.0, 0)
+
+
+def refuse(mesh):
+    """What each bad call says on this rank."""
+    whole = model_of("llama", tied=False)
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, pipeline=Pipeline(schedule="1f1b"))
+    said = []
+    for count, change in ((1, 0), (2, 0), (2, mesh.coord("pp"))):
+        batch = tiny_batch(whole, rows=3 if (count, change) == (2, 0) and not said[1:] else 4, seed=change)
+        try:
+            shardwise.TrainStep(model, mesh, num_microbatches=count)(batch)
+        except shardwise.ShardwiseError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_bad_steps_are_the_same_error_on_every_rank(on_ranks, layout):
+    first, second = on_ranks(refuse)
+    assert first == second
+    few, uneven, different = first
+    assert "a microbatch for each of 2 x 1 = 2 stages" in few
+    assert "3 rows do not divide into 2 microbatches" in uneven
+    assert "pp ranks were given different batches" in different
