@@ -20,6 +20,7 @@ from shardwise.plan.options import Pipeline
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.runtime.context import SplitContext
 from shardwise.schedule.build import build_schedule
+from shardwise.schedule.drawing import draw_svg
 from shardwise.stages.model import Stages, Travelling
 from sidebyside.steps import Contender, Size, seconds_of
 
@@ -139,7 +140,7 @@ def _measure_bubble(mesh: shardwise.Mesh, name: str, num_microbatches: int, slee
         theory=found.computed().bubble,
         most_received=(max(stage.most_received for stage in runner.kept_stages()),),
         in_flight=held,
-        svg=found.to_svg(),
+        svg=draw_svg(found),
         trace=found.to_chrome_trace(),
     )
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.build import build_schedule
+from shardwise.schedule.drawing import describe_schedule, draw_svg, draw_text
 from shardwise.schedule.schedule import Schedule
-from shardwise.schedule.timeline import describe_schedule, timeline
+from shardwise.schedule.timeline import timeline
 from tests.schedule.strategies import schedules
 
 pytestmark = pytest.mark.pure
@@ -143,7 +144,7 @@ def test_a_schedule_described():
 
 @given(runs())
 def test_a_grid_is_no_wider_than_a_page_and_names_every_rank(run):
-    blocks = str(run).split("\n\n")
+    blocks = draw_text(run).split("\n\n")
     assert all(len(line) <= 120 for block in blocks for line in block.splitlines())
     assert all(len(block.splitlines()) == run.schedule.pp_size for block in blocks)
 
@@ -151,7 +152,7 @@ def test_a_grid_is_no_wider_than_a_page_and_names_every_rank(run):
 @given(runs())
 def test_pictures_show_every_action(run):
     names = sorted(str(action) for actions in run.schedule.actions for action in actions)
-    svg = ElementTree.fromstring(run.to_svg())
+    svg = ElementTree.fromstring(draw_svg(run))
     tips = [title.text for title in svg.iter("{http://www.w3.org/2000/svg}title") if title.text]
     assert sorted(tip.split(":")[0] for tip in tips) == names
     events = json.loads(run.to_chrome_trace())["traceEvents"]

@@ -13,7 +13,8 @@ from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
 from shardwise.plan.options import ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.schedule.build import build_schedule
-from shardwise.schedule.timeline import describe_schedule, timeline
+from shardwise.schedule.drawing import describe_schedule, draw_svg
+from shardwise.schedule.timeline import timeline
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
 
@@ -111,7 +112,7 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
         num_stages_per_rank=len(smallest_schedule(chosen, shape.pp_size).rank_of) // shape.pp_size,
     )
     drawn = timeline(schedule)
-    file.write_text(drawn.to_svg() if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
+    file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
     print(f"\n{describe_schedule(drawn)}")
 
 

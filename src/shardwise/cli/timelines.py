@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from shardwise.pipeline.runner import runner_of
+from shardwise.schedule.drawing import draw_svg
 from shardwise.schedule.timeline import Timeline, chrome_trace
 from shardwise.train.run_config import LogConfig
 from shardwise.train.step import StepResult, TrainStep
@@ -50,8 +51,8 @@ def with_timeline(
 def _write(measured: Timeline, directory: Path, step: int | None, console: Console) -> None:
     computed = measured.computed()
     files = {
-        "timeline.svg": measured.to_svg(),
-        "timeline_computed.svg": computed.to_svg(),
+        "timeline.svg": draw_svg(measured),
+        "timeline_computed.svg": draw_svg(computed),
         "timeline.json": chrome_trace({f"step {step}, measured": measured, "computed from its means": computed}),
     }
     try:

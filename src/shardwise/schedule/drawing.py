@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING
 
 from shardwise.schedule.action import Kind
+from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.timeline import Timeline
 
-if TYPE_CHECKING:
-    from shardwise.schedule.schedule import Schedule
-    from shardwise.schedule.timeline import Timeline
-
-__all__ = ["draw_svg", "draw_text"]
+__all__ = ["describe_schedule", "draw_svg", "draw_text"]
 
 _MAX_CELLS, _MAX_PIXELS = 2000, 10_000  # of a line, of a picture: short actions of long steps get less than they need
 _LEFT, _TOP, _ROW, _BAR = 180, 64, 40, 28  # pixels: where bars begin, and the heights of a row and of its bar
@@ -68,6 +65,17 @@ def draw_svg(timeline: Timeline) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def describe_schedule(shown: Timeline) -> str:
+    """A schedule in words and as a grid: what it is for, how long ranks wait, how much they hold."""
+    held = ", ".join(map(str, shown.schedule.in_flight))
+    lines = [
+        shown.schedule.title,
+        f"bubble: ranks wait {shown.bubble:.1%} of the time",
+        f"in flight: ranks hold at most {held} activations, each of one stage and microbatch",
+    ]
+    return "\n".join([*lines, "", draw_text(shown)])
 
 
 def _explain(schedule: Schedule) -> Iterator[str]:

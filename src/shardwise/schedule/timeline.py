@@ -1,4 +1,4 @@
-"""When every action of a schedule runs: simulated from costs, or measured; shown as text, SVG and Chrome trace."""
+"""When every action of a schedule runs: simulated from costs, or measured; and as a Chrome trace."""
 
 import json
 import statistics
@@ -8,10 +8,9 @@ from typing import Any, TypeAlias
 
 from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
-from shardwise.schedule.drawing import draw_svg, draw_text
 from shardwise.schedule.schedule import Schedule
 
-__all__ = ["Cost", "Span", "Timeline", "chrome_trace", "describe_schedule", "timeline"]
+__all__ = ["Cost", "Span", "Timeline", "chrome_trace", "timeline"]
 
 Cost: TypeAlias = float | Sequence[float]
 """A time in any unit: one for all stages, or one for each."""
@@ -53,13 +52,6 @@ class Timeline:
     def bubble(self) -> float:
         """The share of the ranks' time that they wait, from 0 to 1."""
         return 1 - sum(span.length for row in self.spans for span in row) / (len(self.spans) * self.duration)
-
-    def __str__(self) -> str:
-        return draw_text(self)
-
-    def to_svg(self) -> str:
-        """A picture for a browser: a row a rank, time from left to right, and how to read it."""
-        return draw_svg(self)
 
     def to_chrome_trace(self) -> str:
         """Events for chrome://tracing or Perfetto: a track a rank, a unit of time is a second."""
@@ -161,14 +153,3 @@ def _per_stage(cost: Cost, num_stages: int) -> list[float]:
     if len(costs) != num_stages:
         raise ConfigError(f"{len(costs)} costs for {num_stages} stages", fix="give one number, or one for each stage")
     return costs
-
-
-def describe_schedule(shown: Timeline) -> str:
-    """A schedule in words and as a grid: what it is for, how long ranks wait, how much they hold."""
-    held = ", ".join(map(str, shown.schedule.in_flight))
-    lines = [
-        shown.schedule.title,
-        f"bubble: ranks wait {shown.bubble:.1%} of the time",
-        f"in flight: ranks hold at most {held} activations, each of one stage and microbatch",
-    ]
-    return "\n".join([*lines, "", str(shown)])
