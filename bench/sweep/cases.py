@@ -46,7 +46,7 @@ class Variant:
     Attributes:
         attention: the attention implementation; empty where the model chooses.
         adapters: the modules that LoRA adapts, as PEFT's target_modules; empty without adapters.
-        every_cut: whether it is cut in front of every layer instead, all stages in one process.
+        every_cut: whether it is cut before every layer instead, all stages in one process.
         checkpoints: whether what this layout saves is loaded in others, instead of a proof.
     """
 

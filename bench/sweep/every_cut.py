@@ -1,4 +1,4 @@
-"""A tiny model of four layers, cut in front of every layer, beside the whole one: all stages in one process."""
+"""A tiny model of four layers, cut before every layer, beside the whole one: all stages in one process."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def hold(mesh, spec):
     model = shardwise.parallelize(model, mesh, **vars(spec)).train()
     with MemoryCount(model) as count:
         loss = model(**batch).loss
-        time.sleep(0.1)  # gloo's thread lets go of what it sent a moment later
+        time.sleep(0.1)  # gloo's thread releases what it sent a moment later
         held = count.total()
     loss.backward()
     return held

@@ -102,7 +102,7 @@ def test_ranks_are_started_again_as_often_as_was_asked_for(monkeypatch, capsys, 
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(with_values(run, tmp_path)))
     assert main(["train", str(path), "--max-restarts", "2", "checkpoint.resume=never"]) != 0
-    assert "begins anew" in capsys.readouterr().err
+    assert "begins again" in capsys.readouterr().err
 
 
 def start_command(path, *words):

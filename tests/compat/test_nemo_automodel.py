@@ -138,7 +138,7 @@ def build(family):
 
 
 def differences(model, whole, ids, *, rank, ranks, factor=1.0):
-    """What three steps of the split model, of which this data rank has its rows, compute otherwise than the unsplit."""
+    """What three steps of the split model, with this data rank's rows, compute differently from the unsplit."""
     mine = ids.chunk(ranks)[rank]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, whole)]
     problems = []

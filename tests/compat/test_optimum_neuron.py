@@ -94,7 +94,7 @@ def own_gradients(model):
 
 
 def problems_of(whole, make, *, batch=None):
-    """What a split model trains otherwise than `whole`: `make` returns it, with its optimizer."""
+    """What a split model trains differently from `whole`: `make` returns it, with its optimizer."""
     batch, reference = batch or batch_of(whole), copy.deepcopy(whole)
     trained = [each for each in reference.parameters() if each.requires_grad]
     losses, gradients = train(reference, torch.optim.AdamW(trained, lr=1e-3), batch)

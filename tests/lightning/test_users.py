@@ -60,7 +60,7 @@ def test_a_frozen_model_may_be_beside_the_one_that_is_trained(tmp_path):
 def test_several_models_that_are_trained_are_refused():
     with pytest.raises(UnsupportedError, match="2 split models in one Beside that are all trained: model, teacher"):
         trainer("tp1", max_steps=1).fit(Beside(is_frozen=False), loader())
-    with pytest.raises(UnsupportedError, match="the frozen model model in front of the trained student"):
+    with pytest.raises(UnsupportedError, match="the frozen model model before the trained student"):
         trainer("tp1", max_steps=1).fit(Beside(is_first=True), loader())
 
 

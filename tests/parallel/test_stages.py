@@ -265,7 +265,7 @@ def test_layers_that_cannot_be_cut_apart_stay_together(caplog):
     model = build_tiny_model(config, transformers.SqueezeBertForMaskedLM, seed=0).eval()
     order = find_layer_order(model)
     assert order.calls == ("transformer.embeddings", "transformer.encoder", "transformer.pooler", "cls")
-    assert "SqueezeBertForMaskedLM is cut only in front of one of" in caplog.text
+    assert "SqueezeBertForMaskedLM is cut only before one of" in caplog.text
     batch = make_batch(model, seed=0)
     output, _ = train_in_stages(stages_of(model, order), batch)
     assert abs(float((output.loss - model(**batch).loss).detach())) < 1e-5

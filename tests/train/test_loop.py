@@ -32,7 +32,7 @@ class Collected(list):
 
 
 def make_parts(model, *, loss_of=None):
-    """A plain least-squares step in the place of a split model's."""
+    """A plain least-squares step in place of a split model's."""
 
     def step(batch):
         loss = ((model(batch["x"]) - batch["y"]) ** 2).mean()

@@ -319,7 +319,7 @@ def split_rewritten(
     checkpoint: Place | None = None,
     ranks_at_a_time: int | None = None,
 ) -> nn.Module:
-    """Splits a model by what `rewrite` puts in the place of its modules, modules that divide themselves; a parameter of
+    """Splits a model by what `rewrite` puts in place of its modules, modules that divide themselves; a parameter of
     theirs that has the name and the full shape of one of before is given that one's part.
 
     Args:

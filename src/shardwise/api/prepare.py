@@ -1,4 +1,4 @@
-"""From a model and a wish to a split model: what to do is decided once, agreed upon by all ranks, and then applied.
+"""From a model and its options to a split model: what to do is decided once, agreed upon by all ranks, and applied.
 
 Rules are found by rank 0 alone. What they are found from, the model's shapes and the options, must be the same on every
 rank, and so must be what comes out: both are compared before anything is changed, because ranks that disagree would

@@ -131,7 +131,7 @@ def _as_partial(stored: StoredParts) -> Iterator[None]:
             f"the checkpoint {stored.manifest.tag} is loaded in part",
             at=str(stored.directory),
             why=f"{type(error).__name__}: {error}"[:300],
-            fix="load again, or build model, optimizer and scheduler anew: each may hold some of its values",
+            fix="load again, or build model, optimizer and scheduler again: each may hold some of its values",
         ) from error
 
 

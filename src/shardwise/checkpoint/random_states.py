@@ -2,7 +2,7 @@
 
 Ranks that compute on the same rows start from equal states, whatever their place along tp (see [Note: random numbers],
 runtime/context.py). So states belong to a stage and a data rank. Where these are the same when a checkpoint is loaded,
-each continues where it was. Where they are not, every rank's stream begins anew, from the states that were saved and
+each continues where it was. Where they are not, every rank's stream begins again, from the states that were saved and
 its data rank: the same on every such layout, and another on each data rank.
 """
 
@@ -76,7 +76,7 @@ def check_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, 
 
 
 def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Continues this rank's streams from the states `saved`, by their keys, or begins them anew where the ranks that
+    """Continues this rank's streams from the states `saved`, by their keys, or begins them again where the ranks that
     saved them were arranged otherwise; see the module.
     """
     place = _place(mesh)

@@ -59,7 +59,7 @@ def state_for_groups(state: Any, groups: Sequence[Mapping[str, Any]], *, is_inne
                 raise LoadError(
                     f"the scheduler's {name} differ, and were of other parameter groups",
                     why=f"{len(found[name])} entries for what are {len(groups)} groups now",
-                    fix="load it with the layout it was saved with, or build the scheduler anew",
+                    fix="load it with the layout it was saved with, or build the scheduler again",
                 )
             found[name] = found[name][:1] * len(groups)
     if isinstance(found.get(_INNER), list):

@@ -68,7 +68,7 @@ def check_companion(directory: Path, manifest: Manifest, name: str) -> None:
 
 @dataclass
 class StoredParts:
-    """The tensor files of one checkpoint; a context manager that lets go of them.
+    """The tensor files of one checkpoint; a context manager that releases them.
 
     Attributes:
         directory: of the checkpoint.

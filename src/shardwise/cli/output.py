@@ -53,7 +53,7 @@ class Output:
 
 
 def lasting_stdout() -> redirect_stdout[Any]:
-    """Puts an `Output` in the place of `sys.stdout`; where that was closed, one that drops everything."""
+    """Puts an `Output` in place of `sys.stdout`; where that was closed, one that drops everything."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - to the end of the process
     return redirect_stdout(Output(sys.stdout))

@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.max_restarts and config.checkpoint.resume == "never":
         raise ConfigError(
             f"--max-restarts {arguments.max_restarts} and checkpoint.resume=never",
-            why="a run that never resumes begins anew whenever its ranks are started again",
+            why="a run that never resumes begins again whenever its ranks are started again",
             fix="leave one of them out",
         )
     if shape.world_size == 1 and not arguments.max_restarts:

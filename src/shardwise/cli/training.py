@@ -56,7 +56,7 @@ def train(config: TrainConfig) -> StepRecord | None:
         config: the run, free of problems.
 
     Raises:
-        ShardwiseError: something did not fit or went wrong; the same on every rank wherever it was foreseen.
+        ShardwiseError: something did not fit or went wrong; the same on every rank wherever it could be checked.
         SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
     with _open_mesh(config) as mesh, ExitStack() as open_logs:

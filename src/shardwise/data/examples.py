@@ -178,7 +178,7 @@ class _Conversations:
         if not (full.startswith(until) and until.startswith(before)):
             raise LoadError(
                 "the chat template does not tell which tokens are the assistant's",
-                why="it has no {% generation %}, and writes the messages before a response otherwise than with it or\n"
+                why="it has no {% generation %}, and writes the messages before a response differently with it or\n"
                 f"with what follows (message {place})",
                 fix="put {% generation %} around what the assistant says in the template, or give conversations in\n"
                 "which the last message alone is the assistant's",

@@ -1,7 +1,7 @@
 """This process as a rank of a job: its device, its meeting with the others, and its end.
 
 # [Note: the last collective]
-A collective is over for us when its result is there; gloo's thread lets go of the tensors a moment later, and takes the
+A collective is over for us when its result is there; gloo's thread releases the tensors a moment later, and takes the
 interpreter's lock to do so. Up to Python 3.13 a thread that asks for the lock while the interpreter goes away is ended
 on the spot, which C++ answers by aborting the process: about one run in forty that finished within that moment ended
 with SIGABRT. So a process that used gloo rests briefly before it ends, while threads can still have the lock.
@@ -11,7 +11,7 @@ A gloo group has a thread that waits for its sockets. When a socket is ready whi
 connection, it asks again at once, and again. Where there are as many ranks as cores, the holder of the lock often waits
 for that very core, until the kernel takes it from the spinning thread at its next tick: a collective of a few kilobytes
 among four ranks on two cores took 7 ms, most of it spent in the kernel. As a batch thread of lower priority it does not
-push the holder from the core that is about to let go of the lock, and yields the core when the holder wants it: 2.7 ms,
+push the holder from the core that is about to release the lock, and yields the core when the holder wants it: 2.7 ms,
 at less than half the processor time.
 """
 

@@ -129,7 +129,7 @@ def _check_one_trained(module: nn.Module, roots: Sequence[nn.Module]) -> None:
         )
     if trained and trained[0] is not roots[0]:
         raise UnsupportedError(
-            f"the frozen model {names[id(roots[0])]} in front of the trained {names[id(trained[0])]}",
+            f"the frozen model {names[id(roots[0])]} before the trained {names[id(trained[0])]}",
             why=f"the first one's names are those of a {type(module).__name__}'s checkpoints",
             fix="assign the one that is trained first",
         )

@@ -27,7 +27,7 @@ class RandomStreams:
         self._states.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """Begins a stream; one of that name begins anew."""
+        """Begins a stream; one of that name begins again."""
         self._states[name] = torch.Generator().manual_seed(seed).get_state()
 
     @contextmanager

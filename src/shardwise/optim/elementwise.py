@@ -117,7 +117,7 @@ def _check_parts(name: str, build: _Build, *, num_dims: int, dim: int, device: t
         raise UnsupportedError(
             f"{name} on parameters of which ranks hold parts",
             why=f"it is not elementwise: it updates two halves (along dim {dim}) of a tensor of {num_dims} dims\n"
-            f"otherwise than the full tensor, by up to {error:.1e}, where the largest update is {largest:.1e}",
+            f"differently from the full tensor, by up to {error:.1e}, where the largest update is {largest:.1e}",
             fix="use an elementwise optimizer (SGD, Adam, AdamW, …), or a layout that leaves parameters in one piece "
             "(ddp)",
         )
@@ -140,7 +140,7 @@ def _check_apart(name: str, build: _Build, *, num_dims: int, device: torch.devic
     if not error <= _ALLOWED * largest:
         raise UnsupportedError(
             f"{name} on the parameters of one stage of a pipeline",
-            why=f"it updates two tensors together otherwise than each by itself, by up to {error:.1e}, where the\n"
+            why=f"it updates two tensors together differently from each by itself, by up to {error:.1e}, where the\n"
             f"largest update is {largest:.1e}",
             fix="use an optimizer that updates every parameter by itself (SGD, Adam, AdamW, …), or pp_size 1",
         )

@@ -23,7 +23,7 @@ _ARGUMENTS = "_shardwise_arguments"
 
 
 def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """A subclass whose optimizers keep what they were given, and hold an empty parameter in the place of a group's.
+    """A subclass whose optimizers keep what they were given, and hold an empty parameter in place of a group's.
 
     Its instances have the groups and options of real ones, so that wrong ones are errors at once, but cannot step.
 

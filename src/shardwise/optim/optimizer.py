@@ -118,7 +118,7 @@ def _known_models(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
 
 
 def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[nn.Module]:
-    """The split models whose parameters an optimizer holds; raises where it would update them otherwise than the full
+    """The split models whose parameters an optimizer holds; raises where it would update them differently from the full
     ones.
     """
     entries = {id(entry.registry): entry for parameter in parameters if (entry := entry_of(parameter)) is not None}

@@ -206,7 +206,7 @@ def with_fused(
 ) -> dict[str, Any]:
     """`options`, with torch's fused form, which makes no temporary tensors, where there is one for these parameters.
 
-    On CPUs it rounds the last few elements of a tensor otherwise than the others. So parameters of which several tp
+    On CPUs it rounds the last few elements of a tensor differently from the others. So parameters of which several tp
     ranks hold the same elements, perhaps in other places of their parts, have another there: copies stay equal.
     """
     asked = any(name in options for name in _HOW) or isinstance(options.get("lr"), Tensor)

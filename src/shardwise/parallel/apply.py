@@ -37,7 +37,7 @@ def apply_plan(
 ) -> Registry:
     """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
 
-    Foreign stages are let go of first. Then, from the inside out: tensor and sequence parallelism change modules,
+    Foreign stages are released first. Then, from the inside out: tensor and sequence parallelism change modules,
     recomputation and compilation wrap blocks, and FSDP2 comes last, because it gathers a unit before anything in it
     runs, or runs again.
 

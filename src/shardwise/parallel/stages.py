@@ -1,4 +1,4 @@
-"""Pipeline parallelism: makes a model compute stage by stage, and lets go of the parameters of foreign stages."""
+"""Pipeline parallelism: makes a model compute stage by stage, and releases the parameters of foreign stages."""
 
 from __future__ import annotations
 

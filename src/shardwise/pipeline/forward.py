@@ -105,8 +105,8 @@ class _Forward:
     @torch.compiler.disable
     def run(self) -> Any:
         """The output of the whole model: torch.compile of all of it leaves the schedule as it is."""
-        manner = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
-        check_same_batch(self.arguments, self.registry.context, manner=manner)
+        also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
+        check_same_batch(self.arguments, self.registry.context, also=also)
         self._check()
         if self.learns:
             return self._train()

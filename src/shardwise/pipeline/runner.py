@@ -65,7 +65,7 @@ class PipelineRunner:
     """Runs the stages of one model; kept on it. Every rank of the mesh must make it at the same point.
 
     # [Note: a line of its own]
-    Stages send each other tensors on a group that nothing else knows. Where a stage raises, this rank lets go of that
+    Stages send each other tensors on a group that nothing else knows. Where a stage raises, this rank releases that
     group: its connections close, and the ranks that wait for the stage fail within a second, also while this rank lives
     on, in an exception handler or a debugger. gloo closes connections only when nobody refers to a group any more.
 

@@ -144,7 +144,7 @@ def check_complete(ends: Sequence[Any], inputs: Sequence[Tensor], second: Second
     lost without a word.
 
     Args:
-        ends: the outputs' nodes in the graph, which they let go of in the first part.
+        ends: the outputs' nodes in the graph, which they release in the first part.
 
     Raises:
         LayoutError: saying how many weights, and of what shapes.

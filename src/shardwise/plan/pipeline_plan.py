@@ -55,7 +55,7 @@ class LayerOrder:
         calls: FQN of the layer of every segment, in the order of execution; a layer that runs twice is there twice.
         uses: FQN of every parameter, tied aliases by their own names, to the segments that compute with it under this
             name; parameters that nothing computes with are in none.
-        crossings: for every cut, in front of segment 1, 2, …, what crosses it.
+        crossings: for every cut, before segment 1, 2, …, what crosses it.
         returns: FQN of a module to what it returns. Who passes it through need not run it: every layer that returns
             what looks like its arguments is here, and of the other modules those whose code asks for values.
         shares_dropped: whether what dropout makes of tensors that depend on no parameters crosses cuts, too, so that

@@ -2,7 +2,7 @@
 
 # [Note: adapters are recognised by structure]
 PEFT is optional, and what computes need not import it. Its tuner layers hold what they wrap as `base_layer`, copies
-that are trained in the place of a module lie next to it as `modules_to_save`, and both say in `adapter_layer_names`
+that are trained in place of a module lie next to it as `modules_to_save`, and both say in `adapter_layer_names`
 where they keep what is theirs. How these divide is decided in `shardwise.plan.adapters`.
 """
 
@@ -19,7 +19,7 @@ def is_adapter(module: nn.Module) -> bool:
 
 
 def is_saved_copy(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's that runs a trained copy in the place of another one."""
+    """Whether a module is one of PEFT's that runs a trained copy in place of another one."""
     return _is_tuner(module) and {"original_module", "modules_to_save"} <= module._modules.keys()
 
 

@@ -1,4 +1,4 @@
-"""Parameters that forwards read otherwise than they are stored: cast, or this rank's share of them.
+"""Parameters that forwards read in another form than they are stored in: cast, or this rank's share of them.
 
 Reading changes nothing that is stored, so code that is compiled or recomputed may do it wherever it likes.
 """

@@ -22,13 +22,13 @@ __all__ = ["check_same_batch", "compared_already"]
 _MOST_READ = 2**16
 
 
-def check_same_batch(inputs: Any, context: SplitContext, *, manner: Mapping[str, Any] | None = None) -> None:
+def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, Any] | None = None) -> None:
     """Raises the same error on every tp and pp rank unless all were given the same inputs: tensors of the same names,
     shapes and dtypes, and, where they are integers on the host, of the same values (of large ones, evenly spaced
     samples).
 
     Args:
-        manner: what must be the same besides about how the model is called, by what it is called in the error.
+        also: what must be the same besides about how the model is called, by what it is called in the error.
 
     Does nothing where that costs more than a word between hosts: where `compared_already`, and in a group that only
     GPUs can communicate in.
@@ -49,11 +49,11 @@ def check_same_batch(inputs: Any, context: SplitContext, *, manner: Mapping[str,
                 for path, value in tree_flatten_with_path(inputs)[0]
                 if isinstance(value, Tensor | int)
             }
-            | {name: repr(value) for name, value in (manner or {}).items()},
+            | {name: repr(value) for name, value in (also or {}).items()},
             what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
             device=context.device,
             fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
-            "mesh.data_rank" + ("; and call the same model in the same mode" if manner else ""),
+            "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
             error=BatchError,
         )
 

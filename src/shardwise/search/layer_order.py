@@ -1,7 +1,7 @@
 """Finds out how a model can be cut into stages, and tries it.
 
 A tiny model with as many layers as the model, of the same kinds, runs once and is watched. Then it runs again stage by
-stage, cut in front of every layer, and must compute the same loss and gradients. What was found is kept on disk.
+stage, cut before every layer, and must compute the same loss and gradients. What was found is kept on disk.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         if order is None:
             raise
         name, runs = type(model).__name__, ", ".join(order.calls)
-        logger.warning("%s is cut only in front of one of %s: between its layers, %s", name, runs, _in_a_line(error))
+        logger.warning("%s is cut only before one of %s: between its layers, %s", name, runs, _in_a_line(error))
         return order
 
 
@@ -189,7 +189,7 @@ def _no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanErr
 
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
-    """What a tiny model computes otherwise when it is cut in front of every layer, in words."""
+    """What a tiny model computes differently when it is cut before every layer, in words."""
     whole, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
     own = list(cut.parameters())  # before they go
     loss = objective_of(whole(**copied(batch)))
@@ -197,11 +197,11 @@ def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) ->
     output, _ = train_in_stages([_stages_of_one(cut, order)] * len(order.calls), batch)
     found = objective_of(output)
     if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
-        return f"cut in front of every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
+        return f"cut before every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
     used = {id(each) for name, each in whole.named_parameters(remove_duplicate=False) if order.uses[name]}
     for (name, parameter), same in zip(whole.named_parameters(), own, strict=True):
         if not _equal(same.grad, parameter.grad):
-            return f"cut in front of every layer, it computes another gradient of {name}"
+            return f"cut before every layer, it computes another gradient of {name}"
         if id(parameter) not in used and parameter.grad is not None and bool(parameter.grad.any()):
             return f"nothing was seen to compute with {name}, but it has a gradient"
     return ""

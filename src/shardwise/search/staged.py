@@ -47,8 +47,8 @@ def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple
             if [(tuple(value.shape), value.dtype) for value in output] != [(x.shape, x.dtype) for x in expected]:
                 order = each.plan.order
                 raise PlanError(
-                    f"what crosses the cut in front of {order.calls[each.plan.starts[stage + 1]]} is not what it was "
-                    f"foreseen to be: {[(tuple(value.shape), value.dtype) for value in output]} instead of "
+                    f"what crosses the cut before {order.calls[each.plan.starts[stage + 1]]} is not what it was "
+                    f"expected to be: {[(tuple(value.shape), value.dtype) for value in output]} instead of "
                     f"{[(x.shape, x.dtype) for x in expected]}"
                 )
             sent.append(output)

@@ -191,7 +191,7 @@ def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None =
 
 
 def _difference(found: _Result, truth: _Result) -> str:
-    """What a rank computed otherwise than the full tiny model, in words."""
+    """What a rank computed differently from the full tiny model, in words."""
     if not abs(found.loss - truth.loss) <= _LOSS:
         return f"loss {found.loss:.6f} instead of {truth.loss:.6f}"
     for name, expected in truth.gradients.items():

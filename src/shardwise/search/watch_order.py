@@ -334,7 +334,7 @@ class _Watcher(TorchFunctionMode):
             anchor = f"input:{entry[key]}" if key in entry else value.anchor
             if not anchor:
                 raise PlanError(
-                    f"{type(self.model).__name__} cannot be cut in front of {self.calls[segment]}",
+                    f"{type(self.model).__name__} cannot be cut before {self.calls[segment]}",
                     at=value.place,
                     why="what is computed there, inside of a layer, is used after it without having been returned",
                     fix="use pp1",

@@ -207,7 +207,7 @@ def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer:
         is_converted = [shape for shape, _ in found] == [each.shape for each in expected]
         raise LayoutError(
             f"what is sent to the stage that begins with {layer} is not what that one was told to receive",
-            why=f"it is {found}, foreseen was {[(each.shape, each.dtype) for each in expected]}",
+            why=f"it is {found}, expected was {[(each.shape, each.dtype) for each in expected]}",
             fix="convert the model before it is split (dtype=...), not afterwards"
             if is_converted
             else "use other cuts, or pp1",

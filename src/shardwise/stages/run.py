@@ -123,7 +123,7 @@ class StageRun:
         first: the segment with which it begins; above all of them where nothing is to be computed.
         last: the segment before which it ends; None where it runs to the end of the model.
         skipped: how many segments do not run, because the caller gives what they compute.
-        travels: of such a run, the anchors of what is sent at the cut in front of each segment; the rest is given.
+        travels: of such a run, the anchors of what is sent at the cut before each segment; the rest is given.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class StageRun:
         self.glue = _Glue(self) if is_counted else None
 
     def crossings(self, segment: int | None) -> tuple[Crossing, ...]:
-        """What crosses the cut in front of a segment."""
+        """What crosses the cut before a segment."""
         found = self.order.crossings[segment - 1] if segment and segment <= len(self.order.crossings) else ()
         if self.travels is None or segment is None:
             return found
@@ -310,7 +310,7 @@ class StageRun:
 def _not_found(what: str, sent: int, computed: int) -> UnsupportedError:
     return UnsupportedError(
         f"at {what.replace(':', ' ')} {sent} tensors were sent, and {computed} are to take their places",
-        why="the stages run otherwise than each other: in another mode, or with other arguments",
+        why="the stages run differently from each other: in another mode, or with other arguments",
         fix="run all ranks in one mode (train or eval) with the same arguments, or use pp1",
     )
 

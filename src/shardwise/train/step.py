@@ -149,9 +149,9 @@ class TrainStep:
         fault: BatchError | None = None
         rows, counts, kilo_flops = 0, [0], 0
         try:
-            manner: dict[str, Any] = {"model.training": self.model.training}
-            manner |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
-            check_same_batch((batch, self.num_microbatches), self._registry.context, manner=manner)
+            also: dict[str, Any] = {"model.training": self.model.training}
+            also |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
+            check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
             rows = check_batch(self.model, batch, self.num_microbatches)
             counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
             kilo_flops = flops_of(batch, self._registry.plan.work) // 1000

@@ -43,7 +43,7 @@ def save_checkpoint(
         tag: its name; by default one that counts.
         num_workers: files that a rank writes at the same time.
         num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
-        async_save: write while training goes on, decided anew by every call.
+        async_save: write while training goes on, decided again by every call.
         others: without meaning here.
 
     Raises:

@@ -45,7 +45,7 @@ class Parallelizer:
         should_parallelize_layer_predicate_func: Predicate = None,
         **parallel_layer_specific_kwargs: Any,
     ) -> nn.Module:
-        """Splits the model in place. A subclass may put parallel layers of `neuronx_distributed` in the place of
+        """Splits the model in place. A subclass may put parallel layers of `neuronx_distributed` in place of
         modules: `parallelize` gives those whose parameters keep their names the part of the weights that was there.
 
         Args:
