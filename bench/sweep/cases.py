@@ -210,6 +210,10 @@ def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]
         tiny = peft.inject_adapter_in_model(lora, tiny).eval()
     except ValueError as error:
         return "refused", f"PEFT: {one_line(error)}", 0.0
+    try:
+        tiny(**make_batch(tiny, seed=0))
+    except Exception as error:  # noqa: BLE001 - PEFT takes a subclass of nn.Linear for one, whatever it returns
+        return "refused", f"PEFT's model does not run, unsplit: {type(error).__name__}: {one_line(error)}", 0.0
     facts = read_facts(tiny)
     plan = plan_for(tiny, spec, tp_size=shape.tp_size, facts=facts)
     decided = decide_split(plan, tiny, facts, shape, sequence_parallel=spec.sequence_parallel)

@@ -190,7 +190,7 @@ def add_second(model, name="two"):
     model.add_adapter(name, more)
 
 
-def use_adapters(mesh, layout):
+def use_adapters(mesh, layout, place):
     """What differs from PEFT unsplit as adapters are added, switched, merged and taken out again."""
     full = with_lora("llama", target_modules=["q_proj", "o_proj", "down_proj"])
     if mesh.size("pp") > 1:
@@ -237,7 +237,28 @@ def use_adapters(mesh, layout):
     if mesh.size("pp") > 1:
         with pytest.raises(UnsupportedError, match="after the model was cut into stages"):
             add_second(split, "three")
-    return problems
+    else:
+        own = Path(place) / f"two-{layout}-{mesh.rank}"
+        full.save_pretrained(own, selected_adapters=["two"])
+        for model in (full, split):
+            model.load_adapter(own / "two", "loaded")
+            model.set_adapter("loaded")
+        compare("an adapter that was loaded")
+    for model in (full, split) if layout == "tp2" else ():
+        model.add_weighted_adapter(["two", "loaded"], [0.7, 0.4], "both", combination_type="linear")
+        model.set_adapter("both")
+    compare("adapters combined")
+    with pytest.raises(UnsupportedError, match="adapters combined by 'svd' in a model that is split over"):
+        split.add_weighted_adapter(["two", "default"], [0.7, 0.4], "more")
+    for each in (split, split.get_base_model()):
+        with pytest.raises(UnsupportedError, match=r"(?s)save_pretrained of .*on every rank"):
+            each.save_pretrained(place)
+    for model in (full, split):  # of what FSDP2 has gathered, and not freed, for a forward without backward
+        model.set_adapter("default")
+        model.zero_grad()
+        model(**batch).loss.backward()
+    expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
+    return problems + differing_gradients(shardwise.full_gradients(split), expected)
 
 
 def on_shared_ranks(mesh, layout, place, what):
@@ -245,7 +266,7 @@ def on_shared_ranks(mesh, layout, place, what):
         return start_adapter(mesh, layout, place)
     if what == "files are PEFT's both ways":
         return exchange_files(mesh, layout, place), None
-    return use_adapters(mesh, layout), None
+    return use_adapters(mesh, layout, place), None
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,17 @@ def inner_backward(pair):
     return pair.gradient_problems()
 
 
+def changed_while_gathered(pair):
+    """A forward without backward leaves units gathered: what is then done to their parameters counts."""
+    pair.backward(0)
+    with torch.no_grad():
+        pair.both(lambda model: model(**pair.batches[0]))
+    pair.both(lambda model: model.zero_grad())
+    pair.both(lambda model: model.get_parameter("model.norm.weight").requires_grad_(False))
+    pair.backward(1)
+    return pair.gradient_problems()
+
+
 def two_models(pair):
     """A teacher and a student in one loss, both trained."""
     other = Pair("", pair.mesh)
@@ -250,7 +261,7 @@ CASES = {
     "tp2": EVERYWHERE + AT_TP,
     "fsdp2.tp2": EVERYWHERE,
     "tp2+sp": (closures, plain_clipping),
-    "fsdp2": (closures, plain_clipping),
+    "fsdp2": (closures, plain_clipping, changed_while_gathered),
 }
 
 

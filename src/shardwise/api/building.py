@@ -18,7 +18,6 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.runtime.adapters import find_model
 
 __all__ = ["load", "load_filled", "parallelize"]
 
@@ -110,7 +109,7 @@ def _load(  # noqa: PLR0913 - what `load` takes
         model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
         whole: Any = model if adapter is None else filling.inject(model, adapter)
     with filling:
-        registry = prepare(model, mesh, spec)
+        registry = prepare(whole, mesh, spec)
         if fill is not None:
             fill(model)
         with raise_on_all_ranks(mesh.group(), "loading"):
@@ -162,5 +161,5 @@ def parallelize(  # noqa: PLR0913 - as above
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = as_dtype(precision.params)
-    prepare(find_model(model), mesh, spec, dtype=dtype)
+    prepare(model, mesh, spec, dtype=dtype)
     return model

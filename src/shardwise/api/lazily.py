@@ -306,7 +306,7 @@ def split_lazily(
     Communicates: as `shardwise.parallelize` and `Values`.
     """
     with Values(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as values:
-        registry = prepare(find_model(model), mesh, spec)
+        registry = prepare(model, mesh, spec)
         values.put(registry)
     return registry
 

@@ -19,6 +19,7 @@ from shardwise.comm.agree import check_equal, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
+from shardwise.lora.wrapper import guard_wrapper
 from shardwise.loss.label_use import label_use_of, note_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients
@@ -34,6 +35,7 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.runtime.adapter_facts import without_adapters
+from shardwise.runtime.adapters import find_model
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
@@ -44,10 +46,11 @@ from shardwise.topology.shape import MeshShape
 __all__ = ["check_options", "decide", "observe_labels", "open_subgroups", "prepare"]
 
 
-def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
-    """Splits `model` (real or meta) over `mesh` in place: what `parallelize` is, and `load` but for the weights.
+def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
+    """Splits a model (real or meta) over `mesh` in place: what `parallelize` is, and `load` but for the weights.
 
     Args:
+        given: the model, or PEFT's wrapper around it.
         dtype: as in `apply_plan`.
 
     Raises:
@@ -56,6 +59,7 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
 
     Communicates: a few small gathers over all ranks.
     """
+    model = find_model(given)
     plan = _decide_together(model, mesh, spec)
     observe_labels(model)
     with raise_on_all_ranks(mesh.group(), "splitting the model"):
@@ -64,6 +68,7 @@ def prepare(model: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     track_gradients(model, registry)
     apply_pipeline(model, registry)
     watch_optimizers()
+    guard_wrapper(given, registry)
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)
     return registry

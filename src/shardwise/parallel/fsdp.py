@@ -7,6 +7,7 @@ In a pipeline each stage of a rank is a root of its own: torch's runtime gathers
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
+from shardwise.runtime.gathered import follow_requires_grad
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 
@@ -59,7 +62,14 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
             units = _units_of_stage(model, stage, registry)
             registry.stage_roots[stage] = root = StageRoot(model, stage, registry, units)
             _shard_root(root, units, registry, kept_replicated)
+    model.zero_grad = MethodType(_zero_grad, model)  # type: ignore[method-assign]
     attach_registry(model, registry)
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+    """Clears gradients of the parameters at rest; see [Note: left gathered]."""
+    reshard(model)
+    type(model).zero_grad(model, set_to_none)
 
 
 class StageRoot(nn.Module):
@@ -119,6 +129,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
     for unit in units.values():
         _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3)
     _shard((root,), registry, kept_replicated, frees=False)
+    root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
     _tune(root, units, registry)
 
 

@@ -66,6 +66,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
+            module.save_pretrained = _refuse_saving
 
 
 class _RefusesPickle:
@@ -164,4 +165,12 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
         "resize_token_embeddings on a split model",
         why="the vocabulary is divided among ranks already",
         fix="resize the unsplit model before shardwise.parallelize, or export and load it again",
+    )
+
+
+def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
+    raise UnsupportedError(
+        "save_pretrained of a split model",
+        why="this rank holds parts of its parameters, and other ranks may not have called",
+        fix="call shardwise.export_pretrained(model, directory) on every rank",
     )

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parameters.registry import ParameterEntry, entries_of, find_parameters, registry_of
+from shardwise.runtime.gathered import free
 
 __all__ = ["copy_out_of_mmap", "held_parameters", "reshard"]
 
@@ -33,7 +34,7 @@ def held_parameters(model: nn.Module) -> list[tuple[nn.Parameter, ParameterEntry
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule) and not registry.stage_roots:
-            module.reshard()
+            free(module)
         entries = entries_of(module)
         for own, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
@@ -47,4 +48,4 @@ def reshard(model: nn.Module) -> None:
     for root in (model, *registry_of(model).stage_roots.values()):
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()
+                free(module)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.runtime.gathered import param_groups
+
 __all__ = ["Uses"]
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
@@ -43,11 +45,9 @@ class Uses:
 
     def watch(self, unit: nn.Module) -> None:
         """Has FSDP2 reduce all trained parameters of a unit, whatever a rank has used, and notes which it has."""
-        state = unit._get_fsdp_state()  # type: ignore[operator]
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         if not self.fills:
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
-        for group in groups:
+        for group in param_groups(unit):  # type: ignore[arg-type]
             self._watch_group(group)
 
     def _watch_group(self, group: Any) -> None:

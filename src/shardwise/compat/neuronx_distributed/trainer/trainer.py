@@ -89,7 +89,7 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             recompute=recompute,
             pipeline=pipeline_of(base, nxd_config["pipeline_config"]) if mesh.size("pp") > 1 else None,
         )
-        prepare(base, mesh, spec)
+        prepare(model, mesh, spec)
     if lora is not None and lora.enable_lora and lora.load_lora_from_ckpt:
         load_checkpoint(lora.lora_save_dir, lora.lora_load_tag, model=model)
     return model

@@ -1,0 +1,85 @@
+"""PEFT's wrapper around a split model: what of it reads, writes or combines full tensors."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from shardwise.errors import UnsupportedError
+from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.registry import Registry
+from shardwise.parameters.whole_names import names_only
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.linear import apply_mixin
+
+__all__ = ["guard_wrapper"]
+
+_BY_ENTRY = ("linear", "cat")
+"""Ways to combine adapters in which an entry of the new A or B is made of the same entry of the others."""
+
+
+def guard_wrapper(model: nn.Module, registry: Registry) -> None:
+    """Makes PEFT's wrapper around a split model right where ranks hold parts, or refuse; other models stay as they are.
+
+    Communicates: nothing.
+    """
+    if find_model(model) is not model and registry.mesh.shape.world_size > 1:
+        apply_mixin(model, _SplitWrapper, _split_registry=registry)
+        apply_mixin(model.get_submodule("base_model"), _SplitTuner, _split_registry=registry)
+
+
+class _SplitWrapper:
+    """Mixin of a `PeftModel`."""
+
+    _split_registry: Registry
+
+    def load_adapter(self, *args: Any, **options: Any) -> Any:
+        """As PEFT; each rank keeps its part of what the file has."""
+        with names_only(self._split_registry):
+            return super().load_adapter(*args, **options)  # type: ignore[misc]
+
+    def save_pretrained(self, *args: Any, **options: Any) -> NoReturn:
+        """Refuses: what a rank holds would be written as if it were all."""
+        raise UnsupportedError(
+            "save_pretrained of adapters in a split model",
+            why="this rank holds parts of its parameters, and other ranks may not have called",
+            fix="call shardwise.export_pretrained(model, directory) on every rank: it writes the same files",
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """As torch, of the parameters at rest; see [Note: left gathered]."""
+        reshard(find_model(self))  # type: ignore[arg-type]
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+
+class _SplitTuner:
+    """Mixin of a `LoraModel`."""
+
+    _split_registry: Registry
+
+    def add_weighted_adapter(
+        self,
+        adapters: list[str],
+        weights: list[float],
+        adapter_name: str,
+        combination_type: str = "svd",
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """As PEFT, where the parts of a combination are the combination of the parts.
+
+        Raises:
+            UnsupportedError: they are not.
+        """
+        mesh = self._split_registry.mesh
+        if mesh.size("pp") > 1 or mesh.data_size > 1 or combination_type not in _BY_ENTRY:
+            raise UnsupportedError(
+                f"adapters combined by {combination_type!r} in a model that is split over {mesh.shape}",
+                why="it is computed from full tensors, of which each rank holds a part",
+                fix="combine them in the unsplit model, and load what it saves; over tp alone use "
+                + " or ".join(f"combination_type={each!r}" for each in _BY_ENTRY),
+            )
+        return super().add_weighted_adapter(  # type: ignore[misc]
+            adapters, weights, adapter_name, combination_type, *args, **options
+        )
