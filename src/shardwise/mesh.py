@@ -256,6 +256,10 @@ class Mesh:
         if self._watch is not None:
             self._watch.step += 1
 
+    def take_over(self) -> None:
+        """Makes an error that leaves this mesh the end of the job, as one that leaves the mesh that began it."""
+        self._owns_processes = self._watch is not None
+
     def close(self) -> None:
         """Lets go of the groups. Safe to call twice.
 

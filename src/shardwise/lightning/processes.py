@@ -21,6 +21,10 @@ _AT_WORK: list[weakref.ref[Any]] = []
 """The strategy between the beginning and the end of a Trainer's run in this process; none, or one."""
 
 
+_BEGUN: list[MeshShape] = []
+"""Of the meshes by which strategies have had the ranks of this job meet: what runs later in them is theirs, too."""
+
+
 def check_devices(shape: MeshShape, *, num_devices: int, num_nodes: int, world_size: int | None) -> None:
     """Raises `MeshError` unless the layout has as many ranks as the Trainer.
 
@@ -54,7 +58,11 @@ def open_mesh(shape: MeshShape, cluster: Any, device: torch.device, **options: A
     Communicates: as `Mesh.open`.
     """
     if shape.world_size == 1 or dist.is_initialized():
-        return Mesh.open(shape, device=device, **options)
+        mesh = Mesh.open(shape, device=device, **options)
+        if _BEGUN and shape.world_size > 1:
+            mesh.take_over()
+        return mesh
+    _BEGUN.append(shape)
     said = {
         "RANK": cluster.global_rank(),
         "WORLD_SIZE": cluster.world_size(),
