@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise
+from shardwise.comm import agree
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.kinds import describe_kind
@@ -217,6 +221,7 @@ DISAGREEMENTS = {
 def disagree(base):
     with shardwise.Mesh.open("tp2") as mesh:
         training = Training(mesh, "llama")
+        training.save(base, tag="first")  # ranks remember what they have agreed on
         found = []
         for differs in DISAGREEMENTS.values():
             options = {"path": base, **differs(mesh.rank)}
@@ -232,7 +237,44 @@ def disagree(base):
                 found.append(training.load(path, tag))
             except ConfigError as error:
                 found.append(str(error))
+        for part in ("optimizer", "scheduler"):
+            with pytest.raises(
+                ConfigError, match=f"ranks load different parts[\\s\\S]*the {part}[\\s\\S]*rank 1: none"
+            ):
+                training.load(base, "a", **({part: None} if mesh.rank else {}))
         return found
+
+
+class Told(logging.Handler):
+    """Lets the other ranks know what was logged."""
+
+    def emit(self, record):
+        dist.distributed_c10d._get_default_store().set("told", record.getMessage())
+
+
+def come_late(base):
+    """Rank 1 comes to a save and a load only when rank 0 has said that it waits."""
+    agree._PATIENCE_SECONDS = agree._SECONDS_APART = 0.01
+    store = dist.distributed_c10d._get_default_store
+    with shardwise.Mesh.open("tp2") as mesh:
+        training = Training(mesh, "llama")
+        logging.getLogger("shardwise.comm").addHandler(Told())
+        said = []
+        for call in (functools.partial(training.save, tag="a"), training.load):
+            if mesh.rank:
+                said.append(store().get("told").decode())
+                store().delete_key("told")
+            call(base)
+        return said
+
+
+@pytest.mark.spawn
+def test_a_rank_that_waits_for_others_says_for_whom(tmp_path):
+    _, said = spawn(come_late, 2, tmp_path)
+    assert said == [
+        f"1 of 2 ranks wait in {name}, which every rank must call: rank 1 did not come"
+        for name in ("save_checkpoint", "load_checkpoint")
+    ]
 
 
 @pytest.mark.spawn

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.checkpoint.background import PendingSave, finish_all_saves, finish_saves, writer_of
 from shardwise.checkpoint.directory import check_tag, root_of
-from shardwise.checkpoint.load import load_into
+from shardwise.checkpoint.load import Session, load_into
 from shardwise.checkpoint.save import prepare_save
 from shardwise.checkpoint.save_job import SaveRequest
 from shardwise.errors import ConfigError
@@ -68,8 +68,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         ConfigError: something cannot be saved, or is not the same on every rank.
         LoadError: it cannot be written, or the save before has failed; the same on every rank. What was complete is.
 
-    Communicates: one gather of a small object over all ranks; five more over a process group of its own, in the
-        background where that was asked for.
+    Communicates: one all-gather of 16 bytes over all ranks, or where they hold something else than at the last save a
+        gather of a small object; five more over a process group of its own, in the background where that was asked for.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
     writer = writer_of(registry_of(_module(model)).mesh)
@@ -84,6 +84,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         loss_scale=asdict(gradients.loss_scale) if gradients.loss_scale is not None else None,
         extra=extra,
         companions=adapter_companions(registry_of(model).model() or model),
+        meanwhile=writer.take_copies if async_save else lambda job: None,
     )
     return writer.start(job) if async_save else writer.write(job)
 
@@ -137,26 +138,18 @@ def load_checkpoint(
         LoadError: there is no such checkpoint; a file is missing, damaged, or not what the checkpoint says; names or
             shapes do not fit; or an optimizer's state cannot be divided. Names file and tensor. The same error on every
             rank; model and optimizer are as they were.
-        ConfigError: the tag cannot be one, or an optimizer is given without its model.
+        ConfigError: the tag cannot be one, an optimizer is given without its model, or on some ranks only.
 
     Communicates: a few gathers of small objects over all ranks.
     """
-    return load_session(path, tag, model=model, optimizer=optimizer, scheduler=scheduler, strict=strict, verify=verify)
+    session = Session(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict, verifies=verify)
+    return load_session(path, tag, session)
 
 
 @torch.inference_mode(mode=False)
-def load_session(
-    path: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: Any = None,
-    strict: bool = True,
-    verify: bool = True,
-    fills_model: bool = True,
-) -> Any:
-    """As `load_checkpoint`; with `fills_model` False the model's tensors have been loaded before."""
+def load_session(path: str | os.PathLike[str], tag: str | None, session: Session) -> Any:
+    """As `load_checkpoint`."""
+    model: nn.Module | None = session.model
     put: Any = None
     if model is None:
         finish_all_saves()
@@ -165,17 +158,7 @@ def load_session(
         finish_saves(registry.mesh)
         gradients_of(model).parameters()
         put = functools.partial(put_tensor, registry.model() or model, registry)
-    loaded = load_into(
-        path,
-        tag,
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        put=put,
-        strict=strict,
-        verifies=verify,
-        fills_model=fills_model,
-    )
+    loaded = load_into(path, tag, session, put=put)
     loss_scale = gradients_of(model).loss_scale if model is not None else None
     if loss_scale is not None and loaded.loss_scale is not None:
         loss_scale.value, loss_scale.good_steps = loaded.loss_scale["value"], loaded.loss_scale["good_steps"]

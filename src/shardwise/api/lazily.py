@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from shardwise.api.by_hand import adopt_model
-from shardwise.api.checkpoints import load_session
+from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.converting import open_anywhere
 from shardwise.api.filling import Filling, build_unfilled, filling_for
 from shardwise.api.prepare import prepare
@@ -264,7 +264,7 @@ class Values:
         if self._reads:
             self._fill(registry)
         if self._checkpoint is not None:
-            load_session(self._checkpoint, model=self._model)
+            load_checkpoint(self._checkpoint, model=self._model)
         if not self._reads:
             self._fill(registry)
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import os
+import queue
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.save_job import SaveJob
+from shardwise.comm.agree import compare_later
 from shardwise.comm.operations import Group
 from shardwise.errors import ShardwiseError
 from shardwise.job.processes import calm_gloo_loops, end_processes
@@ -43,7 +47,7 @@ class PendingSave:
         self.tag: str | None = None
         self._error: BaseException | None = None
         self._is_told = False
-        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
 
     def wait(self) -> str:
         """Waits until the checkpoint is complete; returns its tag.
@@ -51,8 +55,7 @@ class PendingSave:
         Raises:
             LoadError: it could not be written; the same on every rank.
         """
-        if self._thread is not None:
-            self._thread.join()
+        self._done.wait()
         if self._error is not None:
             self._is_told = True
             raise self._error
@@ -62,17 +65,28 @@ class PendingSave:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to be waited for, or to be said."""
-        alive = self._thread is not None and self._thread.is_alive()
-        return not alive and (self._error is None or self._is_told)
+        return self._done.is_set() and (self._error is None or self._is_told)
+
+    def run(self, job: SaveJob, group: Group | None) -> None:
+        """Writes the checkpoint; keeps what is raised for whoever waits."""
+        try:
+            self.tag = job.run(group)
+        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+            self._error = error
+        self._done.set()
 
 
 class Writer:
-    """Writes the checkpoints of one mesh."""
+    """Writes the checkpoints of one mesh.
+
+    Its thread is there from the first save in the background on: to start one takes until it has been given a core.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._group = _own_group(mesh)
         self._buffers: dict[tuple[str, Box], Tensor] = {}
         self._pending: PendingSave | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def finish(self) -> None:
         """Waits for a save under way.
@@ -87,23 +101,30 @@ class Writer:
     def write(self, job: SaveJob) -> PendingSave:
         """Writes a checkpoint before it returns."""
         done = PendingSave()
-        done.tag = job.run(self._group)
+        done.run(job, self._group)
+        done.wait()
         return done
 
-    def start(self, job: SaveJob) -> PendingSave:
-        """Copies what a checkpoint holds, and writes it in the background."""
+    def take_copies(self, job: SaveJob) -> None:
+        """Copies what a checkpoint holds into the buffers of the last one."""
         job.take_copies(self._buffers)
-        pending = self._pending = PendingSave()
 
-        def work() -> None:
-            try:
-                pending.tag = job.run(self._group)
-            except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
-                pending._error = error
+    def start(self, job: SaveJob) -> PendingSave:
+        """Writes a checkpoint of which `take_copies` has made copies, in the background."""
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+            thread = threading.Thread(target=_work_off, args=(self._work,), name="shardwise-checkpoint", daemon=True)
+            thread.start()
+            weakref.finalize(self, self._work.put, None)
+        self._pending = PendingSave()
+        self._work.put(functools.partial(self._pending.run, job, self._group))
+        return self._pending
 
-        pending._thread = threading.Thread(target=work, name="shardwise-checkpoint", daemon=True)
-        pending._thread.start()
-        return pending
+
+def _work_off(given: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (work := given.get()) is not None:
+        work()
+        del work
 
 
 def writer_of(mesh: Mesh) -> Writer:
@@ -142,6 +163,7 @@ def _own_group(mesh: Mesh) -> Group | None:
     everyone = mesh.group()
     if everyone is None:
         return None
+    compare_later(everyone, "", device=mesh.device, doing="save_checkpoint")()  # fails where some do not come
     group = dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
     calm_gloo_loops()
     return group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from shardwise.checkpoint.random_states import check_random, restore_random
 from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
-from shardwise.comm.agree import check_equal, gather_from_all, raise_on_all_ranks
+from shardwise.comm.agree import check_equal, compare_later, gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
@@ -30,7 +31,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.sharding.reshard import Copy
 
-__all__ = ["Loaded", "load_into", "open_checkpoint"]
+__all__ = ["Loaded", "Session", "load_into", "open_checkpoint"]
 
 logger = logging.getLogger("shardwise.checkpoint")
 
@@ -53,6 +54,27 @@ class Loaded:
     loss_scale: Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """What a checkpoint is loaded into; see `shardwise.load_checkpoint`.
+
+    Attributes:
+        model: split, or None.
+        optimizer: over its parameters, or None.
+        scheduler: or None.
+        strict: whether names that do not fit are an error.
+        verifies: whether checksums are compared.
+        fills_model: False where the model's tensors have been loaded before.
+    """
+
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    strict: bool = True
+    verifies: bool = True
+    fills_model: bool = True
+
+
 def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
     """Opens the checkpoint that stands in `directory`: reads and checks what it says of itself.
 
@@ -64,27 +86,18 @@ def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
     return StoredParts(directory, manifest, index, verifies)
 
 
-def load_into(  # noqa: PLR0913 - what the public function takes
-    path: Any,
-    tag: str | None,
-    *,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    scheduler: Any,
-    put: Put,
-    strict: bool,
-    verifies: bool,
-    fills_model: bool = True,
-) -> Loaded:
+def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Loaded:
     """Loads the checkpoint `tag` of `path`; see `shardwise.load_checkpoint`.
 
     Args:
-        fills_model: whether the model's tensors are loaded, too.
         put: makes a tensor the model's parameter or buffer of that name, where it is still on the meta device.
     """
+    model, optimizer, scheduler = session.model, session.optimizer, session.scheduler
     registry = registry_of(model) if model is not None else None
     group = registry.mesh.group() if registry is not None else None
-    stored = _open_alike(path, tag, group, registry, verifies=verifies)
+    if registry is not None:
+        _check_alike(session, registry.mesh)
+    stored = _open_alike(path, tag, group, registry, verifies=session.verifies)
     with stored:
         faults: list[_Faults] = []
         if model is not None and registry is not None:
@@ -96,11 +109,12 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             planned: dict[str, tuple[Copy, ...]] = {}
             states = None
             if model is not None and registry is not None:
-                _check_names(stored, faults, registry.mesh, strict=strict)
-                _check_base(stored, faults, registry.mesh, strict=strict)
-                planned = _plan_model(stored, model, registry) if fills_model else {}
+                _check_names(stored, faults, registry.mesh, strict=session.strict)
+                _check_base(stored, faults, registry.mesh, strict=session.strict)
+                planned = _plan_model(stored, model, registry) if session.fills_model else {}
                 if optimizer is not None:
-                    states = OptimizerLoad(stored, optimizer, held_tensors(model, registry), registry, strict=strict)
+                    held = held_tensors(model, registry)
+                    states = OptimizerLoad(stored, optimizer, held, registry, strict=session.strict)
             extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))
             schedule = _read_schedule(stored, scheduler) if scheduler is not None else None
             groups = optimizer.param_groups if optimizer is getattr(scheduler, "optimizer", 0) and optimizer else None
@@ -119,6 +133,31 @@ def load_into(  # noqa: PLR0913 - what the public function takes
             if registry is not None:
                 restore_random(registry.mesh, stored.index.values.get("random", {}), random)
         return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
+
+
+def _check_alike(session: Session, mesh: Mesh) -> None:
+    """Raises unless every rank loads into the same things."""
+    described = {
+        "the optimizer": _class_of(session.optimizer),
+        "the scheduler": _class_of(session.scheduler),
+        "strict": str(session.strict),
+        "verify": str(session.verifies),
+        "whether the model is filled": str(session.fills_model),
+    }
+    text = json.dumps(described)
+    if not compare_later(mesh.group(), text, device=mesh.device, doing="load_checkpoint")():
+        check_equal(
+            mesh.group(),
+            described,
+            what="ranks load different parts of a checkpoint",
+            fix="call load_checkpoint with the same on every rank",
+            device=mesh.device,
+            error=ConfigError,
+        )
+
+
+def _class_of(value: Any) -> str:
+    return "none" if value is None else f"a {type(value).__name__}"
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import json
 import platform
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -23,7 +24,7 @@ from shardwise.checkpoint.random_states import random_axes, read_random
 from shardwise.checkpoint.save_job import OwnPortions, SaveJob, SaveRequest
 from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.comm.agree import gather_from_all
+from shardwise.comm.agree import compare_later, gather_from_all
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
@@ -36,15 +37,19 @@ __all__ = ["prepare_save"]
 
 @dataclass(frozen=True)
 class _Division:
-    """Who writes what: decided from what every rank says that it holds.
+    """Who writes what: decided from what every rank says that it holds, and kept until one holds something else.
 
     Attributes:
-        held: what every rank has said.
+        described: what this rank has said.
+        is_partial: whether frozen parameters are left out.
+        base: what tells these from others.
         portions: of every tensor, over all ranks.
         own: this rank's, each with where it is in the local tensor.
     """
 
-    held: list[dict[str, Any]]
+    described: Mapping[str, Any]
+    is_partial: bool
+    base: Mapping[str, str]
     portions: dict[str, tuple[Portion, ...]]
     own: dict[str, OwnPortions]
 
@@ -63,17 +68,20 @@ def prepare_save(
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
     companions: Mapping[str, Callable[[], bytes]] | None = None,
+    meanwhile: Callable[[SaveJob], None] = lambda job: None,
 ) -> SaveJob:
     """The checkpoint as it is to be written, views of what is saved. All ranks call it.
 
     Args:
         make_request: where it goes; what it raises is raised on every rank.
         companions: makes further files, by name, besides the model's configuration.
+        meanwhile: is given the job, and called again with another one where ranks turn out to hold something else.
 
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks.
+    Communicates: one all-gather of 16 bytes over all ranks, while `meanwhile` works; where ranks hold something else
+        than at the last save, or do not agree, one gather of a small object.
     """
     registry = registry_of(model)
     mesh = registry.mesh
@@ -81,30 +89,56 @@ def prepare_save(
     seen: list[_Seen] = []
 
     def look() -> dict[str, Any]:
-        seen.append(_look(make_request(), model, registry, optimizer=optimizer, scheduler=scheduler, extra=extra))
-        if loss_scale is not None:
-            seen[0].values["loss_scale"] = dict(loss_scale)
-        return {"rank": _position(mesh), **_describe_own(seen[0]), "base": base_sums(seen[0].held, registry)}
+        if not seen:
+            seen.append(_look(make_request(), model, registry, optimizer=optimizer, scheduler=scheduler, extra=extra))
+            if loss_scale is not None:
+                seen[0].values["loss_scale"] = dict(loss_scale)
+        return {"held": _describe_held(seen[0].held), "base": base_sums(seen[0].held, registry)}
 
-    everyone = gather_from_all(mesh.group(), "preparing the checkpoint", look)
+    def make(division: _Division) -> SaveJob:
+        job = _make_job(seen[0], division, model, registry, companions or {})
+        meanwhile(job)
+        return job
+
+    known, job = _DIVISIONS.get(registry), None
+    with suppress(Exception):  # raised below, on every rank
+        if known is not None and look() != known.described:
+            known = None
+    same = json.dumps(_describe_request(seen[0])) if seen and known is not None else None
+    agree = compare_later(mesh.group(), same, device=mesh.device, doing="save_checkpoint")
+    if same is not None and known is not None:
+        job = make(known)
+    if agree() and job is not None:
+        return job
+    everyone = gather_from_all(
+        mesh.group(),
+        "preparing the checkpoint",
+        lambda: {**look(), "rank": _position(mesh), "same": _describe_request(seen[0])},
+    )
     everyone.sort(key=lambda each: each["rank"])
     _check_same(everyone)
-    own = seen[0]
-    division = _divide(registry, own.held, [each["held"] for each in everyone])
-    split = _split_model(model, registry)
-    is_partial = _is_partial([each["held"] for each in everyone])
-    if is_partial:
-        own.values["base"] = fingerprint(each["base"] for each in everyone)
+    return make(_divide(registry, seen[0].held, everyone))
+
+
+def _make_job(
+    own: _Seen,
+    division: _Division,
+    model: nn.Module,
+    registry: Registry,
+    companions: Mapping[str, Callable[[], bytes]],
+) -> SaveJob:
+    mesh = registry.mesh
+    split = registry.model() or model
     job = SaveJob(
         request=own.request,
         mesh=mesh,
         rank=_position(mesh),
-        content="trained" if is_partial else "all",
+        content="trained" if division.is_partial else "all",
         model_name=type(split).__name__,
         optimizer=(own.optimizer.class_name, {}) if own.optimizer is not None else None,
         tied=dict(registry.tied),
-        values=own.values,
-        companions=_companions(split) | dict(companions or {}) if _position(mesh) == 0 else {},
+        values={**own.values, **({"base": division.base} if division.is_partial else {})},
+        companions={**_companions(split), **companions} if _position(mesh) == 0 else {},
         versions=_versions(),
     )
     for name, portions in division.portions.items():
@@ -163,25 +197,27 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _describe_own(seen: _Seen) -> dict[str, Any]:
-    """What this rank asks for, which must be the same on all, and what it holds."""
-    parameters = [each for each in seen.held.values() if isinstance(each.value, nn.Parameter)]
+def _describe_request(seen: _Seen) -> dict[str, str]:
+    """What this rank asks for, which must be the same on all."""
+    return {
+        **{name: str(value) for name, value in vars(seen.request).items()},
+        "optimizer": seen.optimizer.class_name if seen.optimizer is not None else "",
+        **{
+            name: json.dumps(common_state(value) if name == "scheduler" else value)
+            for name, value in seen.values.items()
+        },
+    }
+
+
+def _describe_held(held: Mapping[str, HeldTensor]) -> dict[str, Any]:
+    """Of what this rank holds what the others cannot know."""
+    parameters = [each for each in held.values() if isinstance(each.value, nn.Parameter)]
     frozen = [each for each in parameters if not each.value.requires_grad]
     trained = [each.name for each in parameters if each.value.requires_grad]
     return {
-        "same": {
-            **{name: str(value) for name, value in vars(seen.request).items()},
-            "optimizer": seen.optimizer.class_name if seen.optimizer is not None else "",
-            **{
-                name: json.dumps(common_state(value) if name == "scheduler" else value)
-                for name, value in seen.values.items()
-            },
-        },
-        "held": {
-            "trained": tuple(trained) if frozen else None,
-            "unknown": {each.name: each.layout for each in seen.held.values() if not each.is_known},
-            "buffers": tuple(each.name for each in seen.held.values() if not isinstance(each.value, nn.Parameter)),
-        },
+        "trained": tuple(trained) if frozen else None,
+        "unknown": {each.name: each.layout for each in held.values() if not each.is_known},
+        "buffers": tuple(each.name for each in held.values() if not isinstance(each.value, nn.Parameter)),
     }
 
 
@@ -203,19 +239,19 @@ def _is_partial(everyone: Sequence[Mapping[str, Any]]) -> bool:
     return any(each["trained"] is not None for each in everyone) and any(each["trained"] != () for each in everyone)
 
 
-def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: list[dict[str, Any]]) -> _Division:
+def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: Sequence[Mapping[str, Any]]) -> _Division:
     """Which rank writes what of the parameters and buffers that are saved, decided alike on every rank."""
-    known = _DIVISIONS.get(registry)
-    if known is not None and known.held == everyone:
-        return known
-    portions = _divide_portions(registry, everyone)
+    portions = _divide_portions(registry, [each["held"] for each in everyone])
     rank, coords = _position(registry.mesh), registry.mesh.coords
     own = {
         name: slices_of(held[name].layout, coords, [portion.box for portion in each if portion.rank == rank])
         for name, each in portions.items()
         if name in held
     }
-    _DIVISIONS[registry] = _Division(everyone, portions, own)
+    described = {"held": everyone[rank]["held"], "base": everyone[rank]["base"]}
+    is_partial = _is_partial([each["held"] for each in everyone])
+    base = fingerprint(each["base"] for each in everyone) if is_partial else {}
+    _DIVISIONS[registry] = _Division(described, is_partial, base, portions, own)
     return _DIVISIONS[registry]
 
 
@@ -245,10 +281,6 @@ def _divide_portions(registry: Registry, everyone: list[dict[str, Any]]) -> dict
 def _position(mesh: Mesh) -> int:
     """This rank's number in the mesh."""
     return mesh.shape.rank(**mesh.coords)
-
-
-def _split_model(model: nn.Module, registry: Registry) -> nn.Module:
-    return registry.model() or model
 
 
 def _companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:

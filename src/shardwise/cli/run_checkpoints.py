@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from shardwise.api.checkpoints import load_session, save_checkpoint
+from shardwise.api.checkpoints import load_checkpoint, load_session, save_checkpoint
 from shardwise.checkpoint.background import finish_saves
 from shardwise.checkpoint.directory import find_tag, find_tags
+from shardwise.checkpoint.load import Session
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
@@ -162,7 +163,7 @@ class SavedRun:
 
     def fill(self, model: torch.nn.Module) -> None:
         """Gives the model, split and on the meta device, its values."""
-        load_session(self.directory, self.tag, model=model)
+        load_checkpoint(self.directory, self.tag, model=model)
 
     def go_on(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
         """Puts optimizer, batches and random states where they were; returns the number of steps done.
@@ -173,7 +174,7 @@ class SavedRun:
         """
         with raise_on_all_ranks(self.mesh.group(), "going on with the data"):
             batches.load_state_dict(self.extra["batches"])
-        load_session(self.directory, self.tag, model=model, optimizer=optimizer, fills_model=False)
+        load_session(self.directory, self.tag, Session(model=model, optimizer=optimizer, fills_model=False))
         return int(self.extra["step"])
 
 
@@ -192,7 +193,7 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
     if tag is None:
         return None
     with raise_on_all_ranks(mesh.group(), "looking at the run that was saved"):
-        extra = load_session(config.dir, tag)
+        extra = load_checkpoint(config.dir, tag)
         saved = extra.get("run") if isinstance(extra, Mapping) else None
         if not isinstance(saved, Mapping) or "batches" not in extra or "step" not in extra:
             raise ConfigError(

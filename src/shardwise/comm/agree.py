@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +14,26 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm.operations import Group, all_gather_objects, all_gather_single, all_reduce_, host_device
+from shardwise.comm.operations import (
+    Group,
+    all_gather_later,
+    all_gather_objects,
+    all_gather_single,
+    all_reduce_,
+    host_device,
+)
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.failure import Failure
 
-__all__ = ["check_equal", "gather_from_all", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
+__all__ = ["check_equal", "compare_later", "gather_from_all", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
 
 _Result = TypeVar("_Result")
+
+logger = logging.getLogger("shardwise.comm")
+
+_PATIENCE_SECONDS = 8.0  # after so long a rank that waits for others says so,
+_SECONDS_APART = 1.0  # when those have said so that came a little later
+_POLL_SECONDS = 0.0005
 
 
 @contextmanager
@@ -130,6 +144,56 @@ def check_equal(
         f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     )
     raise error(what, at=name, why=why, fix=fix)
+
+
+def compare_later(group: Group | None, text: str | None, *, device: torch.device, doing: str) -> Callable[[], bool]:
+    """Begins to compare `text` over the group. What is returned waits for the answer: whether all ranks have one, and
+    the same. While some do not come, a rank that waits says who.
+
+    Args:
+        text: None is the same as nothing.
+        device: where a group that knows no host tensors communicates.
+        doing: what all of the ranks are expected to do, for the message.
+
+    Communicates: one all-gather of 16 bytes, which other work may hide.
+    """
+    if group is None:
+        return lambda: text is not None
+    own = bytearray(hashlib.sha256(text.encode(errors="replace")).digest()[:16] if text is not None else bytes(16))
+    word = torch.frombuffer(own, dtype=torch.int64).to(host_device(group, device))
+    words = word.new_empty(2 * group.size())
+    work = all_gather_later(words, word, group)
+
+    def is_same() -> bool:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if not work.is_completed():
+            with _saying_who_is_missing(group, doing):
+                work.wait()
+        work.wait()
+        return text is not None and bool((words.view(-1, 2) == word).all())
+
+    return is_same
+
+
+@contextmanager
+def _saying_who_is_missing(group: Group, doing: str) -> Iterator[None]:
+    """Says which ranks of the group do not wait as this one does during the block; one of those that wait says it."""
+    store = dist.distributed_c10d._get_default_store()
+    own, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+    place = f"shardwise/waits/{group.group_name}/{doing}"
+    store.set(f"{place}/{own}", "")
+    time.sleep(_SECONDS_APART)
+    waiting = [rank for rank in ranks if store.check([f"{place}/{rank}"])]
+    if own == waiting[0] and len(waiting) < len(ranks):
+        missing = ", ".join(str(rank) for rank in ranks if rank not in waiting)
+        say = "%d of %d ranks wait in %s, which every rank must call: rank %s did not come"
+        logger.warning(say, len(waiting), len(ranks), doing, missing)
+    try:
+        yield
+    finally:
+        store.delete_key(f"{place}/{own}")
 
 
 def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: float) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "Group",
+    "all_gather_later",
     "all_gather_list",
     "all_gather_objects",
     "all_gather_single",
@@ -98,6 +99,12 @@ def all_reduce_(x: Tensor, group: Group, *, largest: bool = False) -> None:
 def all_gather_single(out: Tensor, x: Tensor, group: Group) -> None:
     """Fills `out` with every rank's `x` along dim 0."""
     _all_gather_single(out, x, group=group)
+
+
+def all_gather_later(out: Tensor, x: Tensor, group: Group) -> dist.Work:
+    """Begins to fill `out` with every rank's `x` along dim 0; both must stay until the work is complete."""
+    work: dist.Work = _all_gather_single(out, x, group=group, async_op=True)
+    return work
 
 
 def reduce_scatter_single(mine: Tensor, x: Tensor, group: Group) -> None:
