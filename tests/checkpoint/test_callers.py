@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm import agree
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.kinds import describe_kind
 from tests.checkpoint.training import Training, differing
@@ -75,12 +76,17 @@ def test_everything_that_extra_takes_comes_back(training, tmp_path):
         "flags": (torch.tensor(True), {1, 2}, None),
         (1, "two"): {3: float("inf"), "$": "x"},
         "text": "\ud800 数",
+        "\udc80": torch.zeros(1),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "negative": torch.tensor([1 + 2j]).conj().imag,
     }
     training.save(tmp_path, extra=extra)
     found = shardwise.load_checkpoint(tmp_path)
-    for here, there in zip(found.pop("tensors"), extra.pop("tensors"), strict=True):
-        assert here.dtype == there.dtype
-        assert torch.equal(here, there)
+    names = ("\udc80", "conjugate", "negative")
+    here, there = ((*each.pop("tensors"), *(each.pop(name) for name in names)) for each in (found, extra))
+    for one, other in zip(here, there, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
     assert found == extra
 
 
@@ -158,6 +164,65 @@ def test_a_relative_path_is_meant_when_it_is_given(training, tmp_path, monkeypat
     os.chdir("below")
     assert pending.wait() == "a"
     assert (tmp_path / "there" / "a" / "manifest.json").exists()
+
+
+def test_a_home_directory_is_meant_by_its_sign(training, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    training.save("~/there", tag="a")
+    training.load("~/there")
+    assert (tmp_path / "there" / "a").is_dir()
+    with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
+        training.save("~nobody-of-that-name/there")
+
+
+class Wrapper(torch.nn.Module):
+    """A head and a buffer beside the split model."""
+
+    def __init__(self, model, name="head"):
+        super().__init__()
+        self.inner = model
+        self.add_module(name, torch.nn.Linear(2, 2, bias=False))
+        self.register_buffer("seen", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def test_what_lies_beside_the_split_model_is_saved_with_it(training, tmp_path):
+    here, there = Wrapper(training.model), Wrapper(Training(shardwise.Mesh.open("tp1"), "llama", lost=True).model)
+    here.seen += 3
+    here.scratch += 3
+    shardwise.save_checkpoint(tmp_path, model=here)
+    shardwise.load_checkpoint(tmp_path, model=there)
+    assert all(torch.equal(a, b) for a, b in zip(here.parameters(), there.parameters(), strict=True))
+    assert there.seen.tolist() == [3, 3]
+    assert there.scratch.tolist() == [0, 0]
+    with pytest.raises(UnsupportedError, match=r"lm_head.weight is of the split model, and of the module around it"):
+        shardwise.save_checkpoint(tmp_path, model=Wrapper(training.model, "lm_head"))
+
+
+def frozen(training, words):
+    for name, parameter in training.model.named_parameters():
+        parameter.requires_grad_(not any(word in name for word in words))
+    return training
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "content"),
+    [
+        (0, ["layers.0.self_attn.q"], "all"),  # a few that nobody trains
+        (0, ["layers", "embed"], "trained"),  # a base; the optimizer was built before it was frozen
+        (1, ["layers", "embed"], "all"),  # what has been trained is nobody else's
+    ],
+)
+def test_frozen_parameters_are_left_out_where_they_are_a_base(tmp_path, before, words, content):
+    here = Training(shardwise.Mesh.open("tp1"), "llama")
+    here.steps(before)
+    frozen(here, words).steps(1)
+    here.save(tmp_path, tag="a")
+    assert read_manifest(tmp_path / "a").content == content
+    there = frozen(Training(shardwise.Mesh.open("tp1"), "llama", lost=content == "all"), words)
+    there.load(tmp_path)
+    assert there.steps(2) == here.steps(2)
+    assert not differing(there.whole(), here.whole())
 
 
 def test_two_models_save_to_one_directory_at_once(training, tmp_path):

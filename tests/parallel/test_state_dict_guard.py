@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import pytest
@@ -11,6 +12,8 @@ import transformers
 import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.ranks.spawn import spawn
+from shardwise.weights import write
+from shardwise.weights.tensor_file import TensorFileWriter
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing
 
@@ -156,6 +159,14 @@ EXPORTS = {
 
 
 def export_all(layout, directory):
+    opened = []
+
+    class Counted(TensorFileWriter):
+        def __init__(self, path, tensors):
+            opened.append(path.parent.name.split(".")[1])
+            super().__init__(path, tensors)
+
+    write.TensorFileWriter = Counted
     with shardwise.Mesh.open(layout) as mesh:
         for name, (family, options) in EXPORTS.items():
             model = shardwise.parallelize(tiny_model(family, num_hidden_layers=1, **options), mesh)
@@ -166,16 +177,20 @@ def export_all(layout, directory):
         try:
             shardwise.export_pretrained(model, directory / "no", max_shard_bytes=0)
         except ConfigError as error:
-            return str(error)
+            return str(error), collections.Counter(opened)
     return None
 
 
 def test_exports_are_what_transformers_writes(tmp_path):
-    assert spawn(export_all, 2, "tp2", tmp_path) == ["max_shard_bytes is 0\n  why: it must be positive"] * 2
+    (error, opened), (also_error, also_opened) = spawn(export_all, 2, "tp2", tmp_path)
+    assert error == also_error == "max_shard_bytes is 0\n  why: it must be positive"
     assert not [path.name for path in tmp_path.iterdir() if path.name not in EXPORTS], "something was left behind"
     for name, (family, options) in EXPORTS.items():
         whole = tiny_model(family, num_hidden_layers=1, **options)
-        assert len(list((tmp_path / name).glob("*.safetensors"))) > 1
+        files = len(list((tmp_path / name).glob("*.safetensors")))
+        assert files > 1
+        assert opened[name] + also_opened[name] == files
+        assert opened[name] > 1 and also_opened[name] > 1, "ranks share the files"
         found, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"], name
         assert same_state(found.state_dict(), whole.state_dict()) == [], name

@@ -218,7 +218,7 @@ def test_export_restores_the_checkpoint_in_small_groups(tmp_path: Path, name: st
     assert max(len(group.fqns) for group in groups) == 1
     written = {}
     for group in groups:
-        part = group.build({fqn: state[fqn] for fqn in group.fqns})
+        part = dict(group.build({fqn: state[fqn] for fqn in group.fqns}))
         assert tuple(part) == group.names
         written.update(part)
     assert written.keys() == stored.keys()

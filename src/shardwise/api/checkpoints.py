@@ -41,10 +41,10 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
 ) -> PendingSave:
     """Saves a split model and what trains it as one checkpoint, which any other layout can load.
 
-    It holds parameters and persistent buffers by their Hugging Face names (where some parameters are frozen, the
-    trained ones, and what tells the frozen ones from others), the optimizer's states and options, the scheduler, the
-    loss scale of float16 and the random states. Replicas share the writing. The checkpoint appears complete or not at
-    all (docs/checkpoint-format.md).
+    It holds parameters and persistent buffers by their Hugging Face names (with adapters, and where most of the model
+    is frozen, the trained ones, and what tells the frozen ones from others), the optimizer's states and options, the
+    scheduler, the loss scale of float16 and the random states; no gradients: save after a step. Replicas share the
+    writing. The checkpoint appears complete or not at all (docs/checkpoint-format.md).
 
     Args:
         path: a directory of checkpoints, which all ranks share. One job at a time may save there.
@@ -74,10 +74,9 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
     writer = writer_of(registry_of(_module(model)).mesh)
     writer.finish()
-    gradients = gradients_of(model)
-    gradients.parameters()  # what came into the model later has an entry from here on
+    (gradients := gradients_of(model)).parameters()  # what came into the model later has an entry from here on
     job = prepare_save(
-        functools.partial(_request, path, tag, extra, keep),
+        lambda: _request(path, tag, extra, keep),
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,

@@ -20,7 +20,7 @@ from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights
-from shardwise.weights.conversion import plan_export
+from shardwise.weights.conversion import ExportGroup, plan_export
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.write import PretrainedWriter
 
@@ -147,12 +147,17 @@ def _writer(
     planned = [each for group in groups for each in group.described]
     with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) as writer:
         for group in groups:
-            for name, tensor in group.build({name: read(name) for name in group.fqns}).items():
-                writer.add(name, tensor)
+            _write_group(group, read, writer)
         dtypes = [value.dtype for value in tensors.values() if value.dtype.is_floating_point]
         model.config.dtype = next(iter(dtypes), model.config.dtype)
         model.config.save_pretrained(writer.staging)
         yield writer
+
+
+def _write_group(group: ExportGroup, read: Callable[[str], torch.Tensor], writer: PretrainedWriter) -> None:
+    """A function of its own, so that nothing of a group is still there when the next one is read."""
+    for name, tensor in group.build({name: read(name) for name in group.fqns}):
+        writer.add(name, tensor)
 
 
 def meta_model(stored: StoredParts) -> Any:
@@ -176,8 +181,8 @@ def _aliases(stored: StoredParts, name: str) -> list[str]:
 
 
 def _read(stored: StoredParts, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = stored.read(model_key(stored.index.tied.get(name, name)))
-    return tensor.to(_converted(tensor.dtype, dtype))
+    key = model_key(stored.index.tied.get(name, name))
+    return stored.read(key, dtype=_converted(stored.index.tensors[key].dtype, dtype))
 
 
 def _converted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

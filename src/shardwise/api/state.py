@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.export import Base, write_pretrained
+from shardwise.checkpoint.export import write_pretrained
+from shardwise.checkpoint.shards import Base
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.lora.files import adapter_state, write_adapter_files
@@ -72,9 +73,10 @@ def export_pretrained(
 ) -> None:
     """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
 
-    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Rank 0 alone
-    writes, and holds one full tensor at a time and the parts it is made of (of all that the format puts together, such
-    as experts). The directory appears complete or not at all.
+    Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Files go round
+    among the ranks that see the directory (with adapters merged, rank 0 writes all). A rank that writes holds one full
+    tensor at a time (of all that the format puts together, such as experts), and a buffer of what another rank sends of
+    it. The directory appears complete or not at all.
 
     Args:
         directory: where to; other files in it are kept, its old weights replaced.
@@ -90,7 +92,8 @@ def export_pretrained(
         LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
         LayoutError: ranks hold different copies of a parameter.
 
-    Communicates: over all ranks, one gather of digests; over tp, one gather to rank 0 of each split parameter.
+    Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
+        that another rank holds than the one that writes it.
     """
     mode = _adapter_mode(model, adapter)
     if mode is None:

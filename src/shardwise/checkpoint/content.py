@@ -67,6 +67,14 @@ def held_tensors(model: nn.Module, registry: Registry) -> dict[str, HeldTensor]:
         UnsupportedError: they are not.
     """
     held: dict[str, HeldTensor] = {}
+    root = registry.model()
+    beside = _named_beside(model, root)
+    if clashing := sorted(beside.keys() & {*registry.entries, *state_tensors(model if root is None else root)}):
+        raise UnsupportedError(
+            f"a checkpoint in which {clashing[0]} is of the split model, and of the module around it",
+            why="tensors are stored by the split model's own names",
+            fix="give the one that is beside the split model another name",
+        )
     for name, parameter, entry in find_parameters(model):
         if entry is not None and entry.registry is not registry:
             if parameter.requires_grad:
@@ -80,11 +88,20 @@ def held_tensors(model: nn.Module, registry: Registry) -> dict[str, HeldTensor]:
         elif entry.is_held:
             is_known = registry.entries.get(entry.fqn) is entry
             held[entry.fqn] = HeldTensor(entry.fqn, parameter, entry.layout, entry, is_known)
-    root = registry.model()
-    for name, value in state_tensors(model if root is None else root).items():
+    for name, value in {**state_tensors(model if root is None else root), **beside}.items():
         if not isinstance(value, nn.Parameter) and name not in held:
             held[name] = HeldTensor(name, value, Layout(tuple(value.shape)), None, False)
     return held
+
+
+def _named_beside(model: nn.Module, root: nn.Module | None) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a wrapper around the split model `root` that are not in it, by name."""
+    if root is None or root is model:
+        return {}
+    split = [root, *(entry.registry.model() for _, _, entry in find_parameters(model) if entry is not None)]
+    roots = {id(each): each for each in split if each is not None}.values()
+    inside = {id(value) for each in roots for value in (*each.parameters(), *each.buffers())}
+    return {name: value for name, value in state_tensors(model).items() if id(value) not in inside}
 
 
 def is_whole(layout: Layout) -> bool:

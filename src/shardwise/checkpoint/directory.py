@@ -52,9 +52,9 @@ def root_of(path: Any) -> Path:
         ConfigError: it cannot be a path.
     """
     try:
-        found = Path(path).absolute()
+        found = Path(path).expanduser().absolute()
         str(found).encode()
-    except (TypeError, UnicodeEncodeError) as error:
+    except (TypeError, RuntimeError, UnicodeEncodeError) as error:  # a RuntimeError: ~ of nobody
         raise ConfigError(
             f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
         ) from error

@@ -1,11 +1,10 @@
-"""Export: a split model as a plain Hugging Face directory, streamed."""
+"""Export: a split model as a plain Hugging Face directory; what its shards hold is put together by `shards.py`."""
 
 from __future__ import annotations
 
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
+from shardwise.checkpoint.shards import Base, Export
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.canonical import canonical_tensor, computed_buffer, dtypes_of, state_names
+from shardwise.parameters.canonical import dtypes_of, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of
 from shardwise.parameters.replicas import check_replicas
-from shardwise.weights.conversion import ExportGroup, plan_export
-from shardwise.weights.write import PretrainedWriter
+from shardwise.weights.conversion import plan_export
+from shardwise.weights.write import PlannedShards, PretrainedWriter
 
-__all__ = ["Base", "export_bytes", "write_pretrained"]
+__all__ = ["export_bytes", "write_pretrained"]
 
 _TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Base:
-    """What is written of a model with adapters.
-
-    Attributes:
-        names: name of each tensor without adapters, to the model's own.
-        change: makes the tensor to be written from the model's name of one and the full tensor, which only rank 0 has;
-            called on all ranks alike.
-        add: writes what lies beside the weights into a directory; called on rank 0.
-    """
-
-    names: Mapping[str, str]
-    change: Callable[[str, Tensor | None], Tensor | None] = lambda name, full: full
-    add: Callable[[Path], None] = lambda directory: None
 
 
 def write_pretrained(
@@ -53,10 +38,11 @@ def write_pretrained(
 ) -> None:
     """Writes `model` to `directory`; see `shardwise.export_pretrained`."""
     registry = registry_of(model)
+    group = registry.mesh.group()
     reshard(model)
     check_replicas(model)
     dtypes = _dtypes(model)
-    with raise_on_all_ranks(registry.mesh.group(), "preparing the export"):
+    with raise_on_all_ranks(group, "preparing the export"):
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
@@ -69,10 +55,16 @@ def write_pretrained(
         is_first = registry.mesh.rank == 0
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) if is_first else None
     try:
-        fault = _stream(model, groups, wholes, writer, base)
-        with raise_on_all_ranks(registry.mesh.group(), "writing the export"):
+        staging = all_gather_objects(writer and writer.staging, group)[0]
+        writers = [rank for rank, sees in enumerate(all_gather_objects(staging.is_dir(), group)) if sees]
+        own = writer.planned if writer is not None else None
+        shards = own or PlannedShards(staging, planned, max_shard_bytes=max_shard_bytes)
+        with Export(model, wholes, base, shards) as export:
+            fault = export.write(groups, writers)
+        with raise_on_all_ranks(group, "writing the export"):
             if fault is not None:
                 raise fault
+        with raise_on_all_ranks(group, "completing the export"):
             if writer is not None:
                 _write_companions(model, writer.staging, tokenizer)
                 base.add(writer.staging)
@@ -86,41 +78,6 @@ def write_pretrained(
 def export_bytes(model: nn.Module) -> int:
     """Bytes of the weights that an export of the split `model` writes. Communicates nothing."""
     return _total(model, _wholes(model, {}), lambda value: value.nbytes)
-
-
-def _stream(
-    model: nn.Module,
-    groups: tuple[ExportGroup, ...],
-    wholes: Mapping[str, Tensor],
-    writer: PretrainedWriter | None,
-    base: Base,
-) -> Exception | None:
-    """Gathers and writes group by group. A fault of the writer is kept: the others still expect to gather."""
-    values, entries = state_names(model), named_entries(model)
-    held = {entry.fqn: parameter for _, parameter, entry in find_parameters(model) if entry is not None}
-    fault: Exception | None = None
-    for group in groups:
-        state = {}
-        for fqn in group.fqns:
-            own, dtype = base.names[fqn], wholes[fqn].dtype
-            entry, local = entries.get(own), values[own]
-            full = None
-            if entry is not None:
-                local, mesh = held.get(entry.fqn), entry.registry.mesh
-                full = canonical_tensor(local, entry.layout, mesh, rank0_only=True, dtype=dtype)
-            elif local is not None:
-                full = computed_buffer(own, local, registry_of(model)).cpu()
-            full = base.change(own, full)
-            if full is not None:
-                state[fqn] = full
-        if writer is None or fault is not None:
-            continue
-        try:
-            for name, tensor in group.build(state).items():
-                writer.add(name, tensor)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is raised on every rank afterwards
-            fault = error
-    return fault
 
 
 def _wholes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

@@ -80,7 +80,9 @@ class OptimizerLoad:
                     fix="pass the model that holds all of its parameters",
                 )
             found = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            unknown += [each.name for each in found if each.name not in saved["parameters"]]
+            unknown += [
+                each.name for each in found if each.value.requires_grad and each.name not in saved["parameters"]
+            ]
             known = [each for each in found if each.name in saved["parameters"]]
             if options := self._options(known, saved):
                 self._check_options(group, options)

@@ -7,7 +7,7 @@ import functools
 import json
 import platform
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -29,6 +29,8 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, registry_of
+from shardwise.runtime.adapters import is_adapter
+from shardwise.sharding.boxes import full_box, volume
 from shardwise.sharding.division import Portion, divide_boxes
 from shardwise.sharding.layout import Layout
 
@@ -93,7 +95,7 @@ def prepare_save(
             seen.append(_look(make_request(), model, registry, optimizer=optimizer, scheduler=scheduler, extra=extra))
             if loss_scale is not None:
                 seen[0].values["loss_scale"] = dict(loss_scale)
-        return {"held": _describe_held(seen[0].held), "base": base_sums(seen[0].held, registry)}
+        return _describe_held(seen[0], registry, has_adapters=any(map(is_adapter, model.modules())))
 
     def make(division: _Division) -> SaveJob:
         job = _make_job(seen[0], division, model, registry, companions or {})
@@ -110,10 +112,10 @@ def prepare_save(
         job = make(known)
     if agree() and job is not None:
         return job
-    everyone = gather_from_all(
+    everyone: list[dict[str, Any]] = gather_from_all(
         mesh.group(),
         "preparing the checkpoint",
-        lambda: {**look(), "rank": _position(mesh), "same": _describe_request(seen[0])},
+        lambda: {"held": look(), "rank": _position(mesh), "same": _describe_request(seen[0])},
     )
     everyone.sort(key=lambda each: each["rank"])
     _check_same(everyone)
@@ -209,15 +211,20 @@ def _describe_request(seen: _Seen) -> dict[str, str]:
     }
 
 
-def _describe_held(held: Mapping[str, HeldTensor]) -> dict[str, Any]:
-    """Of what this rank holds what the others cannot know."""
-    parameters = [each for each in held.values() if isinstance(each.value, nn.Parameter)]
-    frozen = [each for each in parameters if not each.value.requires_grad]
-    trained = [each.name for each in parameters if each.value.requires_grad]
+def _describe_held(seen: _Seen, registry: Registry, *, has_adapters: bool) -> dict[str, Any]:
+    """Of what this rank holds what the others cannot know; of frozen parameters its share of the sums."""
+    held, states = seen.held.values(), seen.optimizer.described if seen.optimizer is not None else {}
+    parameters = [each for each in held if isinstance(each.value, nn.Parameter)]
+    # A frozen one with a state was trained before: nobody else has its values.
+    sizes = {each.name: volume(full_box(each.layout.shape)) for each in parameters}
+    frozen = {each.name for each in parameters if not each.value.requires_grad and not states.get(each.name)}
     return {
-        "trained": tuple(trained) if frozen else None,
-        "unknown": {each.name: each.layout for each in held.values() if not each.is_known},
-        "buffers": tuple(each.name for each in held.values() if not isinstance(each.value, nn.Parameter)),
+        "adapters": has_adapters,
+        "frozen": {name: size for name, size in sizes.items() if name in frozen},
+        "trained": {name: size for name, size in sizes.items() if name not in frozen},
+        "unknown": {each.name: each.layout for each in held if not each.is_known},
+        "buffers": tuple(each.name for each in held if not isinstance(each.value, nn.Parameter)),
+        "base": base_sums({name: seen.held[name] for name in sizes if name in frozen}, registry),
     }
 
 
@@ -234,28 +241,35 @@ def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _is_partial(everyone: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether only trained parameters are saved: where others are frozen."""
-    return any(each["trained"] is not None for each in everyone) and any(each["trained"] != () for each in everyone)
+def _left_out(everyone: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The frozen parameters that are not saved: where they are a base that is there anyway, under adapters, or larger
+    than what is trained. Some models have a few that nobody trains.
+    """
+    trained = {name: size for each in everyone for name, size in each["trained"].items()}
+    frozen = {name: size for each in everyone for name, size in each["frozen"].items() if name not in trained}
+    is_base = any(each["adapters"] for each in everyone) or sum(frozen.values()) > sum(trained.values())
+    return set(frozen) if trained and is_base else set()
 
 
 def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: Sequence[Mapping[str, Any]]) -> _Division:
     """Which rank writes what of the parameters and buffers that are saved, decided alike on every rank."""
-    portions = _divide_portions(registry, [each["held"] for each in everyone])
+    left_out = _left_out([each["held"] for each in everyone])
+    portions = _divide_portions(registry, [each["held"] for each in everyone], left_out)
     rank, coords = _position(registry.mesh), registry.mesh.coords
     own = {
         name: slices_of(held[name].layout, coords, [portion.box for portion in each if portion.rank == rank])
         for name, each in portions.items()
         if name in held
     }
-    described = {"held": everyone[rank]["held"], "base": everyone[rank]["base"]}
-    is_partial = _is_partial([each["held"] for each in everyone])
-    base = fingerprint(each["base"] for each in everyone) if is_partial else {}
-    _DIVISIONS[registry] = _Division(described, is_partial, base, portions, own)
+    sums = fingerprint(each["held"]["base"] for each in everyone)
+    base = {name: text for name, text in sums.items() if name in left_out}
+    _DIVISIONS[registry] = _Division(everyone[rank]["held"], bool(left_out), base, portions, own)
     return _DIVISIONS[registry]
 
 
-def _divide_portions(registry: Registry, everyone: list[dict[str, Any]]) -> dict[str, tuple[Portion, ...]]:
+def _divide_portions(
+    registry: Registry, everyone: list[dict[str, Any]], left_out: Collection[str]
+) -> dict[str, tuple[Portion, ...]]:
     shape = registry.mesh.shape
     layouts: dict[str, Layout] = {name: entry.layout for name, entry in registry.entries.items()}
     holders: dict[str, list[int]] = {}
@@ -268,13 +282,7 @@ def _divide_portions(registry: Registry, everyone: list[dict[str, Any]]) -> dict
                 continue  # what a forward has counted is with the stage that runs it
             if name not in registry.entries and not (name in buffers and name in holders):
                 holders.setdefault(name, []).append(rank)  # of buffers the first rank's: others may have counted more
-    if _is_partial(everyone):
-        saved = {name for each in everyone for name in each["trained"] or ()} | buffers
-        for rank, each in enumerate(everyone):
-            if each["trained"] is None:
-                coords = shape.coords(rank)
-                saved |= {name for name, entry in registry.entries.items() if entry.layout.pieces(coords)}
-        layouts = {name: layout for name, layout in layouts.items() if name in saved}
+    layouts = {name: layout for name, layout in layouts.items() if name not in left_out}
     return divide_boxes(layouts, shape, holders=holders)
 
 

@@ -109,10 +109,10 @@ class StoredParts:
             part = self._map(key, stored, each.source.key)  # type: ignore[arg-type]
             out[_slices(each.target_box)] = part[_slices(each.source_box)].to(out.device)
 
-    def read(self, key: str) -> Tensor:
-        """A whole tensor, in memory of its own."""
+    def read(self, key: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        """A whole tensor, in memory of its own; of its own dtype, or of another."""
         stored = self.index.tensors[key]
-        out = torch.empty(stored.shape, dtype=stored.dtype)
+        out = torch.empty(stored.shape, dtype=dtype or stored.dtype)
         whole = full_box(stored.shape)
         self.fill(out, key, self.plan(key, [Piece(whole, whole)]))
         return out

@@ -45,9 +45,10 @@ def encode_tree(value: Any, at: str, tensors: dict[str, Tensor], depth: int = 0)
         raise ConfigError(f"{at} is nested more than {_MOST_DEEP} times", why="it may hold itself")
     if isinstance(value, Tensor):
         _check_tensor(value, at)
+        at = at.encode(errors="backslashreplace").decode()  # safetensors' names are UTF-8
         while at in tensors:  # a dot in a key: {"a.b": …, "a": {"b": …}}
             at += "'"
-        tensors[at] = value.detach()
+        tensors[at] = value.detach().resolve_conj().resolve_neg()
         return {_TAG: "tensor", "is": at}
     if isinstance(value, Mapping):
         kinds = {dict: "dict", collections.OrderedDict: "dict", collections.Counter: "counter"}

@@ -11,7 +11,7 @@ comes from. Written against transformers 5.17 to 5.23, using from it
   `_adjust_missing_and_unexpected_keys`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -231,17 +231,15 @@ class ExportGroup:
         """Name, dtype and shape of every tensor that `build` gives, in its order."""
         return tuple((name, lazy.dtype, tuple(lazy.shape)) for name, lazy in zip(self.names, self._made, strict=True))
 
-    def build(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors by name, from the canonical tensors `state` of all `fqns`.
+    def build(self, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The checkpoint's tensors by name, from the canonical tensors `state` of all `fqns`, one at a time.
 
         A tensor that is only renamed is the one in `state`; the others are new.
         """
         self._store.tensors = {fqn: state[fqn].detach() for fqn in self.fqns}
         try:
-            return {
-                name: self._store.tensors[lazy.node.key] if isinstance(lazy.node, Source) else lazy.read()
-                for name, lazy in zip(self.names, self._made, strict=True)
-            }
+            for name, lazy in zip(self.names, self._made, strict=True):
+                yield name, self._store.tensors[lazy.node.key] if isinstance(lazy.node, Source) else lazy.read()
         finally:
             self._store.tensors = {}
 

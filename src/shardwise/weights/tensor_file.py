@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "TensorFileWriter", "bytes_of", "crc_of"]
+__all__ = ["DTYPES", "TensorFileWriter", "as_bytes", "bytes_of", "crc_of"]
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -106,8 +106,13 @@ class TensorFileWriter:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The elements of a tensor in host memory, in row-major order; a copy only where they do not lie so."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+    return memoryview(as_bytes(tensor.detach()).numpy().data) if tensor.numel() else memoryview(b"")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in row-major order as `uint8`: a view of a contiguous one, else of a copy."""
+    flat = tensor.contiguous().reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element counts as contiguous whatever its stride
 
 
 def crc_of(tensor: Tensor) -> int:

@@ -20,11 +20,75 @@ from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.staging import StagedDirectory
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["PretrainedWriter"]
+__all__ = ["Planned", "PlannedShards", "PretrainedWriter"]
 
 Planned = tuple[str, torch.dtype, Sequence[int]]
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
+class PlannedShards:
+    """The shards of a directory under way, of which is known before what they will hold: tensors are written as they
+    come, those of one shard in its order. Several processes may each write some of the shards.
+
+    Args:
+        staging: the directory.
+        planned: name, dtype and shape of every tensor, in order.
+        max_shard_bytes: of tensors per file; a larger tensor has a file to itself.
+
+    Attributes:
+        names: of the tensors of every shard.
+        total_bytes: of all of them.
+    """
+
+    def __init__(self, staging: Path, planned: Sequence[Planned], *, max_shard_bytes: int) -> None:
+        self._staging = staging
+        self._planned: list[list[Planned]] = []
+        self.total_bytes = held = 0
+        for each in planned:
+            nbytes = torch.Size(each[2]).numel() * each[1].itemsize
+            if not self._planned or held + nbytes > max_shard_bytes:
+                self._planned.append([])
+                held = 0
+            self._planned[-1].append(each)
+            held += nbytes
+            self.total_bytes += nbytes
+        self.names = [[each[0] for each in shard] for shard in self._planned]
+        self._places = {name: number for number, names in enumerate(self.names) for name in names}
+        self._files: dict[int, tuple[TensorFileWriter, list[Planned]]] = {}
+
+    def shard_of(self, name: str) -> int:
+        """The number of the shard that holds a tensor."""
+        return self._places[name]
+
+    def path(self, number: int) -> Path:
+        """Where a shard is until it has its name."""
+        return _shard_path(self._staging, number)
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes the next tensor of its shard; with the last one the shard is flushed to disk.
+
+        Raises:
+            LoadError: another one was planned.
+            OSError: it cannot be written.
+        """
+        number = self._places.get(name, -1)
+        facts = (name, tensor.dtype, tuple(tensor.shape))
+        if number not in self._files and number >= 0:
+            shard = self._planned[number]
+            self._files[number] = TensorFileWriter(self.path(number), shard), list(shard)
+        file, left = self._files.get(number, (None, []))
+        if file is None or not left or (left[0][0], left[0][1], tuple(left[0][2])) != facts:
+            raise LoadError(f"{facts} is added where {left[:1]} was planned", at=str(self._staging))
+        file.write(tensor.cpu())
+        del left[0]
+        if not left:
+            file.__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        for file, _ in self._files.values():
+            file.close()
 
 
 class PretrainedWriter:
@@ -59,8 +123,6 @@ class PretrainedWriter:
         self._names: set[str] = set()
         self._shards: list[list[str]] = []
         self._total_bytes = 0
-        self._planned = None if planned is None else _planned_shards(planned, max_shard_bytes)
-        self._open: TensorFileWriter | None = None
         try:
             self._staged = StagedDirectory(directory)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
@@ -70,6 +132,9 @@ class PretrainedWriter:
                 fix="pass a directory that can be made",
             ) from error
         self._target, self.staging = self._staged.target, self._staged.path
+        self.planned: PlannedShards | None = None
+        if planned is not None:
+            self.planned = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
 
     def __enter__(self) -> "PretrainedWriter":
         return self
@@ -80,8 +145,8 @@ class PretrainedWriter:
     def abort(self) -> None:
         """Throw away what was written. Nothing happens after `finish`."""
         self._tensors.clear()
-        if self._open is not None:
-            self._open.close()
+        if self.planned is not None:
+            self.planned.close()
         self._staged.abort()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
@@ -92,9 +157,10 @@ class PretrainedWriter:
         """
         if name in self._names:
             raise LoadError(f"{name!r} is written twice", at=str(self._target))
-        if self._planned is not None:
+        if self.planned is not None:
             with self._writing():
-                self._stream(name, tensor)
+                self.planned.write(name, tensor)
+            self._names.add(name)
             return
         if self._tensors and self._tensors_bytes + tensor.nbytes > self._max_shard_bytes:
             with self._writing():
@@ -112,10 +178,13 @@ class PretrainedWriter:
         Raises:
             LoadError: nothing was added, or a file cannot be written; the target is then as it was.
         """
+        if self.planned is not None:
+            self._shards, self._total_bytes = self.planned.names, self.planned.total_bytes
+            lost = [number for number in range(len(self._shards)) if not self.planned.path(number).exists()]
+            if lost:
+                raise LoadError(f"{self._shards[lost[0]][0]!r} was planned and not added", at=str(self._target))
         if not self._tensors and not self._shards:
             raise LoadError("no tensor was added", at=str(self._target))
-        if self._planned:
-            raise LoadError(f"{self._planned[0][0][0]!r} was planned and not added", at=str(self._target))
         with self._writing():
             if self._tensors:
                 self._write_shard()
@@ -131,27 +200,8 @@ class PretrainedWriter:
             self.abort()
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
 
-    def _stream(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes the next planned tensor."""
-        shard = self._planned[0] if self._planned else []
-        facts = (name, tensor.dtype, tuple(tensor.shape))
-        if not shard or (shard[0][0], shard[0][1], tuple(shard[0][2])) != facts:
-            raise LoadError(f"{facts} is added where {shard[:1]} was planned", at=str(self._target))
-        if self._open is None:
-            self._open = TensorFileWriter(self._shard_path(len(self._shards)), shard)
-            self._shards.append([])
-        self._open.write(tensor.cpu())
-        self._names.add(name)
-        self._shards[-1].append(name)
-        self._total_bytes += tensor.nbytes
-        del shard[0]
-        if not shard and self._planned is not None:
-            self._open.close()
-            self._open = None
-            del self._planned[0]
-
     def _shard_path(self, position: int) -> Path:
-        return self.staging / f".shard-{position}"
+        return _shard_path(self.staging, position)
 
     def _write_shard(self) -> None:
         written: dict[str, torch.Tensor] = {}
@@ -193,17 +243,8 @@ class PretrainedWriter:
                 _link(entry, ours)
 
 
-def _planned_shards(planned: Sequence[Planned], max_shard_bytes: int) -> list[list[Planned]]:
-    shards: list[list[Planned]] = []
-    held = 0
-    for each in planned:
-        nbytes = torch.Size(each[2]).numel() * each[1].itemsize
-        if not shards or held + nbytes > max_shard_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].append(each)
-        held += nbytes
-    return shards
+def _shard_path(staging: Path, number: int) -> Path:
+    return staging / f".shard-{number}"
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
