@@ -7,7 +7,8 @@
 Needs torch with CUDA, transformers and Shardwise; no hub: models are made of configs, with random weights, on the card.
 Contenders that are there take part: peft, liger-kernel, cut-cross-entropy, torchao, flash-attn. One that is missing, or
 runs out of memory, is a row that says so; a trainer then runs once more with recomputation. Every contender has a
-process of its own. Results go to bench/results/ as JSON and as tables.
+process of its own. Results go to bench/results/ as JSON and as tables, after every row, so that what was measured is
+there however it ends.
 
 `machine` is the rate of a large product; `right` compares with the unsplit model in float32, two ranks sharing the card
 over gloo; `lora` and `full` train a llama of 8B on 2 x 4096 tokens, `pretrain` one of 1.2B with float32 masters; `host`
@@ -20,20 +21,24 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from onecard.processes import PARTS, contenders, run_apart, run_here
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a card without touching it
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for all contenders alike
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from onecard.processes import PARTS, can_fork, contenders, run_apart, run_here
 from onecard.setting import Setting
 from onecard.tables import as_markdown
 from sidebyside.report import describe_machine, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SECONDS = 590.0
-SECONDS_EACH = 150.0
+SECONDS_EACH = 120.0
 
 
 def main() -> int:
@@ -42,52 +47,59 @@ def main() -> int:
         setting = Setting(**json.loads(arguments.setting))
         write_json(arguments.json, run_here(*arguments.contender, setting))
         return 0
-    device = "cpu" if arguments.quick else "cuda:0"
-    if device != "cpu" and not torch.cuda.device_count():
-        print("no GPU is visible here, or this torch has no CUDA; --quick runs on the CPU", file=sys.stderr)
-        return 1
     started = time.monotonic()
-    rows = _run(arguments.parts, Setting(device=device, quick=arguments.quick), started)
-    record = {
+    setting = Setting(device="cpu" if arguments.quick else "cuda:0", quick=arguments.quick)
+    record: dict[str, Any] = {
         "bench": "gpu",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "command": " ".join(["bench/gpu.py", *sys.argv[1:]]),
-        "seconds": time.monotonic() - started,
-        "on": describe_machine("cpu" if device == "cpu" else "cuda"),
-        "rows": rows,
+        "seconds": 0.0,
+        "on": describe_machine("cpu"),
+        "rows": [],
     }
-    text = as_markdown(record)
-    print(text)
+    for rows in _measured(arguments.parts, setting, until=started + arguments.seconds):
+        for row in rows:
+            print(f"{row['part']:<10} {row['contender']:<36} {row['state']}", file=sys.stderr, flush=True)
+            record["on"]["device"] = row.pop("device", record["on"]["device"])
+        record["rows"] += rows
+        record["seconds"] = time.monotonic() - started
+        _write(record, arguments)  # now: whatever comes next, this is not lost
+    if not record["rows"]:
+        print("no GPU is usable here, or this torch has no CUDA; --quick runs on the CPU", file=sys.stderr)
+        return 1
+    print(as_markdown(record))
+    return int(any(row.get("verdict") == "WRONG" for row in record["rows"]))
+
+
+def _write(record: dict[str, Any], arguments: argparse.Namespace) -> None:
     write_json(arguments.json, record)
     if not arguments.quick:
         name = f"{record['date']}-{'-'.join(record['on']['device'].lower().split())}"
         write_json(str(RESULTS / f"{name}.json"), record)
-        (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
-    return int(any(row.get("verdict") == "WRONG" for row in rows))
+        (RESULTS / f"{name}.md").write_text(as_markdown(record), encoding="utf-8")
 
 
-def _run(parts: list[str], setting: Setting, started: float) -> list[dict[str, Any]]:
-    """The rows of all contenders; of those for which no time is left, that."""
-    rows: list[dict[str, Any]] = []
-    for part in parts:
-        for name in contenders(part, setting):
-            left = SECONDS - (time.monotonic() - started)
-            if setting.quick:
-                found = [run_here(part, name, setting)]
-            elif left < 10:
-                found = [{"part": part, "contender": name, "state": "not run: the time was over"}]
-            else:
-                found = run_apart(part, name, setting, seconds=min(left, SECONDS_EACH))
-            rows += found
-            for row in found:
-                print(f"{part:<10} {row['contender']:<36} {row['state']}", file=sys.stderr, flush=True)
-    return rows
+def _measured(parts: list[str], setting: Setting, *, until: float) -> Iterator[list[dict[str, Any]]]:
+    """The rows of one contender after the other; of those for which no time is left, that. None without a card."""
+    forks = not setting.quick and can_fork(setting.device)
+    if not setting.quick and not forks:
+        (found,) = run_apart("machine", "products", setting, until=until, most=SECONDS_EACH, forks=False)
+        if found["state"] != "ok":
+            return
+    for part, name in contenders(parts, setting):
+        if setting.quick:
+            yield [run_here(part, name, setting)]
+        elif until - time.monotonic() < 10:
+            yield [{"part": part, "contender": name, "state": "not run: the time was over"}]
+        else:
+            yield run_apart(part, name, setting, until=until, most=SECONDS_EACH, forks=forks)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy sizes on the CPU; the numbers mean nothing")
     parser.add_argument("--parts", default=",".join(PARTS), help="of %(default)s")
+    parser.add_argument("--seconds", type=float, default=570.0, help="of everything (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--contender", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)

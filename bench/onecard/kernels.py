@@ -56,7 +56,9 @@ def _torch_loss() -> Call:
 
 
 def _torch_linear_loss() -> Call:
-    function: Call = F.linear_cross_entropy  # since torch 2.13
+    function: Call | None = getattr(F, "linear_cross_entropy", None)
+    if function is None:
+        raise ModuleNotFoundError("torch has it since 2.13")
     return function
 
 
@@ -144,7 +146,9 @@ def measure_products(setting: Setting) -> dict[str, Any]:
     dtype = torch.float32 if setting.quick else torch.bfloat16
     left, right = (torch.randn(size, size, dtype=dtype, device=setting.device) for _ in range(2))
     found = measure_call(lambda: left @ right, setting)
-    return {"milliseconds": found["milliseconds"], "tflops": 2 * size**3 / found["milliseconds"] / 1e9}
+    rate = 2 * size**3 / found["milliseconds"] / 1e9
+    name = torch.cuda.get_device_name(setting.device) if setting.device != "cpu" else "cpu"
+    return {"milliseconds": found["milliseconds"], "tflops": rate, "device": name}
 
 
 LOSS: dict[str, Callable[[], Call]] = {

@@ -1,11 +1,19 @@
-"""Every contender in a process of its own: what one leaves behind, or dies of, is nothing to the next."""
+"""Every contender in a process of its own: what one leaves behind, or dies of, is nothing to the next.
+
+Processes are forks of this one, which has imported everything and never touches the card: importing takes longer than
+most measurements. Where forks cannot use the card (whatever asked for it before), they are programs of their own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,10 +28,10 @@ from onecard.proofs import HOST, RIGHT
 from onecard.setting import Setting
 from onecard.training import FULL_TUNING, LORA, PRETRAINING
 
-__all__ = ["PARTS", "contenders", "run_apart", "run_here"]
+__all__ = ["PARTS", "can_fork", "contenders", "run_apart", "run_here"]
 
-PARTS = ("machine", "right", "lora", "full", "pretrain", "host", "loss", "attention")
-"""In the order in which they run: where time ends, what says least is left out."""
+PARTS = ("machine", "right", "lora", "pretrain", "loss", "attention", "host", "full")
+"""In the order in which they run: where time ends, what takes longest is left out."""
 
 _OUT_OF_MEMORY = "out of memory"
 _MISSING_KERNEL = "missing: no such kernel here"
@@ -35,11 +43,14 @@ _TRAINERS: dict[str, dict[str, Callable[[Setting], Any]]] = {
 _CALLED: dict[str, dict[str, Callable[[Setting], Any]]] = {"machine": MACHINE, "right": RIGHT, "host": HOST}
 
 
-def contenders(part: str, setting: Setting) -> list[str]:
-    """Their names, in the order in which they run; without what several ranks compile, where everything is tiny."""
-    names = list({**_TRAINERS, **_CALLED, "loss": LOSS, "attention": ATTENTION}[part])
-    is_slow = {name: name.endswith(", compiled") and not name.startswith("tp1") for name in names}
-    return [name for name in names if not (setting.quick and is_slow[name])]
+def contenders(parts: list[str], setting: Setting) -> list[tuple[str, str]]:
+    """Parts and names, in the order in which they run: last what several ranks compile, and where everything is tiny
+    not at all.
+    """
+    known: dict[str, dict[str, Any]] = {**_TRAINERS, **_CALLED, "loss": LOSS, "attention": ATTENTION}
+    every = [(part, name) for part in parts for name in known[part]]
+    slow = [each for each in every if each[1].endswith(", compiled") and not each[1].startswith("tp1")]
+    return [each for each in every if each not in slow] + ([] if setting.quick else slow)
 
 
 def run_here(part: str, name: str, setting: Setting) -> dict[str, Any]:
@@ -47,24 +58,23 @@ def run_here(part: str, name: str, setting: Setting) -> dict[str, Any]:
     try:
         found = _measure(part, name, setting)
         state = "ok"
-    except ModuleNotFoundError as error:
-        found, state = {}, f"missing: {error}"
+    except (ImportError, AttributeError) as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        found, state = {}, f"missing: {error}" if missing else _failed(error)
     except torch.OutOfMemoryError:
         found, state = {}, _OUT_OF_MEMORY
-    except RuntimeError as error:
-        found, state = {}, _MISSING_KERNEL if _lacks_kernel(error) else _failed(error)
     except Exception as error:  # noqa: BLE001 - a contender that fails must not end the others
         found, state = {}, _failed(error)
     return {"part": part, "contender": name, "state": state, **found}
 
 
-def _lacks_kernel(error: RuntimeError) -> bool:
-    return "No available kernel" in str(error) or "No viable backend" in str(error)
-
-
 def _failed(error: Exception) -> str:
-    traceback.print_exception(error)
     words = " ".join(str(error).split())
+    if "No available kernel" in words or "No viable backend" in words:
+        return _MISSING_KERNEL
+    if "out of memory" in words or "ALLOC_FAILED" in words:  # as compilers and cuBLAS say it
+        return _OUT_OF_MEMORY
+    traceback.print_exception(error)
     return f"failed: {type(error).__name__}: {words[:200]}"
 
 
@@ -80,33 +90,102 @@ def _measure(part: str, name: str, setting: Setting) -> dict[str, Any]:
     return found
 
 
-def run_apart(part: str, name: str, setting: Setting, *, seconds: float) -> list[dict[str, Any]]:
+def can_fork(device: str) -> bool:
+    """Whether a fork of this process can use the card."""
+
+    def touch(record: Path) -> None:
+        record.write_text(str(float(torch.ones(2, device=device).sum())))
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as scratch:
+        record = Path(scratch) / "touched"
+        _wait(_fork(lambda: touch(record), Path(scratch) / "log"), 60.0)
+        return record.exists()
+
+
+def run_apart(
+    part: str, name: str, setting: Setting, *, until: float, most: float, forks: bool
+) -> list[dict[str, Any]]:
     """The row of one contender out of a process of its own; where a trainer runs out of memory, that of its second try
     with recomputation besides.
+
+    Args:
+        until: when the time of all is over, by `time.monotonic`.
+        most: seconds of one process.
+        forks: whether a fork can use the card.
     """
-    rows = [_run_once(part, name, setting, seconds)]
-    if part in _TRAINERS and rows[0]["state"] == _OUT_OF_MEMORY:
+    rows = [_run_once(part, name, setting, min(until - time.monotonic(), most), forks=forks)]
+    if part in _TRAINERS and rows[0]["state"] == _OUT_OF_MEMORY and until - time.monotonic() > 10:
         again = Setting(**(asdict(setting) | {"recomputes": True}))
-        rows.append(_run_once(part, name, again, seconds) | {"contender": f"{name}, recomputed"})
+        seconds = min(until - time.monotonic(), most)
+        rows.append(_run_once(part, name, again, seconds, forks=forks) | {"contender": f"{name}, recomputed"})
     return rows
 
 
-def _run_once(part: str, name: str, setting: Setting, seconds: float) -> dict[str, Any]:
-    script = Path(__file__).resolve().parents[1] / "gpu.py"
+def _run_once(part: str, name: str, setting: Setting, seconds: float, *, forks: bool) -> dict[str, Any]:
+    row: dict[str, Any] = {"part": part, "contender": name}
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as scratch:
-        record = Path(scratch) / "row.json"
+        record, log = Path(scratch) / "row.json", Path(scratch) / "log"
+
+        def measure() -> None:
+            record.write_text(json.dumps(run_here(part, name, setting)), encoding="utf-8")
+
+        script = Path(__file__).resolve().parents[1] / "gpu.py"
         words = ["--contender", part, name, "--setting", json.dumps(asdict(setting)), "--json", str(record)]
-        row: dict[str, Any] = {"part": part, "contender": name}
-        try:
-            ended = subprocess.run(
-                [sys.executable, str(script), *words], timeout=seconds, check=False, capture_output=True, text=True
-            )
-        except subprocess.TimeoutExpired:
-            return row | {"state": f"not done in {seconds:.0f} s"}
-        if record.exists():
-            found: dict[str, Any] = json.loads(record.read_text())
-            if found["state"].startswith("failed"):
-                print(ended.stderr[-4000:], file=sys.stderr)
-            return found
-        print(ended.stderr[-4000:], file=sys.stderr)
-        return row | {"state": f"failed: exit code {ended.returncode}"}
+        code = _wait(_fork(measure, log) if forks else _start([str(script), *words], log), seconds)
+        said = log.read_text(encoding="utf-8", errors="replace")[-4000:] if log.exists() else ""
+        if record.exists():  # also where the process did not end
+            with contextlib.suppress(ValueError):
+                found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+                if found["state"].startswith("failed"):
+                    print(said, file=sys.stderr)
+                return found
+        print(said, file=sys.stderr)
+        return row | {"state": f"not done in {seconds:.0f} s" if code is None else f"failed: exit code {code}"}
+
+
+def _fork(run: Callable[[], None], log: Path) -> int:
+    """Runs in a fork that leads a group of its own, its output in `log`; the id of its process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        target = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        run()
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - nothing of this process goes on in the fork
+        traceback.print_exception(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _start(words: list[str], log: Path) -> int:
+    with log.open("wb") as out:
+        return subprocess.Popen([sys.executable, *words], stdout=out, stderr=out, start_new_session=True).pid
+
+
+def _wait(child: int, seconds: float) -> int | None:
+    """The exit code of a process; None where it was ended with all of its group, because the time was over."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            _end_group(child)
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    _end_group(child)
+    os.waitpid(child, 0)
+    return None
+
+
+def _end_group(leader: int) -> None:
+    """Ranks that a contender has left would hold memory of the card."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)

@@ -35,6 +35,12 @@ def adamw_8bit() -> Any:
     return importlib.import_module("torchao.optim").AdamW8bit
 
 
+def build(setting: Setting, shape: Shape, dtype: torch.dtype) -> Any:
+    """A model with random weights, made on the card."""
+    with torch.device(setting.device):
+        return AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
+
+
 def by_hand(
     setting: Setting,
     shape: Shape,
@@ -46,8 +52,7 @@ def by_hand(
     autocast: bool = False,
 ) -> Training:
     """What a page of torch and transformers gives: SDPA, fused AdamW, blocks compiled one by one if asked for."""
-    with torch.device(setting.device):
-        model: Any = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
+    model = build(setting, shape, dtype)
     layers = model.model.layers
     if setting.recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -97,19 +102,20 @@ def ours(
 ) -> Training:
     """Shardwise in one process, compiled unless that would be for nothing (toy sizes)."""
     mesh = shardwise.Mesh.open("tp1", device=setting.device)
-    model = shardwise.load(
-        shape.config,
+    model = build(setting, shape, dtype)
+    if adapts:
+        model = importlib.import_module("peft").get_peft_model(model, lora_config(), autocast_adapter_dtype=False)
+    model = shardwise.parallelize(
+        model,
         mesh,
-        dtype=dtype,
-        adapter=lora_config() if adapts else None,
         precision=precision,
         compilation=shardwise.Compile(backend=setting.backend) if compiles else None,
         recompute=shardwise.Recompute(mode="full") if setting.recomputes else None,
-        attn_implementation="sdpa",
     ).train()
     options: dict[str, Any] = {"fused": True} if optimizer_class is torch.optim.AdamW else {}
     updates = shardwise.build_optimizer(model, optimizer_class, lr=1e-4, **options)
-    step, batch = shardwise.TrainStep(model, mesh), setting.batch(shape)
+    step = shardwise.TrainStep(model, mesh)
+    batch = {name: value.cpu() for name, value in setting.batch(shape).items()}  # as data comes, for every step anew
 
     def run(number: int) -> torch.Tensor:
         for _ in range(number):
