@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
 
 import shardwise
+from shardwise.errors import GradientError
+from shardwise.optim.gradients import gradients_of
 from shardwise.proof.reads import ReadCount
 from shardwise.train.loop import TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig
@@ -27,12 +31,15 @@ def test_reads_are_counted_with_their_places():
     assert reads.total == 4 and all("test_reads.py" in place for place in reads.places)
 
 
-def test_between_two_lines_of_the_log_the_trainer_reads_nothing():
-    """What is left: transformers looks for packed rows, and the optimizer for gradients that are not finite."""
+@pytest.fixture
+def run():
+    """A run's parts on a device that computes by itself, as far as the host is concerned."""
     model = tiny_model("llama").train()
+    model.set_attn_implementation("sdpa")
     batch = tiny_batch(model, rows=2, length=8)
     with shardwise.Mesh.open("tp1", device="cpu") as mesh:
         model = shardwise.parallelize(model, mesh, precision=shardwise.Precision(compute="float32"))
+        gradients_of(model).is_late = True
         parts = TrainingComponents(
             step=TrainStep(model, mesh),
             clip=lambda norm: shardwise.clip_grad_norm_(model, norm),
@@ -42,7 +49,98 @@ def test_between_two_lines_of_the_log_the_trainer_reads_nothing():
             nonfinite="raised",
         )
         run_loop(parts, num_steps=1, settings=OptimizerConfig())
+        yield model, parts
+
+
+def test_between_two_lines_of_the_log_the_trainer_reads_nothing(run):
+    _, parts = run
+    with ReadCount() as reads:
+        run_loop(parts, num_steps=NUM_STEPS, settings=OptimizerConfig(), report_every=NUM_STEPS)
+    assert not reads.places
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_bad_step_and_those_behind_it_change_nothing_until_somebody_is_told(run):
+    """The first step is told, then the fourth; the third's gradients are infinite."""
+    model, parts = run
+    kept = []
+
+    def step(batch):
+        kept.append(weights(model))
+        result = parts.step(batch)
+        if len(kept) == 2:
+            next(model.parameters()).grad[0] = math.inf
+        return result
+
+    with pytest.raises(GradientError, match=r"gradient norm inf[\s\S]*step 3[\s\S]*still those of step 2"):
+        run_loop(
+            dataclasses.replace(parts, step=step), num_steps=9, settings=OptimizerConfig(), num_done=1, report_every=4
+        )
+    assert len(kept) == 3, "the third step began before the host knew of the second"
+    assert_same(weights(model), kept[1])
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_in_a_loop_of_ones_own_the_next_step_tells_and_a_save_before_it(run, fault, tmp_path):
+    model, parts = run
+    batch, optimizer = next(parts.batches), parts.optimizer
+
+    def bad_step():
+        parts.step(batch)
+        if fault == "loss":
+            gradients_of(model).loss = torch.tensor(math.nan)
+        else:
+            model.lm_head.weight.grad[0] = math.nan
+        before = weights(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same(weights(model), before)
+
+    bad_step()
+    assert optimizer.state[model.lm_head.weight]["step"] == 1
+    parts.step(batch)
+    with pytest.raises(GradientError, match="an earlier step"):
+        optimizer.step()
+    bad_step()
+    with pytest.raises(GradientError, match="an earlier step"):
+        shardwise.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+    before = weights(model)
+    parts.step(batch)
+    optimizer.step()
+    assert not torch.equal(model.lm_head.weight, before["lm_head.weight"]), "whoever caught the error goes on"
+
+
+def test_steps_that_are_skipped_are_skipped_without_a_look(run):
+    model, parts = run
+    registry = gradients_of(model).registry
+    registry.precision = shardwise.Precision(compute="float32", nonfinite="skip")
+    for is_bad in (True, False):
+        parts.step(next(parts.batches))
+        model.lm_head.weight.grad[0, 0] = math.inf if is_bad else 0.0
+        before = weights(model)
         with ReadCount() as reads:
-            run_loop(parts, num_steps=NUM_STEPS, settings=OptimizerConfig(), report_every=NUM_STEPS)
-    files = {place.partition(":")[0]: number for place, number in reads.places.items()}
-    assert files == {"masking_utils.py": NUM_STEPS, "optimizer.py": NUM_STEPS}
+            parts.optimizer.step()
+        assert not reads.places
+        assert torch.equal(model.lm_head.weight, before["lm_head.weight"]) is is_bad
+        parts.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["padded", "full", "plain"])
+def test_rows_of_which_the_host_knows_are_not_looked_at(run, kind):
+    model, parts = run
+    batch = dict(next(parts.batches))
+    if kind != "plain":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 5:] = int(kind == "full")
+    expected = model(**batch).loss.detach()
+    with ReadCount() as reads:
+        found = parts.step(batch).loss
+    assert not reads.places
+    assert abs(float(found) - float(expected)) < 1e-6

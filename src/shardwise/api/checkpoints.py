@@ -19,6 +19,7 @@ from shardwise.checkpoint.save_job import SaveRequest
 from shardwise.errors import ConfigError
 from shardwise.lora.files import adapter_companions
 from shardwise.optim.gradients import gradients_of
+from shardwise.optim.nonfinite import check_steps
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.registry import registry_of
 
@@ -51,8 +52,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         model: split by Shardwise, or a wrapper around it.
         optimizer: over its parameters, from `build_optimizer` or torch.
         scheduler: anything with a `state_dict` of JSON values and tensors.
-        extra: JSON values and tensors, the same on every rank; `load_checkpoint` returns them. An integer "step" in it
-            gives the tag its name.
+        extra: JSON values and tensors, the same on every rank, for `load_checkpoint` to return; "step" names the tag.
         tag: the checkpoint's name in `path`; by default `step-N`, or `save-N` where no step is known. One that is there
             is replaced when the new one is complete.
         async_save: return when everything has been copied to host memory, and write in the background. The next save
@@ -66,7 +66,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
 
     Raises:
         ConfigError: something cannot be saved, or is not the same on every rank.
-        LoadError: it cannot be written, or the save before has failed; the same on every rank. What was complete is.
+        GradientError: an earlier step was one, and the host did not know yet; the weights are those before it.
+        LoadError: it cannot be written, or the save before has failed; the same on every rank.
 
     Communicates: one all-gather of 16 bytes over all ranks, or where they hold something else than at the last save a
         gather of a small object; five more over a process group of its own, in the background where that was asked for.
@@ -74,7 +75,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
     writer = writer_of(registry_of(_module(model)).mesh)
     writer.finish()
-    (gradients := gradients_of(model)).parameters()  # what came into the model later has an entry from here on
+    (gradients := check_steps(model)).parameters()  # what came into the model later has an entry from here on
     job = prepare_save(
         lambda: _request(path, tag, extra, keep),
         model=model,

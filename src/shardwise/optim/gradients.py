@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.optim.late import Late
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial
 from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.local_gradient import as_local_gradient
@@ -77,6 +78,10 @@ class Gradients:
     Attributes:
         norm: of the gradients as they are now, where it has been computed.
         are_finite: whether all of them are, on all ranks, where that has been looked at.
+        loss: of the last step that added to them, the same on all ranks; None where no `TrainStep` did.
+        is_late: whether steps go on before the host knows whether gradients are finite (not on CPUs, which know).
+        fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
+        late_fault: the same on its way to the host.
         loss_scale: of float16; None otherwise.
         is_put_off: whether sums wait for a later backward.
         is_in_step: whether a `TrainStep` is under way.
@@ -88,6 +93,10 @@ class Gradients:
         self.registry = registry
         self.norm: Tensor | None = None
         self.are_finite: bool | None = None
+        self.loss: Tensor | None = None
+        self.is_late = registry.mesh.device.type != "cpu"
+        self.fault: Tensor | None = None
+        self.late_fault: Late | None = None
         precision = registry.precision
         self.loss_scale = LossScale() if precision is not None and precision.compute == "float16" else None
         self._at_rest: dict[int, nn.Parameter] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.errors import ConfigError, GradientError, UnsupportedError
-from shardwise.optim.clip import clip_grad_norm_
+from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import check_optimizer
-from shardwise.optim.gradients import Gradients, gradients_of
+from shardwise.optim.gradients import gradients_of
+from shardwise.optim.nonfinite import mind_nonfinite
 from shardwise.optim.plain_step import stepping_class, with_fused
 from shardwise.parameters.at_rest import copy_out_of_mmap
-from shardwise.parameters.registry import canonical_entries, entry_of, local_part
+from shardwise.parameters.registry import canonical_entries, entry_of
 from shardwise.plan.match import match
 
 __all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
@@ -96,12 +95,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     given = step.bind(*args, **kwargs)
     closure = given.arguments.get("closure")
     if closure is None:
-        _finish(models)
+        _finish(models, optimizer)
         return None
 
     def with_finish() -> Any:
         loss = closure()
-        _finish(models)
+        _finish(models, optimizer)
         return loss
 
     given.arguments["closure"] = with_finish
@@ -154,9 +153,9 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
-def _finish(models: Iterable[nn.Module]) -> None:
+def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     for model in models:
-        _mind_nonfinite(model, gradients_of(model))
+        mind_nonfinite(model, gradients_of(model), optimizer)
 
 
 def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:
@@ -233,33 +232,3 @@ def _read_rule(rule: Mapping[str, Any]) -> tuple[Callable[[str, int], bool], dic
         return (named is None or any(match(pattern, name) for pattern in named)) and (most is None or num_dims <= most)
 
     return fits, options
-
-
-def _mind_nonfinite(model: nn.Module, gradients: Gradients) -> None:
-    """Raises, or drops the gradients, where some of them is infinite or NaN on any rank; see `Precision`."""
-    precision, scale = gradients.registry.precision, gradients.loss_scale
-    if precision is None or (precision.nonfinite == "ignore" and scale is None):
-        return
-    if gradients.are_finite is None:
-        norm = gradients.norm if gradients.norm is not None else clip_grad_norm_(model, math.inf)
-        gradients.are_finite = bool(torch.isfinite(norm))
-        if scale is not None:
-            scale.update(overflowed=not gradients.are_finite)
-    if gradients.are_finite:
-        return
-    if precision.nonfinite == "raise" and scale is None:
-        raise GradientError(
-            f"the gradient norm is {float(clip_grad_norm_(model, math.inf))}",
-            why=_culprits(model.named_parameters()),
-            fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
-        )
-    for parameter in model.parameters():
-        parameter.grad = None
-
-
-def _culprits(parameters: Iterable[tuple[str, Tensor]], most: int = 3) -> str:
-    names = [name for name, p in parameters if p.grad is not None and not bool(local_part(p.grad).isfinite().all())]
-    if not names:
-        return "on another rank"
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"infinite or NaN: the gradients of {', '.join(names[:most])}{more}"

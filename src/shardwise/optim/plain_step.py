@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.parameters.registry import entry_of, local_part
 
-__all__ = ["KEPT_BY_STEPS", "stepping_class", "with_fused"]
+__all__ = ["KEPT_BY_STEPS", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
 
 _PARTS = "_shardwise_parts"
-KEPT_BY_STEPS = (_PARTS, "_shardwise_known")
+_LEFT_OUT = "_shardwise_left_out"
+KEPT_BY_STEPS = (_PARTS, _LEFT_OUT, "_shardwise_known")
 """Attributes of optimizers in which steps keep what they found, for the next one."""
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -51,8 +52,16 @@ def _stepping(optimizer_class: Any) -> type[torch.optim.Optimizer]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        is_left_out = self.__dict__.pop(_LEFT_OUT, None)
         with _plain_tensors(self):
-            own(self)
+            if is_left_out is None:
+                own(self)
+                return loss
+            self.found_inf = is_left_out  # as GradScaler gives it
+            try:
+                own(self)
+            finally:
+                del self.found_inf
         return loss
 
     def reduce(self: Any) -> tuple[Any, ...]:
@@ -66,6 +75,25 @@ def _stepping(optimizer_class: Any) -> type[torch.optim.Optimizer]:
         "__doc__": optimizer_class.__doc__,
     }
     return type(optimizer_class.__name__, (optimizer_class,), names)
+
+
+def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether a step of the optimizer leaves out what a scalar on `device` says; with no parameters there is nothing to
+    be left out. SGD's first step makes momenta that it would leave without values.
+    """
+    if type(optimizer).__bases__[0] not in _FUSED or not {"found_inf", "grad_scale"}.isdisjoint(optimizer.__dict__):
+        return False
+    groups = [group for group in optimizer.param_groups if group["params"]]
+    return all(
+        group["fused"] and not group.get("momentum") and {each.device for each in group["params"]} == {device}
+        for group in groups
+    )
+
+
+def leave_out(optimizer: torch.optim.Optimizer, is_left_out: Tensor) -> None:
+    """Has the optimizer's next step change nothing where the float32 scalar `is_left_out` is 1."""
+    known = optimizer.__dict__.get(_LEFT_OUT)  # of another model of its
+    optimizer.__dict__[_LEFT_OUT] = is_left_out if known is None else torch.maximum(known, is_left_out)
 
 
 def _new(optimizer_class: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

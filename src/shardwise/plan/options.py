@@ -87,8 +87,10 @@ class Precision:
         compute: of forward and backward. With "float16" `TrainStep` scales the loss, by as much as gradients bear.
         reduce: of gradients while they are summed over the data axes.
         nonfinite: what an optimizer from `build_optimizer` does where some gradient is infinite or NaN, decided on all
-            ranks alike: "raise" an error, "skip" the step (the gradients are dropped), or "ignore" it and step. With
-            "float16" an overflow is skipped in any case, and the loss scaled less.
+            ranks alike: "raise" an error, also for a `TrainStep`'s loss, "skip" the step, or "ignore" it and step. With
+            "float16" an overflow is skipped in any case, and the loss scaled less. On GPUs fused optimizers leave a
+            step out without asking the device; the error comes at the next step, or the next save, and until then
+            every step is left out, so that the weights are those before the first bad one.
 
     Raises:
         ConfigError: a value is none of those named.

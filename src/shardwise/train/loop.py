@@ -19,6 +19,7 @@ import torch
 
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
+from shardwise.optim.late import Late
 from shardwise.train.run_config import OptimizerConfig, lr_factor
 from shardwise.train.step import StepResult
 
@@ -118,8 +119,9 @@ def run_loop(
     # [Note: late records]
     To read a loss waits for everything that a GPU was given to do, and until the host has launched the next step the
     GPU does nothing. So losses and norms stay on the device until somebody is to be told: the records of `report_every`
-    steps are read together, and each has their mean speed. The first step, the last one, and those before an evaluation
-    are read at once; what was not told yet when the run fails is told then.
+    steps are read together, and each has their mean speed. Where the device computes by itself they are told when the
+    next step has been launched. The first step, the last one, and those before an evaluation are read at once; what was
+    not told yet when the run fails is told then.
 
     Args:
         parts: the step, the optimizer and their surroundings.
@@ -133,19 +135,22 @@ def run_loop(
 
     Raises:
         BatchError: there are fewer batches than steps.
-        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before,
-            unless the gradients were finite and only the optimizer looks at them.
+        GradientError: the loss or the gradient norm is not finite. The weights are still those of the step before.
     """
     told = _Records(parts, reporters)
     try:
         for index in range(num_done, num_steps):
             is_last = index + 1 == num_steps
             factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
-            told.add(_run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm))
+            step = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
+            told.tell_sent()
+            told.add(step)
             if parts.evaluate is not None and eval_every and ((index + 1) % eval_every == 0 or is_last):
                 told.tell(eval_loss=parts.evaluate)
-            elif is_last or index == num_done or (index + 1) % report_every == 0:
+            elif is_last or index == num_done:
                 told.tell()
+            elif (index + 1) % report_every == 0:
+                told.send() if parts.device.type == "cuda" else told.tell()
             if checkpoints is not None and checkpoints.after_step(index + 1, is_last=is_last):
                 break
     finally:
@@ -173,34 +178,49 @@ class _Records:
         self.last: StepRecord | None = None
         self._parts, self._reporters = parts, list(reporters)
         self._waiting: list[_Step] = []
+        self._sent: list[tuple[list[_Step], Late]] = []
 
     def add(self, step: _Step) -> None:
         """Keeps a step."""
         self._waiting.append(step)
 
+    def send(self) -> None:
+        """Has the numbers of all that wait brought to the host, to be told when the device has other work."""
+        steps, self._waiting = self._waiting, []
+        device = self._parts.device
+        pairs = [torch.stack([step.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in steps]
+        self._sent.append((steps, Late(torch.stack(pairs))))
+
     def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
-        """Reads all that wait, and reports them in their order; with the last one, what is evaluated now.
+        """Reports all that wait, in their order; with the last one, what is evaluated now.
 
         Raises:
             GradientError: one of them is not finite, and the run does not skip such steps.
         """
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        started = time.perf_counter()
-        device = self._parts.device
-        pairs = [torch.stack([step.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in waiting]
-        values = torch.stack(pairs).tolist()
-        seconds = (sum(step.seconds for step in waiting) + time.perf_counter() - started) / len(waiting)
-        for step, (loss, grad_norm) in zip(waiting, values, strict=True):
-            self.last = _record(self._parts, step, loss, grad_norm, seconds)
-            if step is waiting[-1] and eval_loss is not None:
-                held_out = eval_loss()
-                perplexity = math.exp(min(held_out, 700.0))
-                self.last = replace(self.last, eval_loss=held_out, eval_perplexity=perplexity)
-            if not math.isfinite(loss) and self._parts.nonfinite != "skipped":
-                raise _diverged(loss, grad_norm, step=step.number, why=f"the learning rate was {step.lr:.3g}")
-            self._reporters = [each for each in self._reporters if _report(each, self.last)]
+        if self._waiting:
+            self.send()
+        self.tell_sent(eval_loss=eval_loss)
+
+    def tell_sent(self, *, eval_loss: Callable[[], float] | None = None) -> None:
+        """As `tell`, of what has been sent."""
+        sent, self._sent = self._sent, []
+        for steps, late in sent:
+            started = time.perf_counter()
+            values = late.read()
+            seconds = (sum(step.seconds for step in steps) + time.perf_counter() - started) / len(steps)
+            for step, (loss, grad_norm) in zip(steps, values, strict=True):
+                self.last = _record(self._parts, step, loss, grad_norm, seconds)
+                if eval_loss is not None and step is sent[-1][0][-1]:
+                    held_out = eval_loss()
+                    perplexity = math.exp(min(held_out, 700.0))
+                    self.last = replace(self.last, eval_loss=held_out, eval_perplexity=perplexity)
+                if not (math.isfinite(loss) and math.isfinite(grad_norm)) and self._parts.nonfinite != "skipped":
+                    raise _diverged(loss, grad_norm, step=step.number, why=_why(step.number, step.lr))
+                self._reporters = [each for each in self._reporters if _report(each, self.last)]
+
+
+def _why(step: int, lr: float) -> str:
+    return f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}"
 
 
 def _diverged(loss: float, grad_norm: float, *, step: int, why: str) -> GradientError:
@@ -237,7 +257,7 @@ def _run_step(parts: TrainingComponents, step: int, *, lr: float, factor: float,
     result = parts.step(batch)
     # An infinite bound changes nothing, and the norm is worth knowing all the same.
     grad_norm = torch.as_tensor(parts.clip(math.inf if max_grad_norm is None else max_grad_norm))
-    why = f"the learning rate was {lr:.3g}; the weights are still those of step {step - 1}"
+    why = _why(step, lr)
     if parts.nonfinite == "checked":
         loss, norm = float(result.loss), float(grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):

@@ -23,6 +23,7 @@ from shardwise.parameters.registry import local_part, registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
 from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
 
@@ -80,6 +81,8 @@ class TrainStep:
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
+        # Where the device computes by itself, forwards ask it nothing; on CPUs an answer costs nothing.
+        self._knows_rows = self._gradients.is_late and self._pipeline is None and take_own_attention(find_model(model))
         # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
@@ -126,6 +129,7 @@ class TrainStep:
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:
                 all_reduce_(total, group)
+        self._gradients.loss = total
         return StepResult(loss=total, num_tokens=num_tokens, flops=flops)
 
     def _run(
@@ -161,7 +165,11 @@ class TrainStep:
             fault = error
         num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault)
         placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
-        return split_rows(placed, rows, self.num_microbatches), counts, num_tokens, kilo_flops * 1e3
+        parts = split_rows(placed, rows, self.num_microbatches)
+        for part, on_host in zip(parts, split_rows(batch, rows, self.num_microbatches), strict=True):
+            if self._knows_rows and (known := own_rows(on_host, self.mesh.device)) is not None:
+                part["attention_mask"] = known.mask
+        return parts, counts, num_tokens, kilo_flops * 1e3
 
     def _sum_over_data(self, counts: list[int], fault: BatchError | None) -> list[int]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
@@ -187,6 +195,10 @@ class TrainStep:
         if weight == 0.0 and self.mesh.data_size == 1:
             return torch.zeros((), device=self.mesh.device)
         loss = self.model(**self._arguments(part, weight)).loss
+        if missed_rows(part):
+            self._knows_rows = False
+            del part["attention_mask"]
+            loss = self.model(**self._arguments(part, weight)).loss
         self._weighted(loss, weight, scale).backward()
         return loss.detach().float() * weight
 

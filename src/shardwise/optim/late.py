@@ -1,0 +1,34 @@
+"""Values on their way from the device to the host, which nobody stops for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Late"]
+
+
+class Late:
+    """A tensor that is copied to the host when the device has computed it, while both go on.
+
+    Args:
+        value: as it is on the device's queue now; of any shape.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if value.device.type != "cuda":
+            self._host = value.detach().to("cpu", copy=True)
+            return
+        self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        self._host.copy_(value.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> Any:
+        """The numbers, as Python has them; waits until they have come, for nothing behind them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy().tolist()

@@ -1,0 +1,93 @@
+"""Steps whose gradients are infinite or NaN: left out or an error, on all ranks alike.
+
+# [Note: left out on the device]
+To ask a GPU whether a norm is finite waits for all that it was given to do. The fused optimizers of torch take the
+answer as a tensor, `found_inf`, and leave parameters and states as they are where it says so. There the host reads
+nothing before its next step, for which the device has its work by then. Where such a step is an error, all steps behind
+it are left out, too: when the host knows, the weights are still those before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.errors import GradientError
+from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.gradients import Gradients, gradients_of
+from shardwise.optim.late import Late
+from shardwise.optim.plain_step import leave_out, takes_left_out
+from shardwise.parameters.registry import local_part
+
+__all__ = ["check_steps", "mind_nonfinite"]
+
+
+def mind_nonfinite(model: nn.Module, gradients: Gradients, optimizer: torch.optim.Optimizer) -> None:
+    """Before a step of `optimizer`: raises, drops the gradients, or has the device leave the step out, where some
+    gradient is infinite or NaN on any rank; see `Precision`.
+
+    Raises:
+        GradientError: there is one, or was one at the step before, and the policy is to raise.
+
+    Communicates: the norm's all-reduce, where `clip_grad_norm_` has not just done it.
+    """
+    precision, scale = gradients.registry.precision, gradients.loss_scale
+    if precision is None or (precision.nonfinite == "ignore" and scale is None):
+        return
+    check_steps(model)
+    raises = precision.nonfinite == "raise" and scale is None
+    if gradients.are_finite is None:
+        norm = gradients.norm if gradients.norm is not None else clip_grad_norm_(model, math.inf)
+        seen = norm + gradients.loss.to(norm.device) if raises and gradients.loss is not None else norm
+        gradients.loss = None
+        if scale is None and gradients.is_late and takes_left_out(optimizer, norm.device):
+            is_bad = (~torch.isfinite(seen)).float()
+            if raises:
+                is_bad = gradients.fault = is_bad if gradients.fault is None else torch.maximum(gradients.fault, is_bad)
+                gradients.late_fault = Late(is_bad)
+            leave_out(optimizer, is_bad)
+            return
+        gradients.are_finite = bool(torch.isfinite(seen))
+        if scale is not None:
+            scale.update(overflowed=not gradients.are_finite)
+    if gradients.are_finite:
+        return
+    if raises:
+        assert gradients.norm is not None
+        raise GradientError(
+            f"the gradient norm is {float(gradients.norm)}",
+            why=_culprits(model.named_parameters()),
+            fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
+        )
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def check_steps(model: nn.Module) -> Gradients:
+    """The state of a model's gradients, if no step that the device has left out was to be an error; see [Note: left out
+    on the device].
+
+    Raises:
+        GradientError: as said, on all ranks alike; told once.
+    """
+    gradients = gradients_of(model)
+    late, gradients.late_fault = gradients.late_fault, None
+    if late is None or not late.read():
+        return gradients
+    gradients.fault = None
+    raise GradientError(
+        "the loss or the gradient norm of an earlier step was infinite or NaN",
+        why="the device has left out that step and those behind it, so the weights are still those before it",
+        fix='lower the learning rate, look at the batch, or train with Precision(nonfinite="skip")',
+    )
+
+
+def _culprits(parameters: Iterable[tuple[str, Tensor]], most: int = 3) -> str:
+    names = [name for name, p in parameters if p.grad is not None and not bool(local_part(p.grad).isfinite().all())]
+    if not names:
+        return "on another rank"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"infinite or NaN: the gradients of {', '.join(names[:most])}{more}"
