@@ -18,6 +18,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us again: 
 
 import random
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ ranks.PRELOADED = (
     *ranks.PRELOADED,
 )
 
-DEAR = ("peft", "lightning.pytorch")
+DEAR = ("peft", "lightning.pytorch", "shardwise.cli.training", "shardwise.compat.neuronx_distributed.trainer")
 """Takes every rank a second to import, so ranks find it imported where any selected test file imports it."""
 
 TIERS = ("pure", "single", "spawn", "device")
@@ -43,6 +44,15 @@ TIERS = ("pure", "single", "spawn", "device")
 # The same examples in every run, and no deadlines: a busy machine is not a defect.
 settings.register_profile("shardwise", derandomize=True, deadline=None)
 settings.load_profile("shardwise")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m pure` and `-m "not pure"` read no test file that has none of theirs: the others import torch and more."""
+    asked = {"pure": False, "not pure": True}.get(config.option.markexpr)
+    if asked is None or not collection_path.name.startswith("test_"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return "\npytestmark = pytest.mark.pure\n" in text if asked else "pytest.mark.pure" not in text or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects: every run sees a forgotten marker

@@ -43,7 +43,7 @@ def train(mesh, family, tied, sequence_parallel):
         mesh,
         split=functools.partial(shardwise.parallelize, sequence_parallel=sequence_parallel),
         step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
-        num_steps=num_steps(family, is_long=True),
+        num_steps=num_steps(family, is_long=mesh.size("tp") == 4),  # where most is held by several ranks
     )
 
 

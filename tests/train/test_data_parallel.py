@@ -27,8 +27,8 @@ STAGES = (3, 1, 2)
 ACCUMULATION = (1, 3)
 RECOMPUTED = ("none", "full", "selective")
 ROWS = 12
-LONG = {"ddp2": "gpt2", "ddp2.fsdp2": "qwen3", "fsdp2.tp2": "mixtral", "ddp2.tp2": "gpt2", "fsdp2.tp2+sp": "llama"}
-"""Which family trains long under each layout that has copies which could drift apart: of those with a mechanism."""
+LONG = {"ddp2": "gpt2", "ddp2.tp2": "gpt2", "fsdp2.tp2+sp": "llama"}
+"""Which family trains long under layouts in which each axis, and sp, has copies that could drift apart."""
 
 CELLS = (
     ("qwen3", "fsdp2", 2, 1, "selective"),
