@@ -234,3 +234,10 @@ def test_a_config_that_differs_by_layer_is_planned():
     config = shrink_config(default_config("dots3_note", task="causal_lm"), without_dropout=True)
     model = build_tiny_model(config, model_class("Dots3NoteForCausalLM"), seed=0)
     assert plan_for(model, ParallelSpec(plan="derived"), tp_size=2).rules
+
+
+@pytest.mark.single
+def test_modules_made_in_a_forward_draw_weights_that_count_nothing():
+    config = shrink_config(default_config("big_bird", task="masked_lm"), without_dropout=True)
+    model = build_tiny_model(config, model_class("BigBirdForMaskedLM"), seed=0)  # short rows switch its attention
+    assert plan_for(model, ParallelSpec(plan="derived"), tp_size=2).rules

@@ -138,7 +138,8 @@ class Trial:
                 return results
             states = [each.random_state for each in results if self._drops]
             redraws = Redraws([each.draws for each in results], states)
-            truth = _train(copy.deepcopy(tiny), padded, redraws)
+            # In eval mode nothing is dropped; what is drawn all the same are weights of modules that a forward makes.
+            truth = _train(copy.deepcopy(tiny), padded, redraws if tiny.training else None)
         reasons = [*redraws.problems, *filter(None, (_difference(each, truth) for each in results))]
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
 
