@@ -18,6 +18,7 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
+from shardwise.plan.spec import Plan
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.search.staged import gradients_of, stages_of, train_in_stages
@@ -85,6 +86,10 @@ def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parall
     model = model_of(name)
     batch = batch_of(name, model)
     loss, found = split_and_train(model, batch, ParallelSpec(sequence_parallel=sequence_parallel))
+    check_equal_to_whole(model, batch, loss, found)
+
+
+def check_equal_to_whole(model: nn.Module, batch: dict[str, Any], loss: float, found: dict[str, torch.Tensor]) -> None:
     expected = model(**batch).loss
     expected.backward()
     assert abs(loss - float(expected.detach())) < 1e-5
@@ -92,6 +97,34 @@ def test_split_over_tensor_parallel_ranks_too(monkeypatch, name, sequence_parall
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         allowed = 1e-4 * float(gradient.abs().max()) + 1e-6
         assert float((found[parameter_name] - gradient).abs().max()) < allowed, parameter_name
+
+
+GATHERED = """
+[parameters]
+model.layers.*.laurel.linear_right: rowwise_split_input
+model.layers.*.laurel.linear_left: colwise_gather_output
+model.layers.*.per_layer_projection: rowwise
+model.layers.*.per_layer_input_gate.weight: split(0)
+model.layers.*.altup.correction_coefs: colwise_gather_output
+model.layers.*.altup.modality_router: colwise_gather_output
+model.layers.*.altup.prediction_coefs: colwise_gather_output
+
+[regions]
+model.layers.*.per_layer_input_gate: region
+
+[inputs]
+model.layers.*.per_layer_input: split(2)
+"""
+
+
+def test_split_modules_whose_features_are_full_outside(monkeypatch):
+    """Layers whose code runs for other stages, with outputs that are gathered and inputs that are cut out."""
+    monkeypatch.setattr("shardwise.optim.summing._sum_over_stages", lambda *_: None)  # they are summed here
+    monkeypatch.setattr("tests.staged.plan_for", lambda *_, **__: Plan.parse(GATHERED))
+    model = model_of("gemma3n")
+    batch = batch_of("gemma3n", model)
+    loss, found = split_and_train(model, batch, ParallelSpec())
+    check_equal_to_whole(model, batch, loss, found)
 
 
 def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.plan.options import FsdpPolicy
 from tests.families import tiny_batch, tiny_model
-from tests.oracle import Oracle, differing_gradients
+from tests.oracle import Oracle, differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
 
@@ -138,9 +139,92 @@ def two_models(mesh):
     return problems
 
 
-@pytest.mark.parametrize(
-    "loop", [clip, scale, frozen_stage, frozen_model, copied, two_models], ids=lambda x: x.__name__
-)
+def chosen(mesh):
+    """`backward(inputs=...)` of some parameters, then `torch.autograd.grad` of all."""
+    whole, model = both(mesh, tied=True)
+    batch = tiny_batch(whole, rows=4)
+    for each in (whole, model):
+        each(**batch).loss.backward(inputs=[p for name, p in each.named_parameters() if "mlp" in name])
+    problems = differing_gradients(shardwise.full_gradients(model), gradients(whole))
+    found = torch.autograd.grad(model(**batch).loss, list(model.parameters()), allow_unused=True)
+    model.zero_grad()
+    for parameter, gradient in zip(model.parameters(), found, strict=True):
+        parameter.grad = gradient
+    whole.zero_grad()
+    whole(**batch).loss.backward()
+    return problems + differing_gradients(shardwise.full_gradients(model), gradients(whole))
+
+
+def hooks(mesh):
+    """Hooks on parameters are called once a backward, with the gradient of all microbatches."""
+    whole, model = both(mesh)
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: seen.setdefault(name, []).append(gradient.clone()))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen[name].append(p.grad.clone()))
+    batch = tiny_batch(whole, rows=4)
+    for each in (whole, model):
+        each(**batch).loss.backward()
+    assert {len(found) for found in seen.values()} == {2}
+    expected = {name: gradients(whole)[name] for name in seen}
+    return [line for at in (0, 1) for line in differing_gradients({n: f[at] for n, f in seen.items()}, expected)]
+
+
+def interleaved(mesh):
+    """Two forwards before a backward, gradients zeroed and tokens written in between, evaluation without gradients."""
+    whole, model = both(mesh, tied=True)
+    problems, written = [], []
+    for each in (whole, model):
+        first, second = (each(**tiny_batch(whole, rows=4, seed=seed)).loss for seed in (0, 1))
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.zero_grad(set_to_none=False)
+        (first * 0.5).backward()
+        with torch.inference_mode():
+            each(**tiny_batch(whole, rows=3, seed=2))
+            ids = tiny_batch(whole, rows=2)["input_ids"]
+            written.append(each.generate(ids, max_new_tokens=3, pad_token_id=0, do_sample=False))
+        (second + each(**tiny_batch(whole, rows=5, seed=3)).loss).backward()
+    problems = differing_gradients(shardwise.full_gradients(model), gradients(whole))
+    return problems + ([] if torch.equal(*written) else ["the tokens"])
+
+
+def autocast(mesh):
+    """The same model with and without autocast, whose dtypes cross the cuts."""
+    whole, model = both(mesh)
+    batch, losses = tiny_batch(whole, rows=4), []
+    for each in (whole, model):
+        each(**batch).loss.backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = each(**batch).loss
+        loss.backward()
+        losses.append(float(loss.detach()))
+    norms = [
+        float(shardwise.clip_grad_norm_(model, 1e9)),
+        float(torch.nn.utils.get_total_norm(gradients(whole).values())),
+    ]
+    return (
+        [] if abs(losses[0] - losses[1]) < 0.02 and norms[0] == pytest.approx(norms[1], rel=0.02) else [losses, norms]
+    )
+
+
+def outputs_as_tuples(mesh):
+    """Positions for names, and outputs as tuples."""
+    whole, model = both(mesh)
+    batch, found = tiny_batch(whole, rows=4), []
+    for each in (whole, model):
+        loss, logits, *_ = each(batch["input_ids"], labels=batch["labels"], return_dict=False)
+        loss.backward()
+        found.append((loss.detach(), torch.as_tensor(logits + 0).detach()))
+    problems = differing("loss", found[1][0], found[0][0], 1e-5) + differing("logits", found[1][1], found[0][1], 1e-4)
+    return problems + differing_gradients(shardwise.full_gradients(model), gradients(whole))
+
+
+LOOPS = [clip, scale, frozen_stage, frozen_model, copied, two_models]
+LOOPS += [chosen, hooks, interleaved, autocast, outputs_as_tuples]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda x: x.__name__)
 @pytest.mark.parametrize("layout", ["pp2"])
 def test_loops_by_hand_are_those_of_the_unsplit_model(on_ranks, layout, loop):
     for problems in on_ranks(run_loop):
@@ -171,10 +255,22 @@ def refuse(mesh):
         "pickle": said(lambda: pickle.dumps(model)),
     }
     model.train()
+
+    def with_logits():
+        output = model(**batch)
+        (output.loss + 1e-4 * output.logits.logsumexp(-1).pow(2).mean()).backward()
+
+    found |= {"z-loss": said(with_logits)}
+    found |= {"second order": said(lambda: second_order(model(**batch).loss, list(model.parameters())))}
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
     found |= {"again": said(loss.backward), "lbfgs": said(lambda: optimizer.step(lambda: model(**batch).loss))}
     return found
+
+
+def second_order(loss, parameters):
+    found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+    sum((each * 1.0).sum() for each in found if each is not None).backward()
 
 
 @pytest.mark.parametrize("layout", ["pp2"])
@@ -187,6 +283,64 @@ def test_what_ranks_do_otherwise_is_the_same_error_on_all(on_ranks, layout):
         (different, "gradients"),
         (different, "the model"),
     ]
+    assert first["z-loss"][0] == "a gradient of the output of a model in stages other than its loss"
+    assert "does not require grad" in first["second order"][0]
     assert "pickling a LlamaForCausalLM that is split" in first["pickle"][0]
     assert "the gradients of this forward have been added already" in first["again"][0]
     assert "LBFGS on the parameters of one stage of a pipeline" in first["lbfgs"][0]
+
+
+def alone(mesh):
+    """What every rank is told where one of four is in eval mode, or takes no gradients, or two data ranks differ; and
+    gradients of batches of unequal sizes after that.
+    """
+    whole = tiny_model("llama", num_hidden_layers=2).train()
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, fsdp=FsdpPolicy(zero_stage=3)).train()
+    batches = [tiny_batch(whole, rows=rows, seed=rows) for rows in (4, 6)]
+    batch, is_last = batches[mesh.data_rank], mesh.rank == mesh.shape.world_size - 1
+
+    def without_gradients_on_one():
+        model.train()
+        with torch.set_grad_enabled(not is_last):
+            model(**batch)
+
+    found = [
+        said(lambda: model.train(not is_last)(**batch)),
+        said(without_gradients_on_one),
+        said(lambda: model.train(mesh.data_rank == 0)(**batch)),
+        said(lambda: model.train()(**batch, output_attentions=is_last)),
+    ]
+    model(**batch).loss.backward()
+    for each in batches:
+        (whole(**each).loss / 2).backward()
+    return found, differing_gradients(shardwise.full_gradients(model), gradients(whole))
+
+
+@pytest.mark.parametrize("layout", ["pp2.fsdp2"])
+def test_data_ranks_all_raise_or_all_go_on(on_ranks, layout):
+    first, *others = on_ranks(alone)
+    assert not any(problems for _, problems in (first, *others)), first[1]
+    assert all(found == first[0] for found, _ in others)
+    different = "tp and pp ranks were given different batches"
+    assert first[0] == [
+        (different, "model.training"),
+        (different, "gradients"),
+        ("data ranks call a model in stages differently", "model.training"),
+        (different, "['output_attentions']"),
+    ]
+
+
+def break_down(mesh):
+    """What every rank is told where one stage raises in the middle, and at the next call."""
+    _, model = both(mesh)
+    batch = tiny_batch(model, rows=4)
+    return said(lambda: model(**{**batch, "input_ids": batch["input_ids"] + 10**6}), (Exception,))[0], said(
+        lambda: model(**batch)
+    )[0]
+
+
+@pytest.mark.parametrize("layout", ["pp2"])
+def test_a_call_that_fails_on_one_stage_ends_on_all(on_ranks, layout):
+    for failed, again in on_ranks(break_down):
+        assert failed != "nothing"
+        assert again == "this pipeline has failed before"

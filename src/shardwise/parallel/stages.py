@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Collection
 
@@ -13,6 +14,7 @@ from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import upwards
 from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
 from shardwise.stages.model import Around, Emptied, Staged, Stages, Watched
 from shardwise.stages.run import Module
@@ -38,7 +40,8 @@ def apply_stages(model: nn.Module, registry: Registry) -> Stages:
 
 def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
     """Gives absent parameters what the present ones have where they are used: the mesh's device, the dtype of the
-    computation, and of those inside of layers the shape of this tp rank's part. Communicates nothing.
+    computation, and of those inside of layers the shape of this tp rank's part, but where a module is given and returns
+    full features. Communicates nothing.
     """
     stages, mesh = registry.stages, registry.mesh
     if stages is None:
@@ -46,11 +49,12 @@ def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
     stages.context = registry.context if mesh.size("tp") > 1 else None
     _note_split_segments(stages, registry)
     names = {id(module): name for name, module in stages.model.named_modules()}
-    layers = set(stages.plan.order.calls)
+    _note_slices(stages, registry)
+    layers, full = set(stages.plan.order.calls), _of_full_features(registry)
     absent = {**stages.absent, **{(module, own): module.__dict__[own] for module, own in stages.foreign}}
     for (module, own), old in absent.items():
         fqn = f"{names[id(module)]}.{own}" if names[id(module)] else own
-        inside = any(name in layers for name in upwards(fqn))
+        inside = any(name in layers for name in upwards(fqn)) and not any(name in full for name in upwards(fqn))
         shape = registry.entry(fqn).tensor_layout.local_shape(mesh.coords) if inside else tuple(old.meta.shape)
         dtype = compute_dtype if compute_dtype is not None and old.meta.is_floating_point() else old.meta.dtype
         new = Absent.of(shape, dtype, mesh.device)
@@ -58,6 +62,21 @@ def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
             module.__dict__[own] = new
         else:
             stages.absent[module, own] = new
+
+
+def _of_full_features(registry: Registry) -> set[str]:
+    """The modules whose own code, with their whole weights, is given and returns what the split ones do."""
+    plan = registry.plan
+    split_here = {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
+    return split_here | {region.fqn for region in plan.regions if region.edge == "gather"}
+
+
+def _note_slices(stages: Stages, registry: Registry) -> None:
+    modules = dict(stages.model.named_modules())
+    for fqn, (dim, num_heads) in registry.plan.inputs.items():
+        owner, _, argument = fqn.rpartition(".")
+        own = functools.partial(own_slice, dim=dim, num_heads=num_heads, context=registry.context)
+        stages.sliced.setdefault(modules[owner], {})[argument] = own
 
 
 def _note_split_segments(stages: Stages, registry: Registry) -> None:

@@ -14,8 +14,8 @@ balance of a mixture of experts).
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.optim.gradients import gradients_of
-from shardwise.parameters.registry import Registry, local_part, registry_of
+from shardwise.parameters.registry import Registry, registry_of
+from shardwise.pipeline.agreement import agree_over_data
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.encoder import apply_pipelined_encoder
 from shardwise.pipeline.outputs import hand_out, merge_outputs
+from shardwise.pipeline.release import kept_aside, refuse_gradient, release_in_backward
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
@@ -66,11 +68,15 @@ class Pipelined:
 
         Raises:
             BatchError: ranks were given different arguments.
-            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold.
+            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold; or torch.compile
+                is to make one graph of it all.
 
-        Communicates: over tp and pp, one all-gather of 16 bytes a rank; what the stages do; the output, over pp.
+        Communicates: over tp and pp, one all-gather of 16 bytes a rank; in training, over all ranks, one of 24 bytes
+            where there are several data ranks; what the stages do; the output, over pp.
         """
         model: Any = self
+        if torch.compiler.is_compiling():
+            _refuse_compiled(type(model).__name__)
         registry = registry_of(model)
         stages: Any = registry.stages
         if stages.current is not None:
@@ -81,11 +87,16 @@ class Pipelined:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""
-        raise UnsupportedError(
-            f"compile() of a {type(self).__name__} in stages",
-            why="a stage ends inside of the model's forward, which is no graph",
-            fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
-        )
+        _refuse_compiled(type(self).__name__)
+
+
+@torch.compiler.disable
+def _refuse_compiled(name: str) -> None:
+    raise UnsupportedError(
+        f"torch.compile of a {name} in stages",
+        why="a stage ends inside of the model's forward, which is no graph",
+        fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
+    )
 
 
 class _Forward:
@@ -96,27 +107,42 @@ class _Forward:
     ) -> None:
         self.model, self.runner, self.registry = model, runner, registry
         self.arguments = _named(model, args, kwargs)
+        asked = self.arguments.pop("return_dict", None)
+        self.as_tuple = not (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked)
+        if self.as_tuple:
+            self.arguments["return_dict"] = True
         self.targets = [name for name in target_names(model) if isinstance(self.arguments.get(name), Tensor)]
         # Not whether this rank has anything to train: all of them must choose alike.
         self.learns = bool(self.targets) and torch.is_grad_enabled()
         if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
             self.arguments["use_cache"] = self.arguments.get("use_cache") or False
 
-    @torch.compiler.disable
     def run(self) -> Any:
-        """The output of the whole model: torch.compile of all of it leaves the schedule as it is."""
-        also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
-        check_same_batch(self.arguments, self.registry.context, also=also)
-        self._check()
-        if self.learns:
-            return self._train()
+        """The output of the whole model."""
+        rows = self._agree()
+        output = self._train(rows) if self.learns else self._evaluate()
+        return output.to_tuple() if self.as_tuple else output
+
+    def _evaluate(self) -> Any:
         stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
         caches = StageCaches(self.arguments, num_stages_per_rank=stages_per_rank, device=self.registry.mesh.device)
         part = Microbatch(self.arguments, caches=caches if caches else None)
         done = self.runner.run([part], self.runner.in_order(1), has_backward=False, keeps_outputs=True)
         caches.advance()
-        output = self._hand_out(done.outputs.get(0), later=False)
-        return map_fields(output, _refuse_gradient) if torch.is_grad_enabled() else output
+        return self._hand_out(done.outputs.get(0), later=False)
+
+    def _agree(self) -> tuple[int, ...]:
+        """Raises the same error on every rank unless all can make this call; returns the rows of every rank's batch."""
+        mesh, fault = self.registry.mesh, None
+        also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
+        try:
+            check_same_batch(self.arguments, self.registry.context, also=also)
+            self._check()
+        except ShardwiseError as error:
+            fault = error
+        rows = next((self.arguments[name].shape[:1].numel() for name in self.targets), 0)
+        joins = self.learns or (fault is not None and fault.at == "gradients")
+        return agree_over_data(fault, also=also, rows=rows, joins=joins, mesh=mesh)
 
     def _check(self) -> None:
         """Raises the same error on every rank for what stages cannot give."""
@@ -141,11 +167,17 @@ class _Forward:
     def _hand_out(self, output: Any, *, later: bool) -> Any:
         runner = self.runner
         return hand_out(
-            output, self.arguments, self.registry.context, runner.group, source=runner.last_rank, later=later
+            output,
+            self.arguments,
+            self.registry.context,
+            runner.group,
+            source=runner.last_rank,
+            later=later,
+            change=refuse_gradient if torch.is_grad_enabled() else None,
         )
 
-    def _train(self) -> Any:
-        parts, weights, rows = self._microbatches()
+    def _train(self, rows_of_all: tuple[int, ...]) -> Any:
+        parts, weights, rows = self._microbatches(rows_of_all)
         count = len(parts)
         schedule = self.runner.schedule(count) if self.runner.takes(count) else self.runner.in_order(count)
         gradients = gradients_of(self.model)
@@ -154,33 +186,39 @@ class _Forward:
         microbatches = [
             Microbatch(*each) for each in zip(parts, _losses(weights, scale * gradients.share), strict=True)
         ]
-        with _kept_aside(self.model) as released, gradients.together():
+        with kept_aside(self.model) as kept, gradients.together():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
         output = merge_outputs(outputs, weights, rows) if outputs else None
         output = self._hand_out(output, later=self.model.training)
         by_input = self._input_gradients(leaves)
-        inputs = [self.arguments[name] for name in by_input]
-        release = _Release(self.model, released, list(by_input.values()), 1 / scale)
-        loss = _ReleaseGradients.apply(output.loss, release, torch.ones((), requires_grad=True), *inputs)
-        output = map_fields(output, _refuse_gradient)
-        output["loss"] = loss
+        output["loss"] = release_in_backward(
+            output.loss,
+            self.model,
+            kept,
+            inputs=[self.arguments[name] for name in by_input],
+            input_gradients=list(by_input.values()),
+            factor=1 / scale,
+        )
         return output
 
-    def _microbatches(self) -> tuple[list[dict[str, Any]], list[float], int]:
-        """Arguments and weights of the microbatches, and the rows of the batch."""
+    def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[list[dict[str, Any]], list[float], int]:
+        """Arguments and weights of the microbatches, as many on every data rank, and the rows of the batch."""
         rows = self.arguments[self.targets[0]].shape[0]
         whole = {name: _detached_leaf(value) for name, value in self.arguments.items()}
         if not self.model.training:
             return [whole], [1.0], rows
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
-        numbers = range(2, min(rows, most) + 1) if asked is None else [asked]
-        fitting = [n for n in numbers if n > 1 and rows % n == 0 and (asked or self.runner.takes(n))]
-        parts = split_rows(self.arguments, rows, fitting[-1]) if fitting else [self.arguments]
+        numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]
+        divides = math.gcd(*rows_of_all)
+        fitting = [n for n in numbers if n > 1 and divides % n == 0 and (asked or self.runner.takes(n))]
+        if not fitting:
+            return [whole], [1.0], rows
+        parts = split_rows(self.arguments, rows, fitting[-1])
         counts = [count_targets(self.model, part) for part in parts]
-        if not fitting or not any(counts):
-            return [whole], [1.0], rows  # a loss over no targets is what the model says it is
         sums = self.arguments.get("num_items_in_batch") is not None
+        if not any(counts):  # a loss over no targets is what the model says it is
+            return [_microbatch(part, 1) for part in parts], [1.0 if sums else 1 / len(parts)] * len(parts), rows
         weights = [1.0 if sums else count / sum(counts) for count in counts]
         return [_microbatch(*each) for each in zip(parts, counts, strict=True)], weights, rows
 
@@ -238,83 +276,3 @@ def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:
 
 def _detached(output: Any) -> Any:
     return map_fields(output, lambda _, value: value.detach() if isinstance(value, Tensor) else value)
-
-
-@contextmanager
-def _kept_aside(model: nn.Module) -> Any:
-    """Inside, gradients start at nothing; afterwards those of before are back, and the new ones in what was given."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    released: list[tuple[nn.Parameter, Tensor]] = []
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield released
-    finally:
-        released += [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
-class _Release:
-    """Adds gradients that were kept aside to `.grad`, once."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        kept: list[tuple[nn.Parameter, Tensor]],
-        inputs: list[Tensor],
-        factor: float,
-    ) -> None:
-        self.model, self.kept, self.inputs, self.factor = model, kept, inputs, factor
-        self.is_done = False
-
-    @torch.no_grad()
-    def __call__(self, incoming: Tensor) -> list[Tensor]:
-        if self.is_done:
-            raise RuntimeError("the gradients of this forward have been added already: run another forward")
-        self.is_done = True
-        factor = incoming * self.factor
-        for parameter, gradient in self.kept:
-            own = local_part(gradient)
-            own.mul_(factor.to(own.device, own.dtype))
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                local_part(parameter.grad).add_(own)
-        self.kept.clear()
-        gradients_of(self.model).note_change()
-        return [gradient * factor for gradient in self.inputs]
-
-
-class _ReleaseGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, release: _Release, anchor: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.release = release
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.release(gradient)
-
-
-class _Refused(torch.autograd.Function):
-    """Identity forward; an error where a gradient comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise UnsupportedError(
-            "a gradient of the output of a model in stages other than its loss",
-            why="the backward of the stages has run in the forward, or there was no loss to start it from",
-            fix="pass labels, and use the loss alone, or shardwise.TrainStep",
-        )
-
-
-def _refuse_gradient(name: str, value: Any) -> Any:
-    if type(value) is tuple:
-        return tuple(_refuse_gradient(name, each) for each in value)
-    is_plain = isinstance(value, Tensor) and value.is_floating_point() and type(value) is Tensor
-    return _Refused.apply(value, torch.ones((), requires_grad=True)) if is_plain else value

@@ -75,6 +75,7 @@ def hand_out(
     *,
     source: int,
     later: bool,
+    change: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
     """The output of the last stage, on every rank of a pipeline.
 
@@ -83,6 +84,7 @@ def hand_out(
         own: arguments of the forward that every rank gets back as its own (caches).
         source: the last stage's rank.
         later: whether tensors other than the loss stay there until somebody computes with them.
+        change: applied to every tensor, or this rank's part of it, that is handed out.
 
     Raises:
         UnsupportedError: it holds what cannot be handed out.
@@ -96,7 +98,9 @@ def hand_out(
     ]
     known = {id(x): number for number, x in enumerate(given)}
     described = broadcast_object(_describe(output, tensors, known) if is_source else None, group, source=source)
-    return _rebuild(described, _Receiver(tensors, given, own, context, group, source=source, later=later))
+    return _rebuild(
+        described, _Receiver(tensors, given, own, context, group, source=source, later=later, change=change)
+    )
 
 
 def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name: str = "") -> Any:
@@ -129,9 +133,10 @@ class _Receiver:
         *,
         source: int,
         later: bool,
+        change: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self.tensors, self.given, self.own, self.context, self.group = tensors, given, own, context, group
-        self.source, self.later = source, later
+        self.source, self.later, self.change = source, later, change
 
     def take(self, slot: _Slot) -> Tensor:
         if self.later and slot.full_shape + slot.shape:
@@ -144,6 +149,8 @@ class _Receiver:
         else:
             local = torch.empty(slot.shape, dtype=slot.dtype, device=self.context.device)
         broadcast_(local, self.group, source=self.source)
+        if self.change is not None:
+            local = self.change(local)
         if slot.placements is None:
             return local
         stride = torch.empty(slot.full_shape, device="meta").stride()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 __all__ = [
     "Arguments",
+    "Change",
     "argument_names",
     "change_arguments",
+    "change_each",
     "change_hidden",
     "edit_arguments",
+    "edited",
     "hidden_name",
     "map_first",
 ]
@@ -38,25 +41,33 @@ def edit_arguments(module: nn.Module, edit: Callable[[nn.Module, Arguments], Non
     names = argument_names(module)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        numbers = map(str, range(len(names), len(args)))
-        arguments = dict(zip((*names, *numbers), args, strict=False)) | kwargs
-        edit(module, arguments)
-        found = list(arguments.items())
-        return tuple(value for _, value in found[: len(args)]), dict(found[len(args) :])
+        return edited(names, args, kwargs, lambda arguments: edit(module, arguments))
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
 
 
+def edited(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], edit: Callable[[Arguments], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one call as `edit` leaves them; `names` are those of the positional ones."""
+    numbers = map(str, range(len(names), len(args)))
+    arguments = {**dict(zip((*names, *numbers), args, strict=False)), **kwargs}
+    edit(arguments)
+    found = list(arguments.items())
+    return tuple(value for _, value in found[: len(args)]), dict(found[len(args) :])
+
+
 def change_arguments(module: nn.Module, names: Iterable[str], change: Change) -> None:
     """Applies `change` to the tensors among the arguments called `names`, in every forward of `module`."""
-    chosen = tuple(names)
+    changes = dict.fromkeys(names, change)
+    edit_arguments(module, lambda _, arguments: change_each(arguments, changes))
 
-    def edit(module: nn.Module, arguments: Arguments) -> None:
-        for name in chosen:
-            if isinstance(arguments.get(name), Tensor):
-                arguments[name] = change(arguments[name])
 
-    edit_arguments(module, edit)
+def change_each(arguments: Arguments, changes: Mapping[str, Change]) -> None:
+    """Applies to each tensor its own of `changes`, which are by names of arguments."""
+    for name, change in changes.items():
+        if isinstance(arguments.get(name), Tensor):
+            arguments[name] = change(arguments[name])
 
 
 def change_hidden(module: nn.Module, change: Change) -> None:

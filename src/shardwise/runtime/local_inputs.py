@@ -21,7 +21,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.reading import read_through
 
-__all__ = ["install_local_shapes", "install_shares", "install_sliced"]
+__all__ = ["install_local_shapes", "install_shares", "install_sliced", "own_slice"]
 
 _KEEPING = frozenset({"transpose", "permute", "contiguous"})
 
@@ -38,12 +38,13 @@ def install_sliced(
     """
 
     def own_part(x: Tensor) -> Tensor:
-        return _own_part(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
+        return own_slice(copy_to_region(x, context.group) if enters else x, dim, num_heads, context)
 
     change_arguments(module, [argument], own_part)
 
 
-def _own_part(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+def own_slice(x: Tensor, dim: int, num_heads: int, context: SplitContext) -> Tensor:
+    """This rank's part of an input, see `install_sliced`. Communicates nothing."""
     if dim == x.ndim - 1:
         sizes = context.even_sizes(x.shape[dim])
         return x.narrow(dim, sum(sizes[: context.coord]), sizes[context.coord])

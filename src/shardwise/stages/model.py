@@ -16,6 +16,7 @@ from transformers import Cache, EncoderDecoderCache
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.runtime.arguments import Change
 from shardwise.runtime.context import SplitContext
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.cache_copies import copy_cache
@@ -84,6 +85,7 @@ class Stages:
             they take the parameters' places where their module runs in a foreign segment.
         foreign: the name of every parameter that this rank does not hold, by (module, name in the module).
         context: what split modules share; None without tensor parallelism.
+        sliced: of tensor parallelism, the inputs of watched modules of which a rank uses a part, to what cuts it out.
         split: of sequence parallelism, the segments in whose layers hidden states come in parts, to the name of their
             stack.
         independent: the watched modules that were seen to return nothing that depends on parameters.
@@ -97,6 +99,7 @@ class Stages:
     absent: dict[tuple[nn.Module, str], Absent] = field(default_factory=dict)
     foreign: dict[tuple[nn.Module, str], str] = field(default_factory=dict)
     context: SplitContext | None = None
+    sliced: dict[nn.Module, dict[str, Change]] = field(default_factory=dict)
     split: dict[int, str] = field(default_factory=dict)
     independent: set[str] = field(default_factory=set)
     current: StageRun | None = None
@@ -112,7 +115,7 @@ class Stages:
 
     def _cuts(self, arguments: Mapping[str, Any]) -> list[tuple[Travelling, ...]]:
         """What comes into each stage, and after them nothing."""
-        key = self.model.training, _key(arguments)
+        key = self.model.training, _autocast(), _key(arguments)
         if key not in self._shapes:
             calls, last = len(self.plan.order.calls), self.plan.starts[-1]
             run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
@@ -188,6 +191,12 @@ class Stages:
         finally:
             self.current = around
             run.show_parameters()
+
+
+def _autocast() -> Any:
+    """What dtypes depend on besides."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def _key(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
 from shardwise.runtime.adapters import unwrapped
-from shardwise.runtime.arguments import hidden_name
+from shardwise.runtime.arguments import argument_names, change_each, edited, hidden_name
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.anchors import find_tensor, is_dropout, made_by, named_arguments, named_tensors, used_by
 
@@ -277,6 +277,10 @@ class StageRun:
         if returned is None and base is not module:
             return base(*args, **kwargs)  # adapters change no shapes
         if returned is None:
+            changes = self.stages.sliced.get(module)
+            if changes is not None:
+                names = argument_names(module)
+                args, kwargs = edited(names, args, kwargs, lambda arguments: change_each(arguments, changes))
             output = known.own_class.forward(module, *args, **kwargs)
         else:
             arguments = named_arguments(base, args, kwargs)
