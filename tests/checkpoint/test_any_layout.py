@@ -12,7 +12,7 @@ import shardwise
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
-from tests.checkpoint.training import FAMILIES, Training, differing
+from tests.checkpoint.training import FAMILIES, VARIANTS, Training, differing
 
 pytestmark = pytest.mark.spawn
 
@@ -140,49 +140,46 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path, layout, other):
         assert losses == again == fresh
 
 
-def save_again(layout, base):
-    """Of every family: loads what one process saved, and saves it as these ranks hold it."""
+def split_again(mesh, layout, number, family):
+    options = options_of(mesh, layout, STAGES[number % 3], family)
+    return Training(mesh, family, OPTIMIZERS[number % len(OPTIMIZERS)], lost=True, **options)
+
+
+def save_again(layout, base, number, family):
+    """Loads what one process saved, and saves it as these ranks hold it."""
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
-        for number, family in enumerate(FAMILIES):
-            optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
-            training = Training(
-                mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3], family)
-            )
-            training.load(f"{base}/reference/{family}-{optimizer}")
-            training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3}, num_writers=1 + number % 2)
+        training = split_again(mesh, layout, number, family)
+        training.load(f"{base}/reference/{family}-{OPTIMIZERS[number % len(OPTIMIZERS)]}")
+        training.save(f"{base}/pairs/{layout}/{family}", tag="a", extra={"step": 3}, num_writers=1 + number % 2)
 
 
-def load_each(layout, base, expected):
-    """Of every family: loads what each layout has saved. Returns what is not, bit for bit, what was saved, and where
-    the next steps differ.
+def load_each(layout, base, number, family, expected):
+    """Loads what each layout has saved. Returns where it is not, bit for bit, what was saved, and where the next steps
+    differ.
     """
     found = []
     with shardwise.Mesh.open(layout.removesuffix("+sp")) as mesh:
-        for number, family in enumerate(FAMILIES):
-            optimizer = OPTIMIZERS[number % len(OPTIMIZERS)]
-            training = Training(
-                mesh, family, optimizer, lost=True, **options_of(mesh, layout, STAGES[number % 3], family)
-            )
-            saved, losses = expected[family]
-            for at, other in enumerate(ALL):
-                training.load(f"{base}/pairs/{other}/{family}")
-                if names := differing(training.whole(), saved):
-                    found.append((family, other, names[:3]))
-                elif at % len(FAMILIES) == number and training.steps(5) != pytest.approx(losses, abs=1e-5):
-                    found.append((family, other, "the next steps"))
+        training = split_again(mesh, layout, number, family)
+        saved, losses = expected
+        for at, other in enumerate(ALL):
+            training.load(f"{base}/pairs/{other}/{family}")
+            if names := differing(training.whole(), saved):
+                found.append((other, names[:3]))
+            elif at % len(FAMILIES) == number % len(FAMILIES) and training.steps(5) != pytest.approx(losses, abs=1e-5):
+                found.append((other, "the next steps"))
     return found
 
 
 @pytest.mark.skipif(not DRILL, reason="every pair of layouts, every family: make drill")
-@pytest.mark.timeout(7200)
-def test_all_pairs(tmp_path_factory, reference):
-    base = str(tmp_path_factory.getbasetemp())
-    expected = {
-        family: reference(family, OPTIMIZERS[number % len(OPTIMIZERS)]) for number, family in enumerate(FAMILIES)
-    }
-    for layout in ALL:
-        spawn(save_again, MeshShape.parse(layout.removesuffix("+sp")).world_size, layout, base, timeout=600.0)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("family", [*FAMILIES, *VARIANTS])
+def test_all_pairs(tmp_path_factory, reference, family):
+    base, number = str(tmp_path_factory.getbasetemp()), [*FAMILIES, *VARIANTS].index(family)
+    expected = reference(family, OPTIMIZERS[number % len(OPTIMIZERS)])
     for layout in ALL:
         size = MeshShape.parse(layout.removesuffix("+sp")).world_size
-        for rank in spawn(load_each, size, layout, base, expected, timeout=1200.0):
+        spawn(save_again, size, layout, base, number, family, timeout=600.0)
+    for layout in ALL:
+        size = MeshShape.parse(layout.removesuffix("+sp")).world_size
+        for rank in spawn(load_each, size, layout, base, number, family, expected, timeout=1200.0):
             assert rank == [], layout

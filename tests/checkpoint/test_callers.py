@@ -286,6 +286,9 @@ DISAGREEMENTS = {
 def disagree(base):
     with shardwise.Mesh.open("tp2") as mesh:
         training = Training(mesh, "llama")
+        says = r"the call is not the same on all[\s\S]*0: save_checkpoint[\s\S]*1: load_checkpoint"
+        with pytest.raises(ConfigError, match=says):
+            training.load(base) if mesh.rank else training.save(base)
         training.save(base, tag="first")  # ranks remember what they have agreed on
         found = []
         for differs in DISAGREEMENTS.values():
@@ -303,10 +306,11 @@ def disagree(base):
             except ConfigError as error:
                 found.append(str(error))
         for part in ("optimizer", "scheduler"):
-            with pytest.raises(
-                ConfigError, match=f"ranks load different parts[\\s\\S]*the {part}[\\s\\S]*rank 1: none"
-            ):
+            differs = f"do not call load_checkpoint alike: the {part} is not[\\s\\S]*rank 1: none"
+            with pytest.raises(ConfigError, match=differs):
                 training.load(base, "a", **({part: None} if mesh.rank else {}))
+        with pytest.raises(ConfigError, match=says):
+            training.load(base) if mesh.rank else training.save(base, tag="b")
         return found
 
 

@@ -143,8 +143,10 @@ def test_jobs_killed_at_random_moments(tmp_path, async_save):
     assert is_clean(tmp_path, {"step-1000000"})
 
 
-def save_where_it_fails(root, small):
-    """Rank 1's disk is full, a rank does not see the directory, the file system is full, the place cannot be made."""
+def save_where_it_fails(root, small, frozen):
+    """Rank 1's disk is full, a rank does not see the directory, the place cannot be made, the file system is full, and
+    it is read-only.
+    """
     with shardwise.Mesh.open("tp2") as mesh:
         training = Training(mesh, "llama")
         training.steps(1)
@@ -171,6 +173,7 @@ def save_where_it_fails(root, small):
         Path.is_dir = is_dir
         fails(root / "latest" / "below")
         fails(small)
+        fails(frozen)
         training.steps(1)
         training.load(root)
         return found, not differing(training.whole(), before)
@@ -178,21 +181,23 @@ def save_where_it_fails(root, small):
 
 @pytest.mark.spawn
 def test_a_rank_that_cannot_write_is_one_error_on_all_and_takes_nothing(tmp_path):
-    (tmp_path / "small").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "none", str(tmp_path / "small")]
-    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0  # by root alone
-    small = tmp_path / "small" if is_mounted else tmp_path / "root" / "latest"
+    places = {"small": "size=100k", "frozen": "ro"}
+    for name, options in places.items():
+        (tmp_path / name).mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(tmp_path / name)]
+        is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0  # by root alone
+    small, frozen = (tmp_path / name if is_mounted else tmp_path / "root" / "latest" for name in places)
     try:
-        (first, same), (second, also_same) = spawn(save_where_it_fails, 2, tmp_path / "root", small)
+        (first, same), (second, also_same) = spawn(save_where_it_fails, 2, tmp_path / "root", small, frozen)
         left = [path.name for path in small.iterdir()] if is_mounted else [".lock"]
     finally:
-        if is_mounted:
-            subprocess.run(["umount", str(small)], check=True)
+        for name in places if is_mounted else ():
+            subprocess.run(["umount", str(tmp_path / name)], check=True)
     assert first == second
-    says = ("cannot be written", "cannot be written", "rank 1 does not see", "cannot be written", "cannot be written")
+    says = (*["cannot be written"] * 2, "rank 1 does not see", *["cannot be written"] * 3)
     assert len(first) == len(says)
     assert all(words in error for words, error in zip(says, first, strict=True)), first
-    assert "No space left" in first[-1] or not is_mounted
+    assert not is_mounted or ("No space left" in first[-2] and "Read-only file system" in first[-1])
     assert same
     assert also_same
     assert left == [".lock"]

@@ -34,7 +34,11 @@ FAMILIES = {
     "bert": {},
     "t5": {"tie_word_embeddings": True},
 }
-
+VARIANTS = {
+    "llama-tied": {"num_key_value_heads": 2, "tied": True, "vocab_size": 97},
+    "llama-1kv-untied": {"num_key_value_heads": 1},
+}
+"""What `make drill` takes besides."""
 
 HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that say how it computes, not what: layouts choose their own."""
@@ -48,7 +52,7 @@ class Training:
     """
 
     def __init__(self, mesh: Any, family: str, optimizer: str = "adamw", *, lost: bool = False, **options: Any) -> None:
-        chosen = {**FAMILIES[family], **options.pop("model", {})}
+        chosen = {**{**FAMILIES, **VARIANTS}[family], **options.pop("model", {})}
         whole = tiny_t5(**chosen) if family == "t5" else tiny_model(family.split("-")[0], **chosen)
         self.batch = tiny_batch(whole, rows=ROWS)
         if lost:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.checkpoint.save_job import SaveJob
-from shardwise.comm.agree import compare_later
+from shardwise.comm.agree import check_calls
 from shardwise.comm.operations import Group
 from shardwise.errors import ShardwiseError
 from shardwise.job.processes import calm_gloo_loops, end_processes
@@ -163,7 +163,7 @@ def _own_group(mesh: Mesh) -> Group | None:
     everyone = mesh.group()
     if everyone is None:
         return None
-    compare_later(everyone, "", device=mesh.device, doing="save_checkpoint")()  # fails where some do not come
+    check_calls(everyone, {}, device=mesh.device, doing="save_checkpoint")  # a group is waited for much longer
     group = dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
     calm_gloo_loops()
     return group

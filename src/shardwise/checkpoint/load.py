@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from shardwise.checkpoint.random_states import check_random, restore_random
 from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
-from shardwise.comm.agree import check_equal, compare_later, gather_from_all, raise_on_all_ranks
+from shardwise.comm.agree import check_calls, check_equal, gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
@@ -144,16 +143,7 @@ def _check_alike(session: Session, mesh: Mesh) -> None:
         "verify": str(session.verifies),
         "whether the model is filled": str(session.fills_model),
     }
-    text = json.dumps(described)
-    if not compare_later(mesh.group(), text, device=mesh.device, doing="load_checkpoint")():
-        check_equal(
-            mesh.group(),
-            described,
-            what="ranks load different parts of a checkpoint",
-            fix="call load_checkpoint with the same on every rank",
-            device=mesh.device,
-            error=ConfigError,
-        )
+    check_calls(mesh.group(), described, device=mesh.device, doing="load_checkpoint")
 
 
 def _class_of(value: Any) -> str:

@@ -24,7 +24,7 @@ from shardwise.checkpoint.random_states import random_axes, read_random
 from shardwise.checkpoint.save_job import OwnPortions, SaveJob, SaveRequest
 from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.comm.agree import compare_later, gather_from_all
+from shardwise.comm.agree import check_same, compare_later, gather_from_all
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
@@ -117,8 +117,8 @@ def prepare_save(
         "preparing the checkpoint",
         lambda: {"held": look(), "rank": _position(mesh), "same": _describe_request(seen[0])},
     )
+    check_same(everyone, what="ranks ask for different checkpoints")
     everyone.sort(key=lambda each: each["rank"])
-    _check_same(everyone)
     return make(_divide(registry, seen[0].held, everyone))
 
 
@@ -202,6 +202,7 @@ def _versions() -> dict[str, str]:
 def _describe_request(seen: _Seen) -> dict[str, str]:
     """What this rank asks for, which must be the same on all."""
     return {
+        "the call": "save_checkpoint",
         **{name: str(value) for name, value in vars(seen.request).items()},
         "optimizer": seen.optimizer.class_name if seen.optimizer is not None else "",
         **{
@@ -226,19 +227,6 @@ def _describe_held(seen: _Seen, registry: Registry, *, has_adapters: bool) -> di
         "buffers": tuple(each.name for each in held if not isinstance(each.value, nn.Parameter)),
         "base": base_sums({name: seen.held[name] for name in sizes if name in frozen}, registry),
     }
-
-
-def _check_same(everyone: Sequence[Mapping[str, Any]]) -> None:
-    for name in dict.fromkeys(name for each in everyone for name in each["same"]):
-        value = everyone[0]["same"].get(name)
-        others = {rank: each["same"].get(name) for rank, each in enumerate(everyone) if each["same"].get(name) != value}
-        if others:
-            rank, other = next(iter(others.items()))
-            raise ConfigError(
-                f"ranks ask for different checkpoints: {name} is not the same on all",
-                why=f"on rank 0: {str(value)[:200]}\non rank {rank}: {str(other)[:200]}",
-                fix="pass the same on every rank; what belongs to a rank alone is not kept",
-            )
 
 
 def _left_out(everyone: Sequence[Mapping[str, Any]]) -> set[str]:

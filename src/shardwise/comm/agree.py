@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,10 +22,20 @@ from shardwise.comm.operations import (
     all_reduce_,
     host_device,
 )
-from shardwise.errors import RankError, ShardwiseError
+from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
 
-__all__ = ["check_equal", "compare_later", "gather_from_all", "meet", "raise_on_all_ranks", "run_in_turns", "sum_of"]
+__all__ = [
+    "check_calls",
+    "check_equal",
+    "check_same",
+    "compare_later",
+    "gather_from_all",
+    "meet",
+    "raise_on_all_ranks",
+    "run_in_turns",
+    "sum_of",
+]
 
 _Result = TypeVar("_Result")
 
@@ -175,6 +185,33 @@ def compare_later(group: Group | None, text: str | None, *, device: torch.device
         return text is not None and bool((words.view(-1, 2) == word).all())
 
     return is_same
+
+
+def check_calls(group: Group | None, described: Mapping[str, str], *, device: torch.device, doing: str) -> None:
+    """Raises on every rank unless all call `doing`, with what `described` says by name.
+
+    Communicates: one all-gather of 16 bytes; where they do not agree, one gather of a small object.
+    """
+    same = {"the call": doing, **described}
+    if not compare_later(group, str(same), device=device, doing=doing)():
+        check_same(all_gather_objects({"same": same}, group), what=f"ranks do not call {doing} alike")
+
+
+def check_same(everyone: Sequence[Mapping[str, Mapping[str, str]]], *, what: str) -> None:
+    """Raises unless what the ranks say under "same" is the same: what each has gathered of all.
+
+    Raises:
+        ConfigError: it names the first that differs, and says what it is on rank 0 and on another.
+    """
+    for name in dict.fromkeys(name for each in everyone for name in each["same"]):
+        said = [each["same"].get(name) for each in everyone]
+        rank = next((rank for rank, value in enumerate(said) if value != said[0]), 0)
+        if rank:
+            raise ConfigError(
+                f"{what}: {name} is not the same on all",
+                why=f"on rank 0: {str(said[0])[:200]}\non rank {rank}: {str(said[rank])[:200]}",
+                fix="pass the same on every rank; what belongs to a rank alone is not kept",
+            )
 
 
 @contextmanager
