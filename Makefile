@@ -81,6 +81,7 @@ drill: $(READY)
 	SHARDWISE_DRILL=1 $(PY) -m pytest -q tests/checkpoint tests/cli/test_kills.py tests/pipeline/drill_pipelines.py
 
 coverage: $(READY)
+	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q -m pure
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \
 		tests/train/test_data_parallel.py tests/parallel/test_compiled.py tests/search/test_real_sizes.py tests/compat/test_optimum_neuron.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done

@@ -42,7 +42,8 @@ DEAR = ("peft", "lightning.pytorch", "shardwise.cli.training", "shardwise.compat
 TIERS = ("pure", "single", "spawn", "device")
 
 # The same examples in every run, and no deadlines: a busy machine is not a defect.
-settings.register_profile("shardwise", derandomize=True, deadline=None)
+NUM_EXAMPLES = 250 if "SHARDWISE_FULL_PRODUCT" in os.environ else 50
+settings.register_profile("shardwise", derandomize=True, deadline=None, max_examples=NUM_EXAMPLES)
 settings.load_profile("shardwise")
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 from shardwise.cli.training import train
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
+from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 from tests.cli.test_train import config_of, tree  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.spawn
@@ -51,29 +50,15 @@ def lines_of(run):
     return [{key: value for key, value in json.loads(line).items() if key in SAME} for line in lines]
 
 
-def command(path, run, *words):
-    path.write_text(yaml.safe_dump(run))
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", str(path), *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-@pytest.mark.timeout(240)  # a command that imports everything by itself, and two more runs
-def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path):
+def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_forked, capfd):  # noqa: F811
     whole = with_values(run, tmp_path / "whole")
     spawn(train_rank, 2, whole)
     ended = with_values(run, tmp_path / "ended")
-    process = command(tmp_path / "run.yaml", ended)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(ended))
     log = Path(ended["log"]["dir"]) / "train.jsonl"
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 1):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, err
-    assert "goes on from there" in out
+    code = run_forked(tmp_path / "run.yaml", log=log, at_first_step=lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == 128 + signal.SIGTERM
+    assert "goes on from there" in capfd.readouterr().out
     done = len(lines_of(ended))
     assert 1 <= done < 7
     with log.open("a") as file:

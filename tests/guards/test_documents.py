@@ -18,7 +18,7 @@ pytestmark = pytest.mark.single
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 HEAVY = {"demo.py"}  # minutes long: `make demo` runs it
-PROGRAMS = {"text_to_model.py", "lightning_training.py"}  # run in a process of their own, with all that they start
+PROGRAMS = {"lightning_training.py"}  # run in a process of their own, with all that they start
 SHELL_SNIPPETS = snippets("bash", "sh", "shell", "console")
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from shardwise.comm.simulated import run_ranks
@@ -35,7 +35,6 @@ def mesh_of(shape, group):
     return Mesh(shape, rank=group.rank(), device=torch.device("cpu"), groups=groups)
 
 
-@settings(max_examples=100)
 @given(layouts_of_tensors)
 def test_a_whole_tensor_comes_back_from_its_parts(layout):
     layout = Layout(layout.shape, tuple(step for step in layout.steps if step.size > 1))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardwise.sharding.boxes import full_box, shape_of, volume
 from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, divide_boxes
@@ -14,7 +14,6 @@ from tests.sharding.strategies import at, layouts, shapes
 pytestmark = pytest.mark.pure
 
 
-@settings(deadline=None, max_examples=100)
 @given(shapes.flatmap(layouts))
 def test_every_element_once_by_a_rank_that_holds_it(layout):
     sizes = {f"{axis}_size" if axis != "ddp" else "dp_replicate_size": 1 for axis in ("tp", "fsdp", "ddp")}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from shardwise.errors import LayoutError
 from shardwise.sharding.layout import Layout, Piece, Step
@@ -12,7 +12,6 @@ from tests.sharding.strategies import EMPTY, all_coords, at, layouts, local_tens
 pytestmark = pytest.mark.pure
 
 
-@settings(deadline=None, max_examples=200)
 @given(shapes.flatmap(layouts))
 def test_pieces_say_where_every_local_element_comes_from(layout):
     whole = whole_tensor(layout.shape)
@@ -30,7 +29,6 @@ def test_pieces_say_where_every_local_element_comes_from(layout):
         assert (local == expected).all()
 
 
-@settings(deadline=None, max_examples=200)
 @given(shapes.flatmap(layouts))
 def test_every_element_is_owned_once_by_its_first_holder(layout):
     count = np.zeros(layout.shape, dtype=int)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
@@ -24,7 +24,6 @@ def sources(layout: Layout, *, replicas: bool) -> tuple[list[Source], dict[tuple
     return saved, arrays
 
 
-@settings(deadline=None, max_examples=150)
 @given(shapes.flatmap(lambda shape: st.tuples(layouts(shape), layouts(shape))), st.booleans())
 def test_any_layout_into_any_other(pair, replicas):
     before, after = pair

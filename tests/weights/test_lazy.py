@@ -3,7 +3,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import UnsupportedError
@@ -84,7 +84,6 @@ def draw_operation(
     return name, operations[name]
 
 
-@settings(max_examples=250)
 @given(st.data())
 def test_a_box_of_a_lazy_chain_is_the_box_of_the_chain(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
