@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 
+import peft
 import pytest
 import torch
 
 import shardwise
-from shardwise.errors import ConfigError, GradientError
+from shardwise.errors import ConfigError, GradientError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -50,6 +51,56 @@ def test_masters_stay_in_float32_and_gradients_are_those_of_the_narrow_model(on_
     for loss, found, worst in on_ranks(train_mixed):
         assert found == pytest.approx(loss, rel=5e-3)
         assert worst < (0.04 if compute == "bfloat16" else 0.01)
+
+
+def train_the_last_layer(mesh):
+    """What differs from the unsplit model in bfloat16, and which dtypes there are at rest, after a step and a save."""
+    whole = tiny_model("llama")
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad_(name.startswith("model.layers.1."))
+    batch = tiny_batch(whole, rows=ROWS)
+    model = shardwise.parallelize(copy.deepcopy(whole), mesh, precision=shardwise.Precision())
+    reference = copy.deepcopy(whole).to(torch.bfloat16)
+    loss = reference(**batch).loss
+    loss.backward()
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    found = shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))(rows_of(batch, mesh)).loss
+    gradients = shardwise.full_gradients(model)
+    expected = {name: each.grad for name, each in reference.named_parameters() if each.grad is not None}
+    assert gradients.keys() == expected.keys()
+    worst = max(float((gradients[name] - each).abs().max() / each.abs().max()) for name, each in expected.items())
+    optimizer.step()
+    state = shardwise.full_state_dict(model)
+    for name, value in state.items():
+        is_trained = name.startswith("model.layers.1.")
+        assert value.dtype is (torch.float32 if is_trained else torch.bfloat16), name
+        assert is_trained is not torch.equal(value, whole.get_parameter(name).to(value.dtype)), name
+    held = {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+    model.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="which was frozen when the model was split"):
+        shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    return float(loss.detach()), float(found), worst, held
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+def test_what_is_frozen_rests_in_the_dtype_of_computation(on_ranks, layout):
+    for loss, found, worst, held in on_ranks(train_the_last_layer):
+        assert found == pytest.approx(loss, rel=5e-3)
+        assert worst < 0.04
+        assert held <= {torch.bfloat16}
+
+
+@pytest.mark.single
+def test_a_base_is_loaded_narrow_and_its_adapters_wide(tmp_path):
+    whole = tiny_model("llama")
+    whole.save_pretrained(tmp_path)
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with shardwise.Mesh.open("tp1") as mesh:
+        for source in (str(tmp_path), whole.config):
+            model = shardwise.load(source, mesh, adapter=adapter, precision=shardwise.Precision())
+            kinds = {parameter.requires_grad: parameter.dtype for parameter in model.parameters()}
+            assert kinds == {True: torch.float32, False: torch.bfloat16}
 
 
 def step_on_nonfinite(policy):

@@ -67,6 +67,7 @@ def build_optimizer(
     trained: dict[str, Tensor] = {
         name: each for name, each, _ in gradients_of(model).parameters() if each.requires_grad
     }
+    _check_kept_wide(trained.values())
     others = {name: entry.layout.shape for name, entry in canonical_entries(model).items() if not entry.is_held}
     options = with_fused(optimizer_class, options, list(trained.values()))
     optimizer = stepping_class(optimizer_class)(_grouped(trained, groups, others), **options)
@@ -128,6 +129,7 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
         return []  # ZeRO around another, which is looked at when it steps
     check_optimizer(optimizer)
+    _check_kept_wide(parameters)
     known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
     if any(entry.split is not None and not entry.registry.local_state for entry in known):
         _guard_state(optimizer)
@@ -156,6 +158,18 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
 def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     for model in models:
         mind_nonfinite(model, gradients_of(model), optimizer)
+
+
+def _check_kept_wide(parameters: Iterable[Tensor]) -> None:
+    """Raises where a parameter is trained that was frozen when the model was split."""
+    entries = (entry for each in parameters if each.requires_grad and (entry := entry_of(each)) is not None)
+    for entry in entries:
+        if (dtype := entry.registry.frozen.get(entry.fqn)) is not None:
+            raise UnsupportedError(
+                f"training of {entry.fqn}, which was frozen when the model was split",
+                why=f"what is not trained is kept in the dtype of computation ({dtype}), where updates are lost",
+                fix="set requires_grad before the model is split, or split it without a Precision",
+            )
 
 
 def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> None:

@@ -73,7 +73,8 @@ def load_weights(
     sums: dict[str, tuple[Tensor, Tensor]] = {}
     for fqn in tqdm(wanted, desc="Loading weights", disable=silent):
         lazy = resolution.tensors[fqn]
-        value = _read(fqn, lazy, registry, _dtype_of(fqn, lazy.dtype, dtype, kept))
+        own = registry.frozen.get(fqn) or _dtype_of(fqn, lazy.dtype, dtype, kept)
+        value = _read(fqn, lazy, registry, own)
         if value.is_floating_point():
             sums[fqn] = value, (value if value.dtype.itemsize > 1 else value.float()).sum()
         put_tensor(model, registry, fqn, value)

@@ -24,7 +24,10 @@ __all__ = ["draw_values", "initialize_missing", "put_tensor", "record_missing"]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
-    """Makes `value` this rank's parameter or buffer `fqn`, under those of its names that this rank's stages use."""
+    """Makes `value` this rank's parameter or buffer `fqn`, under those of its names that this rank's stages use, in the
+    dtype that it is kept in.
+    """
+    value = value.to(registry.frozen.get(fqn, value.dtype))
     owner, _, name = fqn.rpartition(".")
     module = model.get_submodule(owner)
     if name in module._buffers:

@@ -38,6 +38,7 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
     registry.precision = precision
     if precision is None:
         return
+    _narrow_frozen(model, registry, getattr(torch, precision.compute))
     if precision.params == precision.compute == "bfloat16":
         warnings.warn(
             f"parameters are kept in {precision.params}: updates smaller than 1/256 of a weight are lost to rounding, "
@@ -56,6 +57,15 @@ def apply_precision(model: nn.Module, registry: Registry, precision: Precision |
             read_through(owner, name, casting)
     for module in (*(model.get_submodule(each) for unit in registry.plan.units for each in unit), model):
         apply_mixin(module, Cast, _casting=casting)
+
+
+def _narrow_frozen(model: nn.Module, registry: Registry, compute: torch.dtype) -> None:
+    """Keeps what is not trained as it is computed with: no update needs more of it."""
+    for name, parameter in model.named_parameters():
+        is_wider = parameter.is_floating_point() and parameter.dtype.itemsize > compute.itemsize
+        if is_wider and not parameter.requires_grad:
+            registry.frozen[name] = compute
+            parameter.data = parameter.data.to(compute)
 
 
 def _cast_what_is_kept_in_full(model: nn.Module, registry: Registry, casting: Casting) -> None:

@@ -184,6 +184,8 @@ class Registry:
         tied: alias FQN to canonical FQN.
         policy: what was chosen about the data axes.
         precision: the dtypes that were chosen, None where everything keeps its own.
+        frozen: FQNs of parameters that were not trained when the model was split and are kept in the dtype of
+            computation, with that.
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
         stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
         mapped: FQNs of parameters that are still stored in private pages of the files they came from.
@@ -200,6 +202,7 @@ class Registry:
     tied: Mapping[str, str] = field(default_factory=dict)
     policy: FsdpPolicy = field(default_factory=FsdpPolicy)
     precision: Precision | None = None
+    frozen: dict[str, torch.dtype] = field(default_factory=dict)
     data_root: nn.Module | None = None
     stage_roots: dict[int, nn.Module] = field(default_factory=dict)
     mapped: set[str] = field(default_factory=set)

@@ -79,8 +79,9 @@ class Precision:
     """The dtypes of training (mixed precision, arXiv 1710.03740).
 
     The default keeps float32 parameters, which the optimizer updates, computes in bfloat16 and sums gradients in
-    float32. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are cast
-    where they are used. Inputs of the model and of every unit are cast too.
+    float32. What is frozen when the model is split is kept in the dtype of computation, if that is narrower, and cannot
+    be trained later. Over the data axes FSDP2 gathers parameters in the dtype of computation; on one data rank they are
+    cast where they are used. Inputs of the model and of every unit are cast too.
 
     Attributes:
         params: of parameters, gradients and optimizer states at rest.
