@@ -127,6 +127,18 @@ def test_split_modules_whose_features_are_full_outside(monkeypatch):
     check_equal_to_whole(model, batch, loss, found)
 
 
+def test_sizes_of_what_other_stages_hold_are_those_of_this_rank_s_part():
+    model = tiny_model("gpt2")
+    order, facts, shape = find_layer_order(model), read_facts(model), MeshShape(pp_size=2, tp_size=2)
+    plan = decide_split(plan_for(model, ParallelSpec(), tp_size=2), model, facts, shape, order=order)
+
+    def rank(group):
+        apply_plan(own := copy.deepcopy(model), StageMesh(group, num_stages=2, stage=1), plan, ParallelSpec())
+        return own.transformer.h[0].attn.c_attn.nf
+
+    assert run_ranks(rank, 2) == [model.transformer.h[0].attn.c_attn.nf // 2] * 2
+
+
 def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():
     model = tiny_model("llama")
     spec = ParallelSpec(sequence_parallel=True)

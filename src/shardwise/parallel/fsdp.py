@@ -126,8 +126,9 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
     for module in (module for unit in units.values() for module in unit):
         module.register_forward_hook(_own_output)
     root.register_forward_hook(_own_output)
-    for unit in units.values():
-        _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3)
+    for names, unit in units.items():
+        # A unit of which other stages have modules (tied embeddings) is read between these, as where one rank has all.
+        _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
     _shard((root,), registry, kept_replicated, frees=False)
     root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
     _tune(root, units, registry)

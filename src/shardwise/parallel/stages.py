@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.parallel.tensor_parallel import fit_sizes
 from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.plan.structure import upwards
@@ -60,6 +61,8 @@ def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
         new = Absent.of(shape, dtype, mesh.device)
         if (module, own) in stages.foreign:
             module.__dict__[own] = new
+            if own == "weight":
+                fit_sizes(module, new)
         else:
             stages.absent[module, own] = new
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
@@ -33,7 +33,7 @@ from shardwise.runtime.region_edges import (
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import layer_overrides, read_field
 
-__all__ = ["apply_tensor_parallelism", "split_parameters"]
+__all__ = ["apply_tensor_parallelism", "fit_sizes", "split_parameters"]
 
 _HEAD_COUNTS = ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads")
 
@@ -60,7 +60,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     plan, context = registry.plan, registry.context
     modules = dict(model.named_modules())
     for module in modules.values():
-        _fit_sizes(module)
+        fit_sizes(module, module._parameters.get("weight"))
     outer = tuple(f"{region.fqn}." for region in plan.regions if region.edge == "output")
     for name in plan.modules:
         _apply_style(modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name))
@@ -187,9 +187,8 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
     apply_mixin(module, VocabularyEmbedding, _split=context, _start=start, _vocabulary_size=split.size)
 
 
-def _fit_sizes(module: nn.Module) -> None:
-    """Updates the size attributes of a linear, embedding or depthwise convolution."""
-    weight = module._parameters.get("weight")
+def fit_sizes(module: nn.Module, weight: Tensor | None) -> None:
+    """Updates the size attributes of a linear, embedding or depthwise convolution to those of its weight."""
     if isinstance(module, nn.Conv1d | nn.Conv2d) and weight is not None and module.groups == module.out_channels:
         module.groups = module.in_channels = module.out_channels = weight.shape[0]
     if weight is None or weight.ndim != 2:
