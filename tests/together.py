@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 PROGRAM = 20
-"""A test that may start whole programs, which import everything again, takes as long as so many others."""
+"""A test that may start whole programs, or has a time limit of its own, takes as long as so many others."""
 
 
 class Groups(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
@@ -41,12 +41,18 @@ def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:
     groups = {item.nodeid: _group_of(item) for item in items}
     sizes = Counter[str]()
     for item in items:
-        sizes[groups[item.nodeid]] += PROGRAM if "subprocess" in vars(getattr(item, "module", item)) else 1
+        sizes[groups[item.nodeid]] += PROGRAM if _is_long(item) else 1
     first = {group: number for number, group in enumerate(dict.fromkeys(groups.values()))}
     items.sort(key=lambda item: (-sizes[groups[item.nodeid]], first[groups[item.nodeid]]))
     path = _path(config.workerinput)  # type: ignore[attr-defined]  # where xdist keeps what a worker was told
     (own := path.with_name(f"{path.name}-{os.getpid()}")).write_text(json.dumps(groups), encoding="utf-8")
     own.replace(path)
+
+
+def _is_long(item: pytest.Item) -> bool:
+    if "subprocess" in vars(getattr(item, "module", item)) or item.get_closest_marker("timeout"):
+        return True
+    return "run_forked" in getattr(item, "fixturenames", ())
 
 
 def _group_of(item: pytest.Item) -> str:
