@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,13 +11,28 @@ from transformers import AutoModelForCausalLM
 
 import shardwise
 from shardwise.cli.main import main
+from shardwise.weights.write import PlannedShards
 from tests.checkpoint.training import Training
 
 pytestmark = pytest.mark.single
 
 
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    """Fails where one tensor is written while another one that was written is still there."""
+    write, written = PlannedShards.write, []
+
+    def check(shards, name, tensor):
+        assert not [other for other, each in written if each() is not None], name
+        written.append((name, weakref.ref(tensor)))
+        write(shards, name, tensor)
+
+    monkeypatch.setattr(PlannedShards, "write", check)
+    return written
+
+
 @pytest.mark.parametrize("family", ["llama-1kv", "phi3", "mixtral"])
-def test_a_converted_checkpoint_is_what_an_export_writes(tmp_path, family, capsys):
+def test_a_converted_checkpoint_is_what_an_export_writes(tmp_path, family, capsys, one_at_a_time):
     training = Training(shardwise.Mesh.open("tp1"), family)
     training.steps(1)
     training.save(tmp_path / "saved", extra={"step": 1})
@@ -23,6 +40,7 @@ def test_a_converted_checkpoint_is_what_an_export_writes(tmp_path, family, capsy
     assert main(["convert", str(tmp_path / "saved"), "--to", "hf", str(tmp_path / "out")]) == 0
     exported, found = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "out"))
     assert exported.keys() == found.keys()
+    assert len(one_at_a_time) == 2 * len(found)
     assert all(torch.equal(value, exported[name]) for name, value in found.items())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in training.model.state_dict().items())

@@ -158,6 +158,7 @@ def _write_group(group: ExportGroup, read: Callable[[str], torch.Tensor], writer
     """A function of its own, so that nothing of a group is still there when the next one is read."""
     for name, tensor in group.build({name: read(name) for name in group.fqns}):
         writer.add(name, tensor)
+        del tensor  # before the next one is made
 
 
 def meta_model(stored: StoredParts) -> Any:

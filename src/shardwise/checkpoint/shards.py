@@ -116,6 +116,7 @@ class Export:
     def _write(self, group: ExportGroup, state: dict[str, Tensor]) -> None:
         for name, tensor in group.build(state):
             self._shards.write(name, tensor)
+            del tensor  # before the next one is made
 
     def _full(self, name: str, target: int) -> Tensor:
         """The full tensor on the rank `target`, in host memory; an empty one elsewhere."""
