@@ -77,7 +77,7 @@ def adapters(mesh, base, merged, biases, parts, directory):
     wanted = {name: value.detach() for name, value in whole.named_parameters()}
     problems += [problem for name, value in wanted.items() for problem in differing(name, trained[name], value, 1e-4)]
     parallel_state.destroy_model_parallel()
-    again = LoraConfig(**options, load_lora_from_ckpt=True, lora_save_dir=directory, lora_load_tag="last")
+    again = LoraConfig(load_lora_from_ckpt=True, lora_save_dir=directory, lora_load_tag="last")
     nxd_config = nxd.neuronx_distributed_config(4, lora_config=again)
     torch.manual_seed(1)
     model = nxd.initialize_parallel_model(nxd_config, build)

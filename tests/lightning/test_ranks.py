@@ -17,7 +17,17 @@ from shardwise.errors import BatchError
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.replicas import find_unequal_replicas
-from tests.lightning.modules import CLIP, Automatic, Evaluated, Rows, loader, small_model, trainer, unsplit_batch
+from tests.lightning.modules import (
+    CLIP,
+    Automatic,
+    Evaluated,
+    Rows,
+    loader,
+    small_model,
+    trainer,
+    unsplit_batch,
+    unsplit_curve,
+)
 from tests.oracle import differing
 
 # peft warns of attributes that transformers has renamed
@@ -25,8 +35,8 @@ pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::FutureWarni
 
 
 def evaluation(mesh, layout):
-    """Validation, test and prediction."""
-    module, run = Evaluated(), trainer(layout)
+    """Validation, test and prediction, and a fit after them."""
+    module, run = Evaluated(), trainer(layout, max_steps=2)
     data = loader(mesh.data_size, num_rows=8)
     (validated,) = run.validate(module, data, verbose=False)
     predicted = torch.cat(run.predict(module, data))
@@ -40,6 +50,8 @@ def evaluation(mesh, layout):
         assert found == pytest.approx(wanted, abs=1e-5)
     assert validated["val_synced"] == pytest.approx(wanted, abs=1e-5)
     assert torch.equal(predicted, own)
+    run.fit(module, loader(mesh.data_size), data)
+    assert module.losses == pytest.approx(unsplit_curve("automatic", 1, "", 2)[0], abs=1e-5)
 
 
 def once(mesh, layout):

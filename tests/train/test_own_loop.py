@@ -234,12 +234,19 @@ def inner_backward(pair):
 def changed_while_gathered(pair):
     """A forward without backward leaves units gathered: what is then done to their parameters counts."""
     pair.backward(0)
+    pair.both(lambda model: model(**pair.batches[0]))
+    lost = torch.optim.SGD(pair.split.parameters(), lr=0.1)
+    pair.both(lambda model: model.get_parameter("model.norm.weight").requires_grad_(False))
+    pair.both(lambda model: model.zero_grad())
+    pair.backward(1)
+    problems = pair.gradient_problems()
+    with pytest.raises(UnsupportedError, match="as FSDP2 has gathered it"):
+        lost.step()
     with torch.no_grad():
         pair.both(lambda model: model(**pair.batches[0]))
-    pair.both(lambda model: model.zero_grad())
-    pair.both(lambda model: model.get_parameter("model.norm.weight").requires_grad_(False))
-    pair.backward(1)
-    return pair.gradient_problems()
+    for optimizer in pair.both(lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
+        optimizer.step()
+    return problems + pair.parameter_problems()
 
 
 def two_models(pair):

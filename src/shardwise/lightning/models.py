@@ -14,6 +14,7 @@ from shardwise.lightning.exchange import broadcast_tensors
 from shardwise.lightning.loss import LossHooks
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import Gradients, gradients_of
+from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import entry_of, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
@@ -68,6 +69,7 @@ class SplitModels:
             )
         for root in self._roots:
             _check_root(root, mesh, spec)
+            reshard(root)  # what an evaluation has left gathered would go to the optimizer
         if trains:
             _check_one_trained(module, self._roots)
         for model in _outermost(module) if trains else ():

@@ -19,8 +19,9 @@ from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import mind_nonfinite
 from shardwise.optim.plain_step import stepping_class, with_fused
 from shardwise.parameters.at_rest import copy_out_of_mmap
-from shardwise.parameters.registry import canonical_entries, entry_of
+from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
+from shardwise.runtime.gathered import gathered_parameters
 
 __all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
 
@@ -136,6 +137,7 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     models = [model for entry in entries.values() if (model := entry.registry.model()) is not None]
     models += [idle] if idle is not None else []
     _check_known(parameters, models)
+    _check_at_rest(parameters, models)
     if len(known) == len(parameters):
         optimizer.__dict__[_KNOWN] = list(map(id, parameters)), list(map(weakref.ref, models))
     return models
@@ -181,6 +183,19 @@ def _check_known(parameters: Iterable[Tensor], models: Sequence[nn.Module]) -> N
             why="nobody averages their gradients over the data ranks",
             fix="pass the module that holds both to shardwise.build_optimizer or shardwise.TrainStep, or give them an "
             "optimizer of their own",
+        )
+
+
+def _check_at_rest(parameters: Iterable[Tensor], models: Iterable[nn.Module]) -> None:
+    """Raises where there are parameters that were gathered when the optimizer was built."""
+    roots = [root for model in models for root in (model, *registry_of(model).stage_roots.values())]
+    gathered = {parameter for root in roots for parameter in gathered_parameters(root)}
+    found = [entry.fqn for each in parameters if each in gathered and (entry := entry_of(each)) is not None]
+    if found:
+        raise UnsupportedError(
+            f"an optimizer over {found[0]} as FSDP2 has gathered it (and {len(found) - 1} more)",
+            why="it was built after a forward without backward; it would update copies that are thrown away",
+            fix="build it before, or with shardwise.build_optimizer",
         )
 
 

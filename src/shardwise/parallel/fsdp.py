@@ -23,7 +23,7 @@ from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.gathered import follow_requires_grad
+from shardwise.runtime.gathered import follow_requires_grad, free_after_evaluation
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 
@@ -131,6 +131,8 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
         _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
     _shard((root,), registry, kept_replicated, frees=False)
     root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
+    if registry.stages is None:  # a stage is a root that computes several microbatches
+        root.register_forward_hook(free_after_evaluation, always_call=True)
     _tune(root, units, registry)
 
 

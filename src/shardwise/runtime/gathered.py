@@ -2,18 +2,20 @@
 
 # [Note: left gathered]
 After a forward without backward FSDP2 leaves the last units gathered, or all: whoever then asks a module for its
-parameters is given others than those at rest, whose gradients and `requires_grad` count. What is done to them is done
-to those at rest, too: `zero_grad` frees the units first, and a `requires_grad` that was changed is carried over.
+parameters is given others than those at rest, which alone count. So a forward without gradients frees them when it
+ends. After one with gradients backward may come: `zero_grad` frees them first, a `requires_grad` that was changed is
+carried over, and an optimizer that was built over them is an error.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["follow_requires_grad", "free", "param_groups"]
+__all__ = ["follow_requires_grad", "free", "free_after_evaluation", "gathered_parameters", "param_groups"]
 
 
 def free(unit: FSDPModule) -> None:
@@ -27,6 +29,20 @@ def follow_requires_grad(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _follow(module)
+
+
+def free_after_evaluation(root: nn.Module, *_: Any) -> None:
+    """A forward hook of a root: without gradients no backward follows; see [Note: left gathered]."""
+    for module in root.modules() if not torch.is_grad_enabled() else ():
+        if isinstance(module, FSDPModule):
+            free(module)
+
+
+def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
+    """What modules have in the place of their parameters at rest while those are gathered."""
+    units = (module for module in root.modules() if isinstance(module, FSDPModule))
+    held = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
+    return {each._unsharded_param for each in held if hasattr(each, "_unsharded_param")}
 
 
 def param_groups(unit: FSDPModule) -> list[Any]:

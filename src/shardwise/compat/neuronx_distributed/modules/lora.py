@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shardwise.api.state import export_pretrained
+from shardwise.checkpoint.directory import find_tag
 from shardwise.errors import ConfigError, PlanError, did_you_mean
-from shardwise.lora.inject import inject, named_targets
+from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.modules.transparent import Transparent
 from shardwise.parameters.registry import is_split
@@ -34,7 +35,8 @@ class LoraConfig:
             it (`merged/`), as Hugging Face directories; by default the adapter alone is saved.
         save_lora_config_adapter: keep the config in the checkpoint; else in `lora_save_dir/adapter_config.json`, below
             the directory of checkpoints, where PEFT finds the adapter, too.
-        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`.
+        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`; what is adapted
+            and how is then as the checkpoint says.
         lora_verbose, merge_sharded_lora: change nothing: adapters are full tensors in files.
 
     Raises:
@@ -73,6 +75,26 @@ class LoraConfig:
             )
         if self.merge_lora and not self.save_lora_base:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
+
+    def as_saved(self) -> LoraConfig:
+        """The config of the adapter that is to be loaded; this one where none is.
+
+        Raises:
+            LoadError: there is no such checkpoint, or none with an adapter.
+        """
+        if not self.load_lora_from_ckpt:
+            return self
+        saved = read_adapter_config(find_tag(Path(self.lora_save_dir), self.lora_load_tag))
+        return replace(
+            self,
+            lora_rank=saved.r,
+            lora_alpha=saved.lora_alpha,
+            lora_dropout=saved.lora_dropout,
+            bias=saved.bias,
+            target_modules=saved.target_modules,
+            use_rslora=saved.use_rslora,
+            modules_to_save=saved.modules_to_save,
+        )
 
     def for_peft(self, model: nn.Module) -> Any:
         """The same as PEFT's config."""

@@ -24,7 +24,7 @@ class NxDModel(Transparent):
         super().__init__(module)
         self.__dict__["nxd_config"] = dict(nxd_config)
         lora = nxd_config["lora_config"]
-        self.__dict__["lora_config"] = lora if lora is not None and lora.enable_lora else None
+        self.__dict__["lora_config"] = lora.as_saved() if lora is not None and lora.enable_lora else None
         self.train()
 
     def local_module(self) -> nn.Module:

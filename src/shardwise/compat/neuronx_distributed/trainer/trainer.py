@@ -67,7 +67,7 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     """Splits a model that is built, in place; returns it, or PEFT's model around it."""
     mesh, lora = current_mesh(), nxd_config["lora_config"]
     if lora is not None and lora.enable_lora:
-        model = seen_through(LoRAModel(model, lora))
+        model = seen_through(LoRAModel(model, lora.as_saved()))
     base = find_model(model)
     recompute = recompute_of(base, nxd_config["activation_checkpoint_config"])
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
