@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lightning import ShardwiseStrategy
+from shardwise.lightning.models import check_callbacks
+from shardwise.topology.shape import MeshShape
 from tests.lightning.modules import ADAM, Automatic, Evaluated, loader, small_model, trainer, unsplit_batch
 
 pytestmark = pytest.mark.single
@@ -134,3 +136,10 @@ def test_callbacks_come_in_the_order_of_lightnings_own_strategies():
         orders.append(record.names)
     assert orders[0] == orders[1]
     assert orders[0].count("on_train_batch_end") == 4
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(1e-3), EMAWeightAveraging()])
+def test_averages_of_copies_of_the_unsplit_module_are_refused_where_ranks_hold_parts(callback):
+    check_callbacks([callback], MeshShape.parse("tp1"))
+    with pytest.raises(UnsupportedError, match=f"callback {type(callback).__name__} over fsdp2"):
+        check_callbacks([callback], MeshShape.parse("fsdp2"))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,8 +20,9 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import entry_of, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.topology.shape import MeshShape
 
-__all__ = ["SplitModels", "note_spec"]
+__all__ = ["SplitModels", "check_callbacks", "note_spec"]
 
 _SPEC = "_shardwise_lightning_spec"
 
@@ -29,6 +32,17 @@ def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
     root = registry_of(model).model()
     assert root is not None
     root.__dict__[_SPEC] = spec
+
+
+def check_callbacks(callbacks: Sequence[Any], shape: MeshShape) -> None:
+    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module."""
+    found = [type(each).__name__ for each in callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)]
+    if found and shape.world_size > 1:
+        raise UnsupportedError(
+            f"the callback {found[0]} over {shape}",
+            why="it copies the module before it is split, and averages this rank's parts into full tensors",
+            fix="average them in a callback of your own, which clones self.model's parameters in on_fit_start",
+        )
 
 
 class SplitModels:

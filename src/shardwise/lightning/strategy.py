@@ -23,7 +23,7 @@ from shardwise.lightning.accumulation import Window, check_untouched, gradient_v
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import check_predictions, seed_workers
 from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
-from shardwise.lightning.models import SplitModels, note_spec
+from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
@@ -203,6 +203,7 @@ class ShardwiseStrategy(SavesParts):
         Communicates: as `SplitModels`.
         """
         assert self.accelerator is not None and self.lightning_module is not None
+        check_callbacks(trainer.callbacks, self.shape)
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         self._models = SplitModels(self.lightning_module, self.mesh, self.spec, trains=trains)

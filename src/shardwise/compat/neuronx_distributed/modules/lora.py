@@ -35,8 +35,8 @@ class LoraConfig:
             it (`merged/`), as Hugging Face directories; by default the adapter alone is saved.
         save_lora_config_adapter: keep the config in the checkpoint; else in `lora_save_dir/adapter_config.json`, below
             the directory of checkpoints, where PEFT finds the adapter, too.
-        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`; what is adapted
-            and how is then as the checkpoint says.
+        load_lora_from_ckpt: start from the adapter of the checkpoint `lora_load_tag` in `lora_save_dir`; what is
+            adapted, and how, is then as the checkpoint says.
         lora_verbose, merge_sharded_lora: change nothing: adapters are full tensors in files.
 
     Raises:
