@@ -22,6 +22,7 @@ __all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
 
 _INITS = {"default": True, "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
+_PEFTS = ("lora_alpha", "lora_dropout", "bias", "target_modules", "use_rslora", "modules_to_save")  # named as there
 
 
 @dataclass
@@ -77,37 +78,18 @@ class LoraConfig:
             raise ConfigError("LoraConfig merge_lora without save_lora_base", why="it is the base that it is merged in")
 
     def as_saved(self) -> LoraConfig:
-        """The config of the adapter that is to be loaded; this one where none is.
-
-        Raises:
-            LoadError: there is no such checkpoint, or none with an adapter.
-        """
+        """The config of the adapter that is to be loaded, or a LoadError; this one where none is."""
         if not self.load_lora_from_ckpt:
             return self
         saved = read_adapter_config(find_tag(Path(self.lora_save_dir), self.lora_load_tag))
-        return replace(
-            self,
-            lora_rank=saved.r,
-            lora_alpha=saved.lora_alpha,
-            lora_dropout=saved.lora_dropout,
-            bias=saved.bias,
-            target_modules=saved.target_modules,
-            use_rslora=saved.use_rslora,
-            modules_to_save=saved.modules_to_save,
-        )
+        return replace(self, lora_rank=saved.r, **{name: getattr(saved, name) for name in _PEFTS})
 
     def for_peft(self, model: nn.Module) -> Any:
         """The same as PEFT's config."""
-        return peft().LoraConfig(
-            r=self.lora_rank,
-            lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
-            bias=self.bias,
-            target_modules=named_targets(model, self.target_modules),
-            use_rslora=self.use_rslora,
-            init_lora_weights=_INITS[self.init_lora_weights],
-            modules_to_save=list(self.modules_to_save) if self.modules_to_save else None,
-        )
+        same = {name: getattr(self, name) for name in _PEFTS}
+        same["target_modules"] = named_targets(model, self.target_modules)
+        same["modules_to_save"] = list(self.modules_to_save) if self.modules_to_save else None
+        return peft().LoraConfig(r=self.lora_rank, init_lora_weights=_INITS[self.init_lora_weights], **same)
 
     def packed(self, user_content: Any) -> Any:
         """What a checkpoint takes beside the tensors."""
