@@ -20,8 +20,11 @@ __all__ = ["follow_requires_grad", "free", "free_after_evaluation", "gathered_pa
 
 def free(unit: FSDPModule) -> None:
     """Frees a unit's gathered parameters: its modules have those at rest again."""
-    _follow(unit)
-    unit.reshard()
+    for group in param_groups(unit):
+        if not group.is_sharded:
+            _follow(unit)
+            unit.reshard()
+            return
 
 
 def follow_requires_grad(root: nn.Module) -> None:
