@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import shardwise
+from shardwise.checkpoint.stored_parts import StoredParts
 from shardwise.cli.main import main
+from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.write import PlannedShards
 from tests.checkpoint.training import Training
 
@@ -19,15 +21,23 @@ pytestmark = pytest.mark.single
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    """Fails where one tensor is written while another one that was written is still there."""
+    """Fails where a tensor is read or made while one that was written is still there."""
     write, written = PlannedShards.write, []
 
-    def check(shards, name, tensor):
-        assert not [other for other, each in written if each() is not None], name
+    def noted(shards, name, tensor):
         written.append((name, weakref.ref(tensor)))
         write(shards, name, tensor)
 
-    monkeypatch.setattr(PlannedShards, "write", check)
+    def checked(make):
+        def check(*args, **options):
+            assert not [name for name, tensor in written if tensor() is not None]
+            return make(*args, **options)
+
+        return check
+
+    monkeypatch.setattr(PlannedShards, "write", noted)
+    monkeypatch.setattr(StoredParts, "read", checked(StoredParts.read))
+    monkeypatch.setattr(LazyTensor, "read", checked(LazyTensor.read))
     return written
 
 
