@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from shardwise.plan.rule import InputRule, ParameterRule
@@ -81,3 +82,30 @@ def test_inputs_of_parameterless_modules_are_cut_only_where_the_layer_itself_sai
     found = Plan((*inputs, ParameterRule("layers.1.gate", "split(0)")))
     rules = {rule.pattern for rule in generalize(found, Gated(2), Gated(2)).rules}
     assert rules == {"layers.0.act.input", "layers.1.gate", "layers.*.mixer.extra"}
+
+
+class Experts(nn.Module):
+    """A layer whose experts lie one behind the other in one parameter, and one that holds gate and up in two halves."""
+
+    def __init__(self, number, width):
+        super().__init__()
+        self.number, self.width = number, width
+        self.up = nn.Parameter(torch.zeros(number * width, 2))
+        self.gate_up = nn.Parameter(torch.zeros(2 * width, 2))
+
+    def forward(self, x):
+        return self.up.view(self.number, self.width, 2) @ x, self.gate_up.view(2, self.width, 2) @ x
+
+
+class Experted(nn.Module):
+    def __init__(self, number, width):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(experts=Experts(number, width))])
+
+
+@pytest.mark.parametrize(("number", "found"), [(2, 2), (3, 3), (4, 3)])
+def test_sections_are_as_many_as_the_model_has_experts(number, found):
+    rules = {"layers.0.experts.up": f"split(0, sections={found})", "layers.0.experts.gate_up": "split(0, sections=2)"}
+    plan = generalize(Plan.of(rules), Experted(found, 6), Experted(number, 4))
+    own = {rule.pattern: rule.style for rule in plan.rules}
+    assert own == rules | {"layers.0.experts.up": f"split(0, sections={number})"}

@@ -13,7 +13,8 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import outermost_layers
+from shardwise.plan.split_style import SplitStyle
+from shardwise.plan.structure import ModelFacts, Shape, outermost_layers
 
 __all__ = ["generalize"]
 
@@ -28,9 +29,9 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     may then have other lengths. Rules that all layers of a stack share are written once, with `*` for the number.
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
-    tiny_layers, layers = (
-        {layer: _names(each, layer) for layer in outermost_layers(read_facts(each).stacks)} for each in (tiny, model)
-    )
+    tiny_facts, facts = read_facts(tiny), read_facts(model)
+    tiny_layers = {layer: _names(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
+    layers = {layer: _names(model, layer) for layer in outermost_layers(facts.stacks)}
     inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
@@ -42,12 +43,15 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
             layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
             for layer, rules in inside.items()
         }
-        found += _for_layers(own, tiny_layers, layers)
+        found += _for_layers(own, tiny_layers, layers, _Sections(tiny_facts, facts))
     return Plan(tuple(outside)) | Plan(tuple(found))
 
 
 def _for_layers(
-    inside: dict[str, list[_Suffixed]], tiny_layers: dict[str, frozenset[str]], layers: dict[str, frozenset[str]]
+    inside: dict[str, list[_Suffixed]],
+    tiny_layers: dict[str, frozenset[str]],
+    layers: dict[str, frozenset[str]],
+    sections: _Sections,
 ) -> Iterator[Rule]:
     """The rules of one section for `layers`, from those of the tiny model's layers; both with what they hold."""
     examples: dict[tuple[str, frozenset[str]], list[str]] = {}
@@ -63,8 +67,58 @@ def _for_layers(
             own = _merged([_for_any_length(inside[each], tiny_layers[each]) for each in alike])
         owned = frozenset[str]().union(*(tiny_layers[each] for each in alike))
         own = _with_inputs(own, [inside[each] for each in alike], owned, is_known=is_known)
-        found += ((layer, each) for each in own)
+        example = layer if is_known else next(iter(alike), layer)
+        found += ((layer, (suffix, sections.fitted(rule, example + suffix, layer + suffix))) for suffix, rule in own)
     yield from _folded(found, list(layers))
+
+
+class _Sections:
+    """How many sections a parameter has in the model, where that is another number than in the tiny model (experts).
+
+    The style `split(0, sections=4)` holds for any number of features, not of sections. That their number has changed is
+    known by two attributes of the modules around the parameter: one that counts the sections, in both models, and one
+    that is the length of each.
+    """
+
+    def __init__(self, tiny: ModelFacts, model: ModelFacts) -> None:
+        self._tiny, self._model = tiny, model
+
+    def fitted(self, rule: Rule, tiny_name: str, name: str) -> Rule:
+        """The rule for the parameter `name`, found on the tiny model's `tiny_name`."""
+        if not rule.style.startswith("split("):
+            return rule
+        style = SplitStyle.parse(rule.style)
+        shape, tiny_shape = _shape_of(self._model, name), _shape_of(self._tiny, tiny_name)
+        if style.pieces is not None or style.num_sections == 1 or not shape or not tiny_shape:
+            return rule
+        size, tiny_size = shape[style.dim], tiny_shape[style.dim]
+        pairs = list(self._attributes(tiny_name, name))
+        lengths = {own for known, own in pairs if known * style.num_sections == tiny_size and own}
+        counts = {own for known, own in pairs if known == style.num_sections}
+        fitting = {number for number in counts if any(number * length == size for length in lengths)}
+        if len(fitting) != 1 or any(style.num_sections * length == size for length in lengths):
+            return rule
+        return replace(rule, style=str(replace(style, num_sections=fitting.pop())))
+
+    def _attributes(self, tiny_name: str, name: str) -> Iterator[tuple[int, int]]:
+        """The values, in both models, of the attributes of the modules that a parameter is inside of."""
+        while name:
+            tiny_name, name = tiny_name.rpartition(".")[0], name.rpartition(".")[0]
+            module, own = self._tiny.modules.get(_first(tiny_name)), self._model.modules.get(_first(name))
+            if module is not None and own is not None:
+                yield from (
+                    (each, own.attributes[key]) for key, each in module.attributes.items() if key in own.attributes
+                )
+
+
+def _shape_of(facts: ModelFacts, name: str) -> Shape | None:
+    owner, _, own = _first(name).rpartition(".")
+    return facts.modules[owner].parameters.get(own) if owner in facts.modules else None
+
+
+def _first(name: str) -> str:
+    """`name`, of the first item where it is one for all items of a list."""
+    return name.replace(".*", ".0")
 
 
 def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
