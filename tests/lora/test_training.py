@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 
 import peft
@@ -17,7 +18,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.options import Recompute
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from tests.families import rows_of, tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
 # peft warns of attributes that transformers has renamed, and of layers that are tied.
@@ -89,7 +90,7 @@ def train(mesh, layout, family, is_split, place):
     shardwise.export_pretrained(split, out)
     for name, value in peft.get_peft_model_state_dict(full).items() if mesh.rank == 0 else ():
         problems += differing(name, load_file(out / "adapter_model.safetensors")[name], value, 2e-5)
-    for _ in range(17 if (family, layout) in LONG else 0):
+    for _ in range(17 if FULL_PRODUCT or (family, layout) in LONG else 0):
         step(rows_of(batch, mesh))
         ours.step()
         ours.zero_grad()
@@ -106,6 +107,13 @@ CASES = [  # the last is whether activations are split along the sequence, too
     *(("phi3", "tp2", True), ("phi3", "ddp2", False)),
     *(("mixtral", "pp2", False), ("mixtral", "pp2.tp2", False), ("t5", "pp2", False)),
 ]
+if FULL_PRODUCT:  # make coverage
+    LAYOUTS = ("tp2", "tp4", "fsdp2", "ddp2", "fsdp2.tp2", "pp2", "pp2.tp2")
+    CASES = [
+        (family, layout, is_split)
+        for family in FAMILIES
+        for layout, is_split in [("tp2", True), *product(LAYOUTS, [False])]
+    ]
 
 
 @pytest.mark.parametrize(("family", "layout", "is_split"), CASES)
