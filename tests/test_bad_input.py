@@ -89,7 +89,7 @@ EXPECTED = {
     "token id": (IndexError, "ids from", "the vocabulary has 96 entries"),
     "target": (IndexError, "Target 96 is out of bounds: there are 96 classes"),
     "state_dict": (UnsupportedError, "state_dict() of a LlamaForCausalLM that is split over tp=2", "full_state_dict"),
-    "save_pretrained": (UnsupportedError, "state_dict() of a LlamaForCausalLM", "export_pretrained"),
+    "save_pretrained": (UnsupportedError, "save_pretrained of a split model", "export_pretrained"),
     "pickle": (UnsupportedError, "pickling a LlamaForCausalLM that is split", "export_pretrained"),
     "torch.save": (UnsupportedError, "pickling a LlamaForCausalLM that is split", "full_state_dict"),
     "resize": (UnsupportedError, "resize_token_embeddings on a split model", "before shardwise.parallelize"),

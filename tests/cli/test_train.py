@@ -20,7 +20,7 @@ from shardwise.cli.training import train
 from shardwise.data.packing import PackedBatches
 from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import spawn
-from shardwise.weights.write import PretrainedWriter
+from shardwise.weights.write import PlannedShards
 from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.spawn
@@ -178,20 +178,20 @@ def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_ru
 
 def train_without_room(tree):
     """A run whose export finds the disk full at the end; gives its error."""
-    add = PretrainedWriter.add
+    write = PlannedShards.write
 
     def fail(self, name, tensor):
-        if self.staging.parent.name == "exports":
+        if self.path(0).parent.parent.name == "exports":
             raise OSError(errno.ENOSPC, "No space left on device")
-        add(self, name, tensor)
+        write(self, name, tensor)
 
-    PretrainedWriter.add = fail
+    PlannedShards.write = fail
     try:
         train_rank(tree)
     except ShardwiseError as error:
         return str(error)
     finally:
-        PretrainedWriter.add = add
+        PlannedShards.write = write
 
 
 def test_weights_that_cannot_be_exported_are_kept_beside_the_log(tree, tmp_path):

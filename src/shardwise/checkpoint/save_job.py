@@ -191,14 +191,14 @@ class SaveJob:
         Communicates: five gathers of small objects over `group`.
         """
         staged: StagedDirectory | None = None
-        alone = ExitStack()
-        try:
+        with ExitStack() as alone:
             with raise_on_all_ranks(group, "opening the checkpoint's directory"), _as_load_error(self.request.root):
                 if self.fault is not None:
                     raise self.fault
                 if self.rank == 0:
                     alone.enter_context(writing(self.request.root))
                     staged = self._open()
+                    alone.callback(staged.abort)
             place = next(each for each in all_gather_objects(staged and str(staged.path), group) if each)
             with raise_on_all_ranks(group, "writing the checkpoint"), _as_load_error(self.request.root):
                 report = self._write(Path(place))
@@ -206,10 +206,6 @@ class SaveJob:
             with raise_on_all_ranks(group, "completing the checkpoint"), _as_load_error(self.request.root):
                 tag = self._finish(staged, reports) if staged is not None else None
             return next(each for each in all_gather_objects(tag, group) if each)
-        finally:
-            if staged is not None:
-                staged.abort()
-            alone.close()
 
     def _open(self) -> StagedDirectory:
         request = self.request
