@@ -49,7 +49,7 @@ class Base:
 
 
 class Export:
-    """Puts tensors of a split model together and writes them; a context manager that lets go of its files.
+    """Puts tensors of a split model together and writes them; a context manager that closes its files.
 
     Args:
         wholes: dtype and shape of every tensor by its name without adapters.

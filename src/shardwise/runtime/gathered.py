@@ -42,7 +42,7 @@ def free_after_evaluation(root: nn.Module, *_: Any) -> None:
 
 
 def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
-    """What modules have in the place of their parameters at rest while those are gathered."""
+    """What modules have in place of their parameters at rest while those are gathered."""
     units = (module for module in root.modules() if isinstance(module, FSDPModule))
     held = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
     return {each._unsharded_param for each in held if hasattr(each, "_unsharded_param")}
