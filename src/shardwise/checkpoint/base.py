@@ -47,7 +47,7 @@ def base_sums(held: Mapping[str, HeldTensor], registry: Registry) -> Sums:
     for name, each in held.items():
         if each.entry is None or not isinstance(each.value, nn.Parameter) or each.value.requires_grad:
             continue
-        local = local_part(each.value.detach())
+        local = local_part(each.value).detach()
         if local.is_meta or local.element_size() not in _INTEGERS:
             continue
         state = local.data_ptr(), each.value._version

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.base import Sums, base_differences, base_sums, fingerprint, forget_sums
-from shardwise.checkpoint.content import held_tensors, model_key
+from shardwise.checkpoint.content import HeldTensor, held_tensors, model_key
 from shardwise.checkpoint.directory import find_tag, root_of
 from shardwise.checkpoint.load_optimizer import OptimizerLoad
 from shardwise.checkpoint.manifest import INDEX, Manifest, read_index, read_manifest
@@ -23,7 +23,7 @@ from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.comm.agree import check_calls, check_equal, gather_from_all, raise_on_all_ranks
-from shardwise.comm.operations import Group, all_gather_objects
+from shardwise.comm.operations import Group
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
@@ -96,12 +96,8 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
     group = registry.mesh.group() if registry is not None else None
     if registry is not None:
         _check_alike(session, registry.mesh)
-    stored = _open_alike(path, tag, group, registry, verifies=session.verifies)
+    stored, held, faults = _open_alike(path, tag, model, registry, verifies=session.verifies)
     with stored:
-        faults: list[_Faults] = []
-        if model is not None and registry is not None:
-            compare = functools.partial(_compare, stored, model, registry)
-            faults = gather_from_all(group, "comparing the checkpoint with the model", compare)
         with raise_on_all_ranks(group, "checking the checkpoint"):
             if optimizer is not None and (model is None or registry is None):
                 raise ConfigError("an optimizer without its model", why="its state is stored by the model's names")
@@ -110,9 +106,8 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
             if model is not None and registry is not None:
                 _check_names(stored, faults, registry.mesh, strict=session.strict)
                 _check_base(stored, faults, registry.mesh, strict=session.strict)
-                planned = _plan_model(stored, model, registry) if session.fills_model else {}
+                planned = _plan_model(stored, held, registry) if session.fills_model else {}
                 if optimizer is not None:
-                    held = held_tensors(model, registry)
                     states = OptimizerLoad(stored, optimizer, held, registry, strict=session.strict)
             extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))
             schedule = _read_schedule(stored, scheduler) if scheduler is not None else None
@@ -123,8 +118,8 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
             if registry is not None:
                 check_random(registry.mesh, stored.index.values.get("random", {}), random)
         with raise_on_all_ranks(group, "filling the model"), _as_partial(stored), torch.no_grad():
-            if model is not None and registry is not None:
-                _fill_model(stored, model, registry, planned, put)
+            if registry is not None:
+                _fill_model(stored, held, registry, planned, put)
             if states is not None:
                 states.apply()
             if schedule is not None:
@@ -165,29 +160,52 @@ def _as_partial(stored: StoredParts) -> Iterator[None]:
 
 
 def _open_alike(
-    path: Any, tag: str | None, group: Group | None, registry: Registry | None, *, verifies: bool
-) -> StoredParts:
-    """The checkpoint that rank 0 finds, opened on every rank: the same one on all."""
-    with raise_on_all_ranks(group, "looking for the checkpoint"):
+    path: Any, tag: str | None, model: nn.Module | None, registry: Registry | None, *, verifies: bool
+) -> tuple[StoredParts, dict[str, HeldTensor], list[_Faults]]:
+    """The checkpoint that rank 0 finds, opened on every rank: the same one on all. With it what the model has on this
+    rank, and what does not fit on every rank.
+    """
+    group = registry.mesh.group() if registry is not None else None
+    own: list[tuple[StoredParts, dict[str, HeldTensor]]] = []
+
+    def find() -> str | None:
         root = root_of(path)
-        own = str(find_tag(root, tag).relative_to(root)) if group is None or group.rank() == 0 else None
-    name = next(each for each in all_gather_objects(own, group) if each is not None)
-    with raise_on_all_ranks(group, "opening the checkpoint"):
-        try:
-            stored = open_checkpoint(root / name, verifies=verifies)
-            if group is None or group.rank() == 0:
-                _check_all_files(stored)
-        except LoadError as error:
-            error.summary = f"{error.summary} (rank {group.rank()})" if group is not None else error.summary
-            raise
-    if registry is not None:
+        return str(find_tag(root, tag).relative_to(root)) if group is None or group.rank() == 0 else None
+
+    found: list[str | None] = gather_from_all(group, "looking for the checkpoint", find)
+    directory = root_of(path) / next(each for each in found if each is not None)
+
+    def look() -> tuple[bytes, _Faults | None]:
+        stored = _open_whole(directory, group, verifies=verifies)
+        said = hashlib.sha256(repr(stored.manifest).encode()).digest()
+        if model is None or registry is None:
+            own.append((stored, {}))
+            return said, None
+        reshard(model)
+        own.append((stored, held_tensors(model, registry)))
+        return said, _compare(*own[0], registry)
+
+    everyone = gather_from_all(group, "opening the checkpoint", look)
+    if registry is not None and len({said for said, _ in everyone}) > 1:
         check_equal(
             group,
-            {"the checkpoint": repr(stored.manifest)},
+            {"the checkpoint": repr(own[0][0].manifest)},
             what="ranks see different checkpoints",
             fix="load from a directory that all machines share",
             device=registry.mesh.device,
         )
+    return *own[0], [faults for _, faults in everyone if faults is not None]
+
+
+def _open_whole(directory: Path, group: Group | None, *, verifies: bool) -> StoredParts:
+    """The checkpoint, of which rank 0 has looked for every file."""
+    try:
+        stored = open_checkpoint(directory, verifies=verifies)
+        if group is None or group.rank() == 0:
+            _check_all_files(stored)
+    except LoadError as error:
+        error.summary = f"{error.summary} (rank {group.rank()})" if group is not None else error.summary
+        raise
     return stored
 
 
@@ -209,10 +227,8 @@ class _Faults:
     base: Sums
 
 
-def _compare(stored: StoredParts, model: nn.Module, registry: Registry) -> _Faults:
+def _compare(stored: StoredParts, held: Mapping[str, HeldTensor], registry: Registry) -> _Faults:
     """What the model has on this rank beside what the checkpoint has."""
-    reshard(model)
-    held = held_tensors(model, registry)
     tensors = stored.index.tensors
     saved = _saved_names(stored)
     is_partial = stored.manifest.content == "trained"
@@ -275,13 +291,11 @@ def _check_base(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, s
     )
 
 
-def _plan_model(stored: StoredParts, model: nn.Module, registry: Registry) -> dict[str, tuple[Copy, ...]]:
+def _plan_model(stored: StoredParts, held: Mapping[str, HeldTensor], registry: Registry) -> dict[str, tuple[Copy, ...]]:
     """What goes where in the model, by canonical name."""
     coords, saved = registry.mesh.coords, _saved_names(stored)
     return {
-        name: stored.plan(model_key(name), each.layout.pieces(coords))
-        for name, each in held_tensors(model, registry).items()
-        if name in saved
+        name: stored.plan(model_key(name), each.layout.pieces(coords)) for name, each in held.items() if name in saved
     }
 
 
@@ -291,9 +305,12 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _fill_model(
-    stored: StoredParts, model: nn.Module, registry: Registry, planned: Mapping[str, tuple[Copy, ...]], put: Put
+    stored: StoredParts,
+    held: Mapping[str, HeldTensor],
+    registry: Registry,
+    planned: Mapping[str, tuple[Copy, ...]],
+    put: Put,
 ) -> None:
-    held = held_tensors(model, registry)
     forget_sums(registry)
     for name, plan in planned.items():
         value = held[name].value
@@ -303,7 +320,7 @@ def _fill_model(
             stored.fill(new, model_key(name), plan)
             put(name, new)
         else:
-            stored.fill(local_part(value.detach()), model_key(name), plan)
+            stored.fill(local_part(value).detach(), model_key(name), plan)
 
 
 def _tensors_of(stored: StoredParts, prefix: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.content import HeldTensor, is_whole, model_key, state_key
 from shardwise.checkpoint.stored_parts import StoredParts
@@ -124,13 +125,13 @@ class OptimizerLoad:
                 )
 
     def _add(self, held: HeldTensor, states: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any]) -> None:
-        coords = self._registry.mesh.coords
+        pieces = held.layout.pieces(self._registry.mesh.coords) if states else ()
         for name, facts in states.items():
             key = state_key(held.name, name)
             copies: tuple[Copy, ...] = ()
             value = self._number(key, facts) if "scalar" in facts else decode_tree(facts.get("value"), {})
             if "like" in facts:
-                copies = self._stored.plan(key, held.layout.pieces(coords))
+                copies = self._stored.plan(key, pieces)
             elif "whole" in facts or "ranks" in facts:
                 key = self._placed(key, held, facts)
                 stored = self._stored.index.tensors.get(key)
@@ -182,7 +183,7 @@ class OptimizerLoad:
 
     def _made(self, state: _State, old: Any) -> Any:
         facts = state.facts
-        local = local_part(state.parameter.detach())
+        local = local_part(state.parameter)
         if "value" in facts:
             return _like(old, state.value)
         if "scalar" in facts:
@@ -196,14 +197,18 @@ class OptimizerLoad:
             return made
         follows = stored.dtype == self._stored.index.tensors[model_key(state.held.name)].dtype
         dtype = local.dtype if follows else stored.dtype
-        if isinstance(old, Tensor) and old.dtype == dtype and type(old) is type(state.parameter.detach()):
-            there = local_part(old.detach())
+        if isinstance(old, Tensor) and old.dtype == dtype and _is_split_alike(old, state.parameter):
+            there = local_part(old).detach()
             if there.shape == local.shape:
                 self._stored.fill(there, state.key, state.copies)
                 return old
         made = torch.empty_like(local, dtype=dtype)
         self._stored.fill(made, state.key, state.copies)
         return state.held.entry.wrap(made) if state.held.entry is not None else made
+
+
+def _is_split_alike(state: Tensor, parameter: Tensor) -> bool:
+    return isinstance(state, DTensor) == isinstance(parameter, DTensor)
 
 
 def _like(old: Any, value: Any) -> Any:

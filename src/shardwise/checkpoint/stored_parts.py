@@ -133,21 +133,22 @@ class StoredParts:
         name = part_name(key, part.box)
         if (part.file, name) in self._parts:
             return self._parts[part.file, name]
-        path = self.directory / self.index.files[part.file]
+        file = self.index.files[part.file]
+        at = f"{self.directory}/{file}"
         try:
             tensor: Tensor = self._open(part.file).get_tensor(name)
         except SafetensorError as error:
-            raise LoadError(f"{path.name} does not hold {name}", at=str(path), why=str(error)) from error
+            raise LoadError(f"{file} does not hold {name}", at=at, why=str(error)) from error
         if tensor.dtype != stored.dtype or tuple(tensor.shape) != shape_of(part.box):
             raise LoadError(
                 f"{name} is {tensor.dtype} of shape {list(tensor.shape)}",
-                at=str(path),
+                at=at,
                 why=f"the checkpoint says {stored.dtype} of shape {list(shape_of(part.box))}",
             )
         if self.verifies and crc_of(tensor) != part.crc:
             raise LoadError(
                 f"{name} is damaged",
-                at=str(path),
+                at=at,
                 why="its bytes have another checksum than those that were written",
                 fix="load an older tag, or copy the file again",
             )
