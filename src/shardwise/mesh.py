@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 
 import torch
@@ -255,6 +256,19 @@ class Mesh:
         """Notes that this rank begins another training step, for messages about ranks that do not come to one."""
         if self._watch is not None:
             self._watch.step += 1
+
+    @contextmanager
+    def within_step(self, name: str) -> Iterator[None]:
+        """A step of the pipeline of that name. Inside this rank ends if it waits for one that has failed in it, where
+        `open` started the processes: see [Note: a step that is abandoned].
+        """
+        with self._watch.abandoned.within(name) if self._watch is not None else nullcontext():
+            yield
+
+    def note_abandoned(self, name: str, error: BaseException) -> None:
+        """Tells the ranks within a step of that name that this one leaves it by an error."""
+        if self._watch is not None:
+            self._watch.abandoned.note(name, error)
 
     def take_over(self) -> None:
         """Makes an error that leaves this mesh the end of the job, as one that leaves the mesh that began it."""

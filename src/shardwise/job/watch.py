@@ -30,6 +30,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from shardwise.job.abandoned import AbandonedSteps
 from shardwise.job.rendezvous import Place, shown_ranks, within
 
 __all__ = ["Beat", "Watch", "find_place"]
@@ -100,6 +101,7 @@ class Watch:
 
     Attributes:
         step: the training steps this rank has begun.
+        abandoned: steps that some rank has left by an error.
         failed_at: the collective that has failed, while it is found out why: until then this rank is there.
     """
 
@@ -108,6 +110,7 @@ class Watch:
         self.place = place
         self.failed_at: Beat | None = None
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's types lack it
+        self.abandoned = AbandonedSteps(self._store, place.rank)
         self._worker = threading.get_ident()
         self._beat = Beat()
         self._is_lost = False
@@ -124,10 +127,18 @@ class Watch:
         self._thread.join(timeout=2.0)  # so that it does not meet the end of the interpreter
         if self._is_lost:
             return
-        text = "" if error is None else _in_words(error)
-        ended = replace(self._beat, step=self.step, ended="left" if error is None else "failed", text=text)
         with suppress(dist.DistError):  # the rank that keeps the store has ended first: nobody is left to be told
-            within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
+            if error is None:
+                self._write_end("left", "")
+            else:
+                self._write_failure(_in_words(error))
+
+    def _write_failure(self, text: str) -> None:
+        self._write_end("failed", text)
+
+    def _write_end(self, how: str, text: str) -> None:
+        ended = replace(self._beat, step=self.step, ended=how, text=text)
+        within(ANSWER_SECONDS, lambda: self._write(replace(ended, order=self._store.add("ended", 1))))
 
     def read_all(self) -> list[Beat] | None:
         """Every rank's last beat; None where the store does not answer."""
@@ -157,6 +168,7 @@ class Watch:
         with suppress(dist.DistError):  # the store has ended, with rank 0 or its launcher: who waits for them is told
             while not self._stopped.wait(BEAT_SECONDS):
                 self._write(replace(self._look_here(), count=self._beat.count + 1))
+                self.abandoned.look(self._beat.place, self._beat.collective, self._write_failure)
                 if self.place.rank < 2:
                     beats = within(QUIET_SECONDS, self._read)
                     if beats is not None:

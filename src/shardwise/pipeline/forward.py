@@ -83,7 +83,8 @@ class Pipelined:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         runner = runner_of(model)
         assert runner is not None
-        return _Forward(model, runner, registry, args, kwargs).run()
+        with runner.within_step():
+            return _Forward(model, runner, registry, args, kwargs).run()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""

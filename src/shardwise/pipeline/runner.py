@@ -7,7 +7,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,11 @@ class _Line:
     broken: str | None = None
     num_copies: int = 0
     users: weakref.WeakSet[PipelineRunner] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def name(self) -> str:
+        """The same on every rank of the mesh, and no other line's."""
+        return f"pipeline {self.number}"
 
     def hang_up(self, why: str) -> None:
         """Closes the connections (see [Note: a line of its own])."""
@@ -135,6 +140,10 @@ class PipelineRunner:
     def in_order(self, num_microbatches: int) -> Schedule:
         """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
         return build_in_order(self.plan.rank_of, num_microbatches)
+
+    def within_step(self) -> AbstractContextManager[None]:
+        """All of a step: outside of `run` ranks wait for each other, too."""
+        return self._registry.mesh.within_step(self._line.name)
 
     def run(
         self,
@@ -226,6 +235,7 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
+                self._registry.mesh.note_abandoned(self._line.name, error)
                 self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
                 raise
 

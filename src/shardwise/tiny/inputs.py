@@ -82,7 +82,7 @@ def make_batch(
 def _labels(
     model: PreTrainedModel, tokens: Tensor | None, mask: Tensor, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    takes = inspect.signature(model.forward).parameters
+    takes = _takes(model)
     batch_size, sequence_length = mask.shape
     if "start_positions" in takes:
         return {
@@ -104,6 +104,18 @@ def _labels(
     else:
         labels, mask = tokens.view(batch_size, -1, sequence_length).mT, mask[..., None]
     return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
+
+
+def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
+    """The arguments of the model's forward; where it takes any others, also those of the forward that it overrides."""
+    found: dict[str, inspect.Parameter] = {}
+    for kind in type(model).__mro__:
+        if "forward" in vars(kind):
+            own = inspect.signature(kind.forward).parameters
+            found = {**own, **found}
+            if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in own.values()):
+                break
+    return found
 
 
 def _is_listed(model: PreTrainedModel, *tables: str) -> bool:

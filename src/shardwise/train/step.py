@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +116,10 @@ class TrainStep:
             the data ranks, one all-reduce of the loss.
         """
         self.mesh.note_step()
+        with self._pipeline.within_step() if self._pipeline is not None else nullcontext():
+            return self._step(batch)
+
+    def _step(self, batch: Mapping[str, Any]) -> StepResult:
         parts, counts, num_tokens, flops = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.value if loss_scale is not None else 1.0

@@ -1,0 +1,76 @@
+"""Steps that a rank has left by an error while others are in them: those that wait for it there end, and say why.
+
+# [Note: a step that is abandoned]
+Where a stage of a pipeline raises, its neighbours fail at once (`pipeline/runner.py`). Ranks that wait for it elsewhere,
+in a collective over data or tensor parallelism, cannot be reached: nothing interrupts a thread that waits inside of
+gloo, and the rank at fault lives on where somebody catches its error. So it leaves its traceback in the store, and
+whoever is found waiting in the same step ends, as under NCCL's own watchdog: with that traceback and exit code 1,
+for a launcher to end the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+__all__ = ["AbandonedSteps"]
+
+_LOOKS_TO_AWAIT = 2
+
+
+class AbandonedSteps:
+    """What this rank knows of steps that another one has left; see [Note: a step that is abandoned].
+
+    Args:
+        store: in which tracebacks are left.
+        rank: this one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._steps = ""  # the steps of a pipeline, by its name, that this rank is in
+        self._number = 0
+        self._seen: tuple[object, int] = None, 0
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A step of the pipeline of that name, which is the same on every rank and no other's."""
+        before, self._steps = self._steps, name
+        self._number += 1
+        try:
+            yield
+        finally:
+            self._steps = before
+
+    def note(self, name: str, error: BaseException) -> None:
+        """Leaves this rank's traceback for those in steps of that name; the first one counts."""
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        with suppress(dist.DistError):  # the rank that keeps the store has ended first
+            self._store.compare_set(f"abandoned/{name}", "", f"rank {self._rank} failed:\n{trace}")
+
+    def look(self, place: object, collective: str, end: Callable[[str], None]) -> None:
+        """Ends this process where it waits, and has at the last look, for a step that somebody has left.
+
+        Args:
+            place: what changes when its work goes on.
+            collective: the function of `torch.distributed` that it is in, "" where it computes.
+            end: is told why this rank ends.
+        """
+        name, here = self._steps, (self._number, place)
+        if not name or not collective or not self._store.check([f"abandoned/{name}"]):
+            self._seen = None, 0
+            return
+        self._seen = here, self._seen[1] + 1 if self._seen[0] == here else 1
+        if self._seen[1] < _LOOKS_TO_AWAIT:
+            return
+        why = self._store.get(f"abandoned/{name}").decode()
+        with suppress(dist.DistError):
+            end(why.splitlines()[-1])
+        sys.stderr.write(f"{why}\nrank {self._rank} waits for it in {collective}, and ends\n")
+        sys.stderr.flush()
+        os._exit(1)

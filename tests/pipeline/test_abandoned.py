@@ -1,0 +1,61 @@
+"""A stage that raises in the middle of a schedule, where somebody catches its error: nobody waits for it for ever."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+
+import pytest
+
+import shardwise
+from shardwise.errors import RankError
+from shardwise.job import watch
+from shardwise.plan.options import FsdpPolicy
+from shardwise.testing.spawn import spawn
+from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
+
+pytestmark = pytest.mark.spawn
+
+LIVES_ON_SECONDS = 30
+
+
+def fail_and_live_on(layout, zero_stage, calls_model):
+    """Rank 0's stage raises in the second microbatch, and its process goes on with something else."""
+    watch.BEAT_SECONDS = 0.25
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = tiny_model("llama", num_hidden_layers=2, tied=True)
+        options = {} if mesh.data_size == 1 else {"fsdp": FsdpPolicy(zero_stage=zero_stage)}
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options).train()
+        batch, step = rows_of(tiny_batch(whole, rows=8), mesh), shardwise.TrainStep(model, mesh, num_microbatches=4)
+        train = (lambda: model(**batch).loss.backward()) if calls_model else (lambda: step(batch))
+        train()
+        calls = []
+
+        def fail_in_the_second(*_):
+            calls.append(1)
+            if len(calls) == 2:
+                raise ZeroDivisionError("a stage that fails")
+
+        if mesh.rank == 0:
+            model.model.layers[0].register_forward_hook(fail_in_the_second)
+        try:
+            train()
+        except (ZeroDivisionError, RuntimeError):
+            time.sleep(LIVES_ON_SECONDS)
+
+
+CELLS = [("pp2.fsdp2", 1, False), ("pp2.tp2", 0, True), ("pp2.fsdp2", 3, True), ("pp2.ddp2", 1, True)]
+
+
+@pytest.mark.parametrize(("layout", "zero_stage", "calls_model"), CELLS if FULL_PRODUCT else CELLS[:2])
+def test_ranks_that_wait_for_it_end_with_its_traceback(layout, zero_stage, calls_model):
+    start = time.perf_counter()
+    with pytest.raises(RankError, match="exited with code 1") as caught:
+        spawn(fail_and_live_on, 4, layout, zero_stage, calls_model)
+    assert time.perf_counter() - start < LIVES_ON_SECONDS
+    *_, where, line, error, end = str(caught.value).splitlines()
+    assert "in fail_in_the_second" in where
+    assert "raise ZeroDivisionError" in line
+    assert "ZeroDivisionError: a stage that fails" in error
+    assert re.search(r"rank [1-3] waits for it in \w+, and ends", end)
