@@ -28,7 +28,10 @@ def fail_and_live_on(layout, zero_stage, calls_model):
         options = {} if mesh.data_size == 1 else {"fsdp": FsdpPolicy(zero_stage=zero_stage)}
         model = shardwise.parallelize(copy.deepcopy(whole), mesh, **options).train()
         batch, step = rows_of(tiny_batch(whole, rows=8), mesh), shardwise.TrainStep(model, mesh, num_microbatches=4)
-        train = (lambda: model(**batch).loss.backward()) if calls_model else (lambda: step(batch))
+
+        def train():
+            model(**batch).loss.backward() if calls_model else step(batch)
+
         train()
         calls = []
 

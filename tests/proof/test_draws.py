@@ -19,7 +19,7 @@ from shardwise.data.batch import split_rows
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import Draws, Redraws, training_copy
+from shardwise.proof.draws import Draws, Redraws, problems_of, training_copy
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
@@ -186,7 +186,7 @@ def redrawn(*ranks, shape):
     state = torch.get_rng_state()
     redraws = Redraws([[each] for each in ranks], [state] * len(ranks))
     with redraws:
-        return torch.empty(shape).bernoulli_(0.5), redraws.problems
+        return torch.empty(shape).bernoulli_(0.5), redraws.problems + redraws.unequal
 
 
 @pytest.mark.single
@@ -208,6 +208,22 @@ def test_masks_of_parts_are_joined_and_the_others_must_be_equal():
         ((half[..., :2], half[..., 2:]), "no parts of it"),
     ]:
         assert said in redrawn(*ranks, shape=(2, 12, 4))[1][0]
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_masks_that_differ_are_wrong_where_anything_depends_on_them(factor):
+    state, masks = torch.get_rng_state(), (torch.zeros(4), torch.ones(4))
+    weight = torch.ones(4, requires_grad=True)
+
+    def train(given):
+        with given[0]:
+            loss = (weight * (1 + factor * torch.empty(4).bernoulli_(0.5))).sum()
+        return {"loss": loss.detach(), "weight": torch.autograd.grad(loss, weight)[0]}
+
+    given = [Redraws([[mask] for mask in masks], [state] * 2)]
+    problems = problems_of(given, train(given), train)
+    assert [each.split(": ")[1] for each in problems] == ["ranks draw differently for what they compute alike"] * bool(factor)
 
 
 @pytest.mark.single

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,14 @@ from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["Draws", "Redraws", "draws_in_backward", "in_order", "seeded", "set_dropout", "training_copy"]
+__all__ = ["Draws", "Redraws", "draws_in_backward", "in_order", "problems_of", "seeded", "set_dropout", "training_copy"]
 
 _DROPOUT = 0.2
 
 _FEW = 16
 """Parts with fewer elements may well be equal by chance."""
+
+_UNEQUAL = "ranks draw differently for what they compute alike"
 
 _NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
 """In the names of operations that drop nothing on the CPU where they are one operation; and of that which draws seeds
@@ -83,15 +85,18 @@ class Redraws(TorchDispatchMode):
     Args:
         ranks: what `Draws` recorded on each.
         states: each rank's random state after it has drawn; none where it does not matter.
+        chosen: the rank whose draws are taken where they differ.
 
     Attributes:
-        problems: draws that cannot be put together, or must not be as they are, in words.
+        problems: draws that cannot be put together, in words.
+        unequal: those that differ where ranks compute alike, in words; see `problems_of`.
     """
 
-    def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor]) -> None:
+    def __init__(self, ranks: Sequence[Sequence[Tensor]], states: Sequence[Tensor], *, chosen: int = 0) -> None:
         super().__init__()
         self.problems: list[str] = []
-        self._ranks = ranks
+        self.unequal: list[str] = []
+        self._ranks, self._chosen = ranks, chosen
         self._place = 0
         if len({len(drawn) for drawn in ranks}) > 1:
             self.problems.append(f"ranks draw {' and '.join(str(len(drawn)) for drawn in ranks)} times")
@@ -107,9 +112,43 @@ class Redraws(TorchDispatchMode):
         found = _joined(parts, out.shape) if len(parts) == len(self._ranks) else "the full model draws more often"
         if isinstance(found, Tensor):
             out.copy_(found)
+        elif found == _UNEQUAL:
+            out.copy_(parts[self._chosen])
+            self.unequal.append(f"draw {place + 1} of {list(out.shape)}: {found}")
         else:
             self.problems.append(f"draw {place + 1} of {list(out.shape)}: {found}")
         return out
+
+    def choosing(self, rank: int) -> Redraws:
+        """The same, which takes that rank's draws where they differ."""
+        return Redraws(self._ranks, (), chosen=rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks drew."""
+        return len(self._ranks)
+
+
+def problems_of(
+    given: Sequence[Redraws], found: Mapping[str, Tensor], train: Callable[[Sequence[Redraws]], Mapping[str, Tensor]]
+) -> list[str]:
+    """What is wrong with what ranks drew. Draws that differ where ranks compute alike are, if anything depends on them:
+    DeBERTa drops from embeddings of positions also where no attention reads them.
+
+    Args:
+        given: with which the full model has been trained.
+        found: its loss and gradients.
+        train: gives those it has with other draws.
+    """
+    problems = [problem for each in given for problem in each.problems]
+    unequal = [problem for each in given for problem in each.unequal]
+    if problems or not unequal:
+        return problems
+    for rank in range(1, max(each.num_ranks for each in given)):
+        other = train([each.choosing(min(rank, each.num_ranks - 1)) for each in given])
+        if any(not torch.equal(value, other[name]) for name, value in found.items()):
+            return unequal
+    return []
 
 
 def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
@@ -120,7 +159,7 @@ def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
     }
     if not differing:
         same = all(torch.equal(part, parts[0]) for part in parts)
-        return parts[0] if same else "ranks draw differently for what they compute alike"
+        return parts[0] if same else _UNEQUAL
     (dim, *others) = differing
     if others or sum(each[dim] for each in shapes) < shape[dim]:
         return f"ranks draw {' and '.join(map(str, shapes))}, which are no parts of it"

@@ -21,7 +21,7 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import Draws, Redraws, in_order, seeded, training_copy
+from shardwise.proof.draws import Draws, Redraws, in_order, problems_of, seeded, training_copy
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
 
@@ -243,14 +243,18 @@ def measure_in_training(
         Redraws([drawn for drawn, _ in ranks], [state for _, state in ranks if drops])
         for ranks in all_gather_objects(on_tp, mesh.group(*DATA_AXES))
     ]
-    with seeded():
-        expected_loss = loss_of(reference, copied(batch), given)
-    expected_loss.backward()
-    problems = [problem for each in given for problem in each.problems]
-    if problems:
+
+    def train(given: Sequence[Redraws]) -> dict[str, Tensor]:
+        trained = copy.deepcopy(reference)
+        with seeded():
+            expected_loss = loss_of(trained, copied(batch), given)
+        expected_loss.backward()
+        return {"loss": expected_loss.detach(), **_own_gradients(trained)}
+
+    expected = train(given)
+    if problems := problems_of(given, expected, train):
         return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
     found = {"loss": loss, **_gradients(model)}
-    expected = {"loss": expected_loss, **_own_gradients(reference)}
     return _worst(found, expected, tolerance.gradient, tolerance.gradient_floor)
 
 

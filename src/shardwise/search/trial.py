@@ -22,7 +22,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence_plan import NoStackError
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import Draws, Redraws, seeded, training_copy
+from shardwise.proof.draws import Draws, Redraws, problems_of, seeded, training_copy
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.tiny.simulate import SimulatedMesh
 
@@ -140,7 +140,12 @@ class Trial:
             redraws = Redraws([each.draws for each in results], states)
             # In eval mode nothing is dropped; what is drawn all the same are weights of modules that a forward makes.
             truth = _train(copy.deepcopy(tiny), padded, redraws if tiny.training else None)
-        reasons = [*redraws.problems, *filter(None, (_difference(each, truth) for each in results))]
+
+            def train(given: Sequence[Redraws]) -> Mapping[str, Tensor]:
+                return _train(copy.deepcopy(tiny), padded, given[0]).gradients
+
+            problems = problems_of([redraws], truth.gradients, train)
+        reasons = [*problems, *filter(None, (_difference(each, truth) for each in results))]
         return Verdict(passed=False, reason=reasons[0]) if reasons else None
 
     def _split(
