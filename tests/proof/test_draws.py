@@ -223,7 +223,9 @@ def test_masks_that_differ_are_wrong_where_anything_depends_on_them(factor):
 
     given = [Redraws([[mask] for mask in masks], [state] * 2)]
     problems = problems_of(given, train(given), train)
-    assert [each.split(": ")[1] for each in problems] == ["ranks draw differently for what they compute alike"] * bool(factor)
+    assert [each.split(": ")[1] for each in problems] == ["ranks draw differently for what they compute alike"] * bool(
+        factor
+    )
 
 
 @pytest.mark.single

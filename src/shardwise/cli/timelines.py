@@ -62,6 +62,5 @@ def _write(measured: Timeline, directory: Path, step: int | None, console: Conso
         logger.warning("the timeline of step %s is not written, training goes on: %s", step, error)
         return
     console.print(
-        f"in step {step} ranks waited {measured.bubble:.1%} of the time, {computed.bubble:.1%} by the schedule: "
-        f"{directory / 'timeline.svg'}"
+        f"in step {step} ranks waited for a share of the time of {measured.attribute()} ({directory / 'timeline.svg'})"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -201,6 +202,7 @@ class PipelineRunner:
                 for rank, steps in enumerate(schedule.order)
             }
             runtime._prepare_schedule_with_comms(order)
+            runtime.fwd_recv_ops, runtime.bwd_recv_ops = _Receives(stages), _Receives(stages)
             self._kept[key] = runtime, stages
         runtime, stages = self._kept[key]
         runtime._has_backward = has_backward
@@ -263,9 +265,24 @@ class PipelineRunner:
 def measured_timeline(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
     """The timeline of every rank's spans, from the first one's start on (ranks of one machine share a clock)."""
     start = min(span.start for row in rows for span in row)
-    return Timeline(
-        schedule, tuple(tuple(Span(each.action, each.start - start, each.end - start) for each in row) for row in rows)
-    )
+
+    def shifted(span: Span) -> Span:
+        asked = None if span.asked is None else span.asked - start
+        return Span(span.action, span.start - start, span.end - start, asked)
+
+    return Timeline(schedule, tuple(tuple(map(shifted, row)) for row in rows))
+
+
+class _Receives(dict[Any, Any]):
+    """What the runtime has asked others to send, by stage and microbatch: it takes them out when it begins to wait."""
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        super().__init__()
+        self._stages = {stage.stage_index: stage for stage in stages}
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._stages[key[0]].round.asked_at = time.perf_counter()
+        return super().pop(key, *default)
 
 
 @contextmanager

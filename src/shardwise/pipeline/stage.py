@@ -57,6 +57,7 @@ class Round:
         seed: of the random streams (see `SplitContext.stage_stream`).
         outputs: of the last stage, by microbatch, where `keeps_outputs`.
         spans: when which action ran, in seconds of `time.perf_counter`, where `is_timed`.
+        asked_at: when this rank began to wait for the input of the next action; None where it had that.
     """
 
     parts: Sequence[Microbatch]
@@ -66,6 +67,7 @@ class Round:
     is_timed: bool = False
     outputs: dict[int, Any] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    asked_at: float | None = None
 
 
 Base: Any = torch_stage._PipelineStageBase  # untyped, and its abstract methods differ between versions
@@ -321,7 +323,9 @@ class PipelineStage(Base):
         if self.round.is_timed:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.round.spans.append(Span(Action(self.stage_index, kind, number), start, time.perf_counter()))
+            action = Action(self.stage_index, kind, number)
+            self.round.spans.append(Span(action, start, time.perf_counter(), self.round.asked_at))
+        self.round.asked_at = None
 
 
 def _backward(started: Sequence[tuple[Tensor, Tensor]]) -> None:
