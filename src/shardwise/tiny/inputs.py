@@ -111,7 +111,7 @@ def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
     found: dict[str, inspect.Parameter] = {}
     for kind in type(model).__mro__:
         if "forward" in vars(kind):
-            own = inspect.signature(kind.forward).parameters
+            own = inspect.signature(vars(kind)["forward"]).parameters
             found = {**own, **found}
             if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in own.values()):
                 break
