@@ -214,6 +214,8 @@ def pipelines(mesh):
         "last": {"pipeline_cuts": ["model.layers.1"]},
         "number": {"pipeline_cuts": ["model.layers.0"], "virtual_pipeline_size": 2},
         "by hand": {"manual_pp_partition": True},
+        "half by hand": {"manual_pp_loss_fn": nn.CrossEntropyLoss()},
+        "losses": {"return_mb_loss": True, "broadcast_and_average_loss": True},
         "key": {"num_microbatch": 2},
     }
     for name, pipeline_config in wrong.items():
@@ -221,10 +223,6 @@ def pipelines(mesh):
             nxd.initialize_parallel_model(config(pipeline_config=pipeline_config), tiny_model, "llama")
         except ShardwiseError as error:
             said[name] = str(error)
-    try:
-        nxd.initialize_parallel_model(config(), lambda: Small(parallel=False))
-    except ShardwiseError as error:
-        said["hand-written"] = str(error)
     whole = tiny_model("llama")
     model = NxDPPModel(tiny_model("llama"), auto_partition=True, num_microbatches=2)
     ids = batches()[0]
@@ -253,9 +251,10 @@ def test_pipelines_say_what_is_wrong(on_ranks, layout):
         "cut": "did you mean 'model.layers.0'?",
         "last": "the last layer",
         "number": "stages",
-        "by hand": "manual_pp_partition",
+        "by hand": "LlamaForCausalLM is no list of layers",
+        "half by hand": "manual_pp_loss_fn without manual_pp_partition",
+        "losses": "return_mb_loss and broadcast_and_average_loss",
         "key": "did you mean 'num_microbatches'?",
-        "hand-written": "a hand-written Small in the stages of a pipeline",
     }.items():
         assert part in said[name], said[name]
 

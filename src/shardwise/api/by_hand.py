@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from shardwise.api.prepare import open_subgroups
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.estimate.cuts import cut
 from shardwise.mesh import Mesh
 from shardwise.modules.linears import GroupedProjections
 from shardwise.modules.split_module import SplitModule, context_of, layout_of
@@ -27,11 +28,14 @@ from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.recompute import apply_recomputation
+from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import initialize_meta
-from shardwise.parameters.registry import ParameterEntry, Registry, attach_registry
+from shardwise.parameters.registry import Registry, attach_registry, note_parameters
+from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.options import FsdpPolicy, Recompute
+from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
+from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.sharding.layout import Layout, Step
@@ -80,7 +84,13 @@ def build_in_turns(
 
 
 def adopt_model(
-    model: nn.Module, mesh: Mesh, *, policy: FsdpPolicy | None = None, recompute: Recompute | None = None
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    policy: FsdpPolicy | None = None,
+    recompute: Recompute | None = None,
+    order: LayerOrder | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Registry:
     """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp.
 
@@ -89,9 +99,12 @@ def adopt_model(
             `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over tp.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
         recompute: what backward computes again.
+        order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
+            ranks along pp, the model is this rank's part already.
+        pipeline: how it is cut.
 
     Raises:
-        ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`.
+        ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`, or it cannot be cut so.
         PlanError: it has been split or adopted already.
         UnsupportedError: torch has wrapped it.
 
@@ -102,20 +115,23 @@ def adopt_model(
         check_unsplit(model)
         _note_heads(model)
     facts = read_facts(model)
-    plan = replace(_plan(model, mesh, policy), stacks=facts.stacks)
+    stages = cut(order, facts, pipeline, pp_size=mesh.size("pp")) if order is not None else None
+    policy = policy or (FsdpPolicy(zero_stage=1) if stages is not None else None)
+    plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
     if policy is not None:
-        plan = with_data_axes(plan, facts, mesh.shape)
+        plan = with_data_axes(plan, facts, mesh.shape, stages)
     registry = Registry(mesh=mesh, plan=plan, context=context_of(mesh), tied=plan.tied, local_state=True)
-    for fqn, planned in plan.parameters.items():
-        registry.entries[fqn] = ParameterEntry(
-            fqn=fqn, layout=planned.layout, gradient=planned.gradient, data=planned.data, registry=registry
-        )
+    note_parameters(model, registry)
+    if stages is not None:
+        apply_stages(model, registry)
     attach_registry(model, registry)
     apply_recomputation(model, registry, recompute or Recompute())
     if policy is not None:
         apply_data_parallelism(model, registry, policy)
+    fit_absent(registry, compute_dtype=None)
     open_subgroups(registry)
     track_gradients(model, registry)
+    apply_pipeline(model, registry)
     watch_optimizers()
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)
@@ -130,11 +146,11 @@ def _note_heads(model: nn.Module) -> None:
             module.note_heads(num_heads)
 
 
-def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None) -> SplitPlan:
+def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters: dict[str, ParameterPlan] = {}
-    stage = [Step("pp", mesh.size("pp"), Held((mesh.coord("pp"),)))] if mesh.size("pp") > 1 else []
+    stage = [Step("pp", mesh.size("pp"), Held((mesh.coord("pp"),)))] if mesh.size("pp") > 1 and not is_cut else []
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None:

@@ -80,6 +80,8 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str
     """
 
     def part(value: Any, index: int) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(part(each, index) for each in value)
         if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
             return value
         size = value.shape[0] // count

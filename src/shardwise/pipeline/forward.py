@@ -147,6 +147,12 @@ class _Forward:
 
     def _check(self) -> None:
         """Raises the same error on every rank for what stages cannot give."""
+        if self.learns and self.registry.local_state:
+            raise UnsupportedError(
+                f"a training forward of a hand-written {type(self.model).__name__} in stages",
+                why="backward has run on other ranks before the loss is known here",
+                fix="call run_train, which runs forward and backward",
+            )
         config = getattr(self.model, "config", None)
         for name in _COLLECTED:
             asked = self.arguments.get(name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
 
-__all__ = ["import_from_path"]
+__all__ = ["import_classes", "import_from_path"]
 
 
 def import_from_path(path: str) -> Any:
@@ -28,3 +28,26 @@ def import_from_path(path: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{home} has no {name!r}{did_you_mean(name, dir(module))}")
     return getattr(module, name)
+
+
+def import_classes(class_paths: list[str]) -> list[type]:
+    """The classes of dotted import paths.
+
+    Raises:
+        ConfigError: a path leads to nothing, or to no class; lists every one.
+    """
+    found: list[type] = []
+    problems: list[str] = []
+    for path in class_paths:
+        try:
+            value = import_from_path(path)
+        except ConfigError as error:
+            problems.append(f"{error.summary}" + (f" ({error.why})" if error.why else ""))
+            continue
+        if isinstance(value, type):
+            found.append(value)
+        else:
+            problems.append(f"{path} is a {type(value).__name__}, not a class")
+    if problems:
+        raise ConfigError("cannot import every class", why="\n".join(problems), fix="use package.module.ClassName")
+    return found

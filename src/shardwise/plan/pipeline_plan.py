@@ -60,6 +60,8 @@ class LayerOrder:
             what looks like its arguments is here, and of the other modules those whose code asks for values.
         shares_dropped: whether what dropout makes of tensors that depend on no parameters crosses cuts, too, so that
             one stage draws for all of them.
+        is_chain: whether every layer is given what the one before returned and nothing else of the model's. Then
+            `crossings` may be empty: they are seen in the first forward.
     """
 
     calls: tuple[str, ...]
@@ -67,6 +69,7 @@ class LayerOrder:
     crossings: tuple[tuple[Crossing, ...], ...]
     returns: Mapping[str, Returned] = field(default_factory=dict)
     shares_dropped: bool = False
+    is_chain: bool = False
 
     def starts_after(self, names: Iterable[str]) -> tuple[int, ...]:
         """The segments with which stages begin that end with these layers, each where it runs last; 0 first.

@@ -28,10 +28,11 @@ from shardwise.search.staged import train_in_stages
 from shardwise.search.trial import failed
 from shardwise.search.watch_order import merged, modules_around, watch_order
 from shardwise.stages.model import Stages
-from shardwise.tiny.models import choose_mode, make_batch
+from shardwise.tiny.inputs import guess_batches, make_batch
+from shardwise.tiny.models import choose_mode
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["find_layer_order"]
+__all__ = ["find_layer_order", "layer_order_by_hand"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -75,6 +76,50 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     return order
 
 
+def layer_order_by_hand(model: nn.Module, *, layers: Collection[str] = ()) -> LayerOrder:
+    """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
+    first of `guess_batches` that it takes.
+
+    Args:
+        model: real; it may hold modules that are divided over tp.
+        layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
+
+    Raises:
+        PlanError: it cannot be cut into stages, or does not run on this batch.
+
+    Communicates: what its divided modules do, forward and backward.
+    """
+    try:
+        with seeded(), torch.enable_grad():
+            own = copy.deepcopy(model)
+            batch = _taken_batch(own)
+            choose_mode(own, batch)
+            return _found(own, batch, layers=layers, drops=has_dropout(model))
+    except ShardwiseError:
+        raise
+    except Exception as error:  # as above
+        verdict = failed(error)
+        raise _no_stages(type(model).__name__, verdict.reason, at=verdict.module) from error
+
+
+def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
+    fault: Exception | None = None
+    for batch in guess_batches(model):
+        try:
+            with torch.no_grad():
+                copy.deepcopy(model)(**copied(batch))
+        except Exception as error:  # noqa: BLE001 - it takes other inputs
+            fault = fault or error
+        else:
+            return batch
+    raise _no_stages(
+        type(model).__name__,
+        f"it takes none of the inputs that were tried, token ids and numbers: {fault}",
+        at="",
+        fix="let forward take token ids, or give the list of layers, to be cut by hand",
+    )
+
+
 def _find(model: PreTrainedModel) -> LayerOrder:
     tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
@@ -98,7 +143,7 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         return order
 
 
-def _found(tiny: PreTrainedModel, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
+def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
     """What was seen of a tiny model, if it computes the same when it is cut so.
 
     Raises:
@@ -125,7 +170,7 @@ def _found(tiny: PreTrainedModel, batch: Mapping[str, Any], *, layers: Collectio
     return order
 
 
-def _watched(tiny: PreTrainedModel, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
+def _watched(tiny: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
     """What was seen of a tiny model in its mode, and in training where that runs the same layers."""
     order, told = watch_order(tiny, batch, **options)
     if tiny.training:

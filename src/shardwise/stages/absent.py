@@ -95,6 +95,11 @@ class Absent(Tensor):
             raise UnsupportedError(
                 f"{func} asks for the values of what another stage computes", why=str(error)
             ) from error
+        if (
+            func.namespace == "c10d"
+        ):  # on the meta device nothing is sent; what is gathered goes into the first argument
+            tree_map_only(Tensor, lambda each: each if isinstance(each, Absent) else _overwritten(each), args[0])
+            return out
         if changed is not None:
             return changed if isinstance(changed, Absent) else _overwritten(changed)
         return out if makes else tree_map_only(Tensor, lambda each: Absent(each, device), out)

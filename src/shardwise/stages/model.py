@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -116,6 +116,8 @@ class Stages:
     def _cuts(self, arguments: Mapping[str, Any]) -> list[tuple[Travelling, ...]]:
         """What comes into each stage, and after them nothing."""
         key = self.model.training, _autocast(), _key(arguments)
+        if self.plan.order.is_chain and not self.plan.order.crossings:
+            self._see_cuts(arguments)
         if key not in self._shapes:
             calls, last = len(self.plan.order.calls), self.plan.starts[-1]
             run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
@@ -126,6 +128,15 @@ class Stages:
                 self._run(run, given)
             self._shapes[key] = [(), *run.seen, ()]
         return self._shapes[key]
+
+    def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
+        """Finds what crosses the cuts of a chain, of which nothing has been seen to run: what its layers are given."""
+        order, last = self.plan.order, self.plan.starts[-1]
+        run = StageRun(self, first=len(order.calls), last=last, received=())
+        with torch.no_grad():
+            self._run(run, arguments)
+        crossings = tuple(run.given.get(segment, ()) for segment in range(1, len(order.calls)))
+        self.plan = replace(self.plan, order=replace(order, crossings=crossings))
 
     def num_skipped(self, arguments: Mapping[str, Any]) -> int:
         """How many segments, from the first on, do not run: those of an encoder whose output is given."""

@@ -147,6 +147,7 @@ class StageRun:
         # At every cut, of a run that computes nothing.
         self.seen: list[tuple[Travelling, ...]] = [() for start in stages.plan.starts[1:] if start < skipped]
         self.numbers: dict[str, int] = {}
+        self.given: dict[int, tuple[Crossing, ...]] = {}  # of such a run, what a chain's layers behind cuts are given
         wanted = {crossing.anchor for at in (first, last) for crossing in self.crossings(at)}
         self.measures = first >= len(self.order.calls)
         if self.measures:
@@ -225,6 +226,8 @@ class StageRun:
             absent.bind(value.clone() if crossing.is_written else value)
             if crossing.anchor == self.hidden:
                 self._enter_stack(absent)
+        for (module, name), own in self.stages.absent.items():
+            own.value = module._parameters[name]  # where it was handed to this layer
         self.is_foreign = False
         self.show_parameters()
 
@@ -260,6 +263,9 @@ class StageRun:
 
     def _note_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = named_arguments(unwrapped(module), args, kwargs)
+        if self.measures and self.order.is_chain:
+            absent = [path for path, value in named_tensors(arguments) if isinstance(value, Absent)]
+            self.given[self.segment] = tuple(Crossing(anchor=f"input:{path}") for path in absent)
         self.hidden = f"input:{hidden_name(arguments)}"
         for anchor in self.found:
             kind, _, path = anchor.partition(":")
@@ -293,7 +299,7 @@ class StageRun:
 
     def _hide_parameters(self) -> None:
         for (module, name), absent in self.stages.absent.items():
-            module.__dict__[name] = absent
+            module.__dict__[name], absent.value = absent, None
 
     def show_parameters(self) -> None:
         """Parameters that this rank holds are those that modules see."""

@@ -6,14 +6,14 @@ import inspect
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import sub_configs
 from shardwise.tiny.signals import class_names, make_patches, make_signal, signals_of
 
-__all__ = ["Padding", "make_batch"]
+__all__ = ["Padding", "guess_batches", "make_batch"]
 
 Padding = Literal["none", "left", "right"]
 
@@ -77,6 +77,28 @@ def make_batch(
         last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
         tokens[torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
     return batch
+
+
+def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+    """Small batches of which one may be what forward takes: that of `make_batch`, or for what it must be given token
+    ids [2, 16], or numbers [2, 16, features of the first linear], with ids for labels.
+    """
+    if isinstance(model, PreTrainedModel):
+        return [make_batch(model, seed=0)]
+    generator = torch.Generator().manual_seed(0)
+    takes = inspect.signature(model.forward).parameters.values()
+    given = [each for each in takes if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    names = [each.name for each in given if each.name == "labels" or each.default is each.empty]
+    ids = {name: torch.randint(0, _size_of(model, "num_embeddings"), (2, 16), generator=generator) for name in names}
+    width = _size_of(model, "in_features", "input_size")
+    numbers = {name: torch.randn(2, 16, width, generator=generator) for name in names if name != "labels"}
+    return [ids, ids | numbers]
+
+
+def _size_of(model: nn.Module, *names: str) -> int:
+    """The first size of such a name that a module has."""
+    found = (getattr(module, name, None) for module in model.modules() for name in names)
+    return next((size for size in found if isinstance(size, int)), 2)
 
 
 def _labels(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["copied", "has_loss", "objective_of"]
 
@@ -21,7 +22,10 @@ def objective_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is not None:
         return loss
-    values = [value for value in output.values() if isinstance(value, Tensor) and value.requires_grad]
+    found = list(output.values()) if isinstance(output, Mapping) else tree_leaves(output)
+    if not isinstance(output, Mapping) and found and isinstance(found[0], Tensor) and found[0].numel() == 1:
+        return found[0]  # of models written by hand
+    values = [value for value in found if isinstance(value, Tensor) and value.requires_grad]
     return torch.stack([(value.float() * _weights(value)).mean() for value in values]).sum()
 
 

@@ -2,42 +2,67 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.operations import all_reduce_
+from shardwise.data.batch import count_targets, split_rows, target_names
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
-from shardwise.pipeline.runner import runner_of
+from shardwise.pipeline.runner import PipelineRunner, runner_of
+from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
+from shardwise.schedule.schedule import Schedule
+from shardwise.topology.axes import DATA_AXES
 from shardwise.train.step import TrainStep
 
-__all__ = ["add_runners", "named_inputs", "run_batch"]
+__all__ = ["add_runners", "named_inputs", "run_batch", "run_microbatches"]
 
 
-def run_batch(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 1, **kwargs: Any) -> Tensor:
+def run_batch(
+    model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 1, averages: bool = False, **kwargs: Any
+) -> Tensor:
     """Forward and backward of one batch; the loss, detached.
 
     A planned model with labels is trained as `TrainStep` does: the loss is the mean over the tokens of all data ranks'
     batches, the same on every rank, and microbatches and pipelines work. Any other model gives its loss, an output
-    with a `loss`, or a tuple that begins with it; gradients are means over data ranks.
+    with a `loss`, or a tuple that begins with it; gradients are means over data ranks, the loss is this one's.
 
     Args:
         args: one dictionary of inputs, or the arguments of forward.
+        averages: give the mean of the data ranks' losses, also of a hand-written model.
 
     Raises:
-        BatchError: the model gives no loss.
-        UnsupportedError: a pipeline without named arguments and labels.
+        BatchError: the model gives no loss, or rows do not divide.
+        UnsupportedError: microbatches, or a pipeline, of a planned model without named arguments and labels.
 
-    Communicates: as `TrainStep`, or as the model's forward and backward.
+    Communicates: as `TrainStep`, or as the model's forward and backward; in a pipeline one all-reduce over pp.
     """
     args, kwargs = named_inputs(args, kwargs)
-    if not args and "labels" in kwargs and not registry_of(model).local_state:
+    if registry_of(model).local_state:
+        losses, weights = _run_by_hand(model, mesh, args, kwargs, num_microbatches)
+        loss = losses @ weights
+        data = mesh.group(*DATA_AXES)
+        if averages and data is not None:
+            all_reduce_(loss, data)
+            loss /= mesh.data_size
+        return loss
+    pipeline = runner_of(find_model(model))
+    if not args and "labels" in kwargs and (pipeline is None or pipeline.takes(num_microbatches)):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(kwargs).loss
+    if not args and "labels" in kwargs and pipeline is not None:  # as many as it takes
+        loss = model(**kwargs).loss
+        loss.backward()
+        return loss.detach()
     if num_microbatches > 1 or mesh.size("pp") > 1:
         raise UnsupportedError(
             f"{num_microbatches} microbatches on {mesh.shape} of a batch without labels, or without names",
@@ -47,6 +72,109 @@ def run_batch(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 
     loss = _loss_of(model(*args, **kwargs))
     loss.backward()
     return loss.detach()
+
+
+def run_microbatches(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int, **kwargs: Any) -> list[Tensor]:
+    """As `run_batch`; the losses of the microbatches of this data rank, detached, on every rank of a pipeline.
+
+    Raises:
+        BatchError: also where a microbatch has no targets, so that there is no loss of it.
+    """
+    args, kwargs = named_inputs(args, kwargs)
+    if registry_of(model).local_state:
+        return list(_run_by_hand(model, mesh, args, kwargs, num_microbatches)[0])
+    step = _NotingStep(model, mesh, num_microbatches=num_microbatches)
+    step(kwargs)
+    losses = torch.zeros(num_microbatches, device=mesh.device)
+    pipeline = runner_of(find_model(model))
+    with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
+        if pipeline is None or pipeline.is_last:
+            if len(step.seen) != num_microbatches:
+                raise BatchError("a microbatch has no targets", why="there is no loss of it", fix="leave it out")
+            losses += torch.stack(step.seen)
+    if pipeline is not None:
+        all_reduce_(losses, pipeline.group)
+    return list(losses)
+
+
+class _NotingStep(TrainStep):
+    """Keeps the loss of every microbatch whose loss is computed here, in their order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[Tensor] = []
+
+    def _weighted(self, loss: Tensor, weight: float, scale: float) -> Tensor:
+        self.seen.append(loss.detach().float())
+        return super()._weighted(loss, weight, scale)
+
+
+def _run_by_hand(
+    model: nn.Module, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+) -> tuple[Tensor, Tensor]:
+    """Forward and backward of all microbatches: their losses and weights, by targets or by rows.
+
+    Communicates: one gather of a small object over all ranks, what the model does, over pp one all-reduce.
+    """
+    pipeline, gradients = runner_of(find_model(model)), gradients_of(model)
+    if num_microbatches == 1 and pipeline is None:
+        loss = _loss_of(model(*args, **kwargs))
+        loss.backward()
+        return loss.detach().view(1), torch.ones(1, device=loss.device, dtype=loss.dtype)
+    with raise_on_all_ranks(mesh.group(), "dividing its batch"):
+        parts = _parts(model, args, kwargs, num_microbatches)
+        schedule = _schedule(pipeline, num_microbatches)
+    placed = tree_map_only(Tensor, lambda each: each.to(mesh.device), parts)
+    has_targets = any(isinstance(kwargs.get(name), Tensor) for name in target_names(model))
+    counts = [float(count_targets(model, part)) if has_targets else 1.0 for part in parts]
+    total = sum(counts)
+    weights = [count / total if total else 1 / num_microbatches for count in counts]
+    losses = torch.zeros(num_microbatches, device=mesh.device)
+
+    def microbatch(number: int) -> Microbatch:
+        def loss_of(output: Any) -> Tensor:
+            loss = _loss_of(output)
+            losses[number] = loss.detach()
+            return loss * weights[number]
+
+        made_up = {"labels": placed[number]["labels"].clamp(min=0)} if not weights[number] else {}  # it counts nothing
+        return Microbatch(placed[number] | made_up, loss_of)
+
+    microbatches = [microbatch(number) for number in range(num_microbatches)]
+    with gradients.together():
+        if pipeline is not None and schedule is not None:
+            pipeline.run(microbatches, schedule)
+        else:
+            for each in microbatches:
+                assert each.loss_of is not None
+                each.loss_of(model(**each.arguments)).backward()
+    if pipeline is not None:
+        all_reduce_(losses, pipeline.group)
+    return losses, torch.tensor(weights, device=mesh.device)
+
+
+def _schedule(pipeline: PipelineRunner | None, count: int) -> Schedule | None:
+    """The pipeline's own; where it takes no so few microbatches, one stage after the other."""
+    if pipeline is None:
+        return None
+    return pipeline.schedule(count) if pipeline.takes(count) else pipeline.in_order(count)
+
+
+def _parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """The named arguments of every microbatch."""
+    bound = inspect.signature(find_model(model).forward).bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    for name, each in bound.signature.parameters.items():
+        if each.kind is inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    rows = next((value.shape[0] for value in tree_leaves(arguments) if isinstance(value, Tensor) and value.ndim), 0)
+    if not rows or rows % count:
+        raise BatchError(
+            f"{rows} rows do not divide into {count} microbatches",
+            why="every microbatch has the same number of rows, at least one",
+            fix=f"use a multiple of {count} rows, or another num_microbatches",
+        )
+    return split_rows(arguments, rows, count)
 
 
 def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
@@ -62,12 +190,7 @@ def _run_train(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Forward and backward of one batch, in the microbatches that were asked for; the loss, detached."""
     pipeline = runner_of(find_model(model))
     number = (pipeline.num_microbatches if pipeline is not None else None) or 1
-    if pipeline is None or pipeline.takes(number):
-        return run_batch(model, registry_of(model).mesh, *args, num_microbatches=number, **kwargs)
-    args, kwargs = named_inputs(args, kwargs)
-    loss: Tensor = model(*args, **kwargs).loss
-    loss.backward()
-    return loss.detach()
+    return run_batch(model, registry_of(model).mesh, *args, num_microbatches=number, **kwargs)
 
 
 @torch.no_grad()
@@ -86,6 +209,8 @@ def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tupl
 
 def _loss_of(output: Any) -> Tensor:
     loss = getattr(output, "loss", None) if not isinstance(output, Tensor) else output
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
     if loss is None and isinstance(output, tuple | list) and output:
         loss = output[0]
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -2,13 +2,6 @@
 
 from shardwise.compat.neuronx_distributed import modules as modules
 from shardwise.compat.neuronx_distributed import parallel_layers as parallel_layers
-from shardwise.compat.neuronx_distributed import trainer as trainer
 from shardwise.compat.neuronx_distributed import xm as xm
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as parallel_state
-from shardwise.compat.neuronx_distributed.trainer.checkpoint import load_checkpoint as load_checkpoint
-from shardwise.compat.neuronx_distributed.trainer.checkpoint import save_checkpoint as save_checkpoint
-from shardwise.compat.neuronx_distributed.trainer.config import neuronx_distributed_config as neuronx_distributed_config
-from shardwise.compat.neuronx_distributed.trainer.trainer import initialize_parallel_model as initialize_parallel_model
-from shardwise.compat.neuronx_distributed.trainer.trainer import (
-    initialize_parallel_optimizer as initialize_parallel_optimizer,
-)
+from shardwise.compat.neuronx_distributed.trainer import *  # noqa: F403

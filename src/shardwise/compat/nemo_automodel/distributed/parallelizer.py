@@ -28,7 +28,7 @@ from shardwise.parallel.torch_precision import cast_output, own_dtype, precision
 from shardwise.parallel.torch_styles import hf_plan, read_plan, style_of
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of
-from shardwise.plan.imports import import_from_path
+from shardwise.plan.imports import import_classes as import_classes_from_paths
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.search.planning import plan_for
 
@@ -133,29 +133,6 @@ def nvfsdp_strategy_parallelize(
     policy = MixedPrecisionPolicy(param_dtype=own, reduce_dtype=torch.float32 if grad_reduce_in_fp32 else own)
     params, nonfinite = torch.float32 if preserve_fp32_weights else None, "raise" if check_for_nan_in_grad else "ignore"
     return _parallelize(model, mesh, tp_shard_plan, policy, fsdp=fsdp, params=params, nonfinite=nonfinite)
-
-
-def import_classes_from_paths(class_paths: list[str]) -> list[type]:
-    """The classes of dotted import paths.
-
-    Raises:
-        ConfigError: a path leads to nothing, or to no class; lists every one.
-    """
-    found: list[type] = []
-    problems: list[str] = []
-    for path in class_paths:
-        try:
-            value = import_from_path(path)
-        except ConfigError as error:
-            problems.append(f"{error.summary}" + (f" ({error.why})" if error.why else ""))
-            continue
-        if isinstance(value, type):
-            found.append(value)
-        else:
-            problems.append(f"{path} is a {type(value).__name__}, not a class")
-    if problems:
-        raise ConfigError("cannot import every class", why="\n".join(problems), fix="use package.module.ClassName")
-    return found
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:

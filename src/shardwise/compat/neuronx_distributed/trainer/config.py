@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
     model_parallel_is_initialized,
 )
 from shardwise.compat.warned import warn_once
-from shardwise.errors import ConfigError, MeshError, UnsupportedError, did_you_mean
+from shardwise.errors import ConfigError, MeshError, did_you_mean
 from shardwise.job.rendezvous import read_world_size
 
 __all__ = ["initialize", "neuronx_distributed_config"]
@@ -37,12 +37,6 @@ _PIPELINE = frozenset(
     manual_pp_stage_partition_fn manual_pp_loss_fn
     """.split()  # noqa: SIM905
 )
-_PIPELINE_REFUSED = {
-    "manual_pp_loss_fn": "a model's own loss is used",
-    "manual_pp_partition": "stages are found on a tiny model",
-    "manual_pp_stage_partition_fn": "stages are cut by cost, or after the layers of pipeline_cuts",
-    "return_mb_loss": "microbatches are weighted by their targets, and only their sum is a loss",
-}
 
 
 def neuronx_distributed_config(
@@ -70,7 +64,6 @@ def neuronx_distributed_config(
     Raises:
         ConfigError: a key is unknown, or a value none of those documented.
         MeshError: model parallelism is initialised with other sizes, or the sizes do not divide the ranks.
-        UnsupportedError: stages that the caller makes by hand, or losses of single microbatches.
 
     Communicates: as `initialize_model_parallel`.
     """
@@ -127,7 +120,7 @@ def initialize(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_keys(name: str, value: Mapping[str, Any] | None, known: Any) -> None:
+def _check_keys(name: str, value: Iterable[str] | None, known: Any) -> None:
     unknown = [key for key in value or () if key not in known]
     if unknown:
         raise ConfigError(
@@ -137,10 +130,14 @@ def _check_keys(name: str, value: Mapping[str, Any] | None, known: Any) -> None:
 
 
 def _check_pipeline(config: Mapping[str, Any]) -> None:
-    _check_keys("pipeline_config", config, _PIPELINE)
-    for name, why in _PIPELINE_REFUSED.items():
-        if config.get(name):
-            raise UnsupportedError(f"pipeline_config {name}", why=why, fix="leave it out")
+    _check_keys("pipeline_config", [key for key in config if not key.startswith("_")], _PIPELINE)  # theirs, private
+    if config.get("return_mb_loss") and config.get("broadcast_and_average_loss"):
+        raise ConfigError("pipeline_config return_mb_loss and broadcast_and_average_loss", fix="leave one of them out")
+    manual = [name for name in ("manual_pp_stage_partition_fn", "manual_pp_loss_fn") if config.get(name)]
+    if manual and not config.get("manual_pp_partition"):
+        raise ConfigError(
+            f"pipeline_config {manual[0]} without manual_pp_partition", fix="add manual_pp_partition=True"
+        )
 
 
 def _check_values(factor: Any, activation_checkpoint_config: Any, lora_config: Any) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.modules.transparent import Transparent
-from shardwise.train.run_batch import named_inputs, run_batch
+from shardwise.train.run_batch import named_inputs, run_batch, run_microbatches
 
 __all__ = ["NxDModel"]
 
@@ -41,12 +42,17 @@ class NxDModel(Transparent):
     local_children, local_named_children = Transparent.children, Transparent.named_children
     local_named_modules, local_state_dict = Transparent.named_modules, Transparent.state_dict
 
-    def run_train(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, the same on every
-        rank. See `shardwise.train.run_batch`.
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, on every rank, or
+        with `return_mb_loss` a list of the microbatches'. See `shardwise.train.run_batch`.
         """
-        number = self.nxd_config["pipeline_config"].get("num_microbatches", 1)
-        return run_batch(self.local_module(), current_mesh(), *args, num_microbatches=number, **kwargs)
+        config = self.nxd_config["pipeline_config"]
+        number, options = (
+            config.get("num_microbatches", 1),
+            {"averages": config.get("broadcast_and_average_loss", False)},
+        )
+        run: Any = run_microbatches if config.get("return_mb_loss") else functools.partial(run_batch, **options)
+        return run(self.local_module(), current_mesh(), *args, num_microbatches=number, **kwargs)
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:

@@ -17,16 +17,18 @@ from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.config import initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError
+from shardwise.modules.chain import Chain, spread_evenly, starts_of
 from shardwise.modules.padded_heads import pad_heads
 from shardwise.modules.split_module import SplitModule
 from shardwise.modules.transparent import seen_through
 from shardwise.optim.optimizer import divided_groups
 from shardwise.optim.wrapped_optimizer import CompletingOptimizer
-from shardwise.parallel.recompute import recompute_classes
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.parallel.recompute import recompute_of
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline
+from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.runtime.adapters import find_model
-from shardwise.search.layer_order import find_layer_order
+from shardwise.search.layer_order import find_layer_order, layer_order_by_hand
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 
@@ -37,30 +39,37 @@ def initialize_parallel_model(
     """Builds a model and splits it as the config says.
 
     A model with parallel layers is taken as it is written; a transformers model without any is split by its automatic
-    plan, and cut into the stages of a pipeline; any other is replicated over tp.
+    plan; any other is replicated over tp. Each is cut into the stages of a pipeline.
 
     Args:
-        model_fn: returns the model, the same on every rank. `model_init_config` says how many ranks call it at a time,
+        model_fn: returns the model, or with `manual_pp_partition` the list of its layers, the same on every rank.
+            `model_init_config` says how many ranks call it at a time,
             and whether it builds on the meta device.
 
     Raises:
         ConfigError: `lora_config` or `pipeline_config` do not fit the model.
         MeshError: the sizes do not divide the ranks.
         PlanError: the model cannot be split.
-        UnsupportedError: a hand-written model in stages, or with adapters on its parallel layers.
+        UnsupportedError: adapters on parallel layers of a hand-written model.
 
     Communicates: as `shardwise.parallelize`.
     """
     initialize(nxd_config)
     options = nxd_config["model_init_config"]
     model = build_in_turns(
-        lambda: model_fn(*model_args, **model_kwargs),
+        lambda: as_model(model_fn(*model_args, **model_kwargs), nxd_config),
         current_mesh(),
         ranks_at_a_time=options["sequential_move_factor"],
         on_meta=options["meta_device_init"],
         fill=options["param_init_fn"],
     )
     return NxDModel(split_model(model, nxd_config), nxd_config)
+
+
+def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
+    """What `model_fn` gave; a list of layers, which stages are made of by hand, as a model."""
+    config = nxd_config["pipeline_config"]
+    return Chain(model, config.get("manual_pp_loss_fn")) if config.get("manual_pp_partition") else model
 
 
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
@@ -72,16 +81,12 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     recompute = recompute_of(base, nxd_config["activation_checkpoint_config"])
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
-        if mesh.size("pp") > 1:
-            raise UnsupportedError(
-                f"a hand-written {type(base).__name__} in the stages of a pipeline",
-                why="its layers cannot be told: stages are found on a tiny transformers model without parallel layers",
-                fix="let model_fn return a transformers model as it is, or use pipeline_parallel_size 1",
-            )
         if nxd_config["pad_model"]:
             config: Any = base.config
             pad_heads(base, config.num_attention_heads)
-        adopt_model(model, mesh, policy=FsdpPolicy(zero_stage=1) if is_sharded else None, recompute=recompute)
+        policy = FsdpPolicy(zero_stage=1) if is_sharded else None
+        order, pipeline = order_of(base, nxd_config["pipeline_config"]) if mesh.size("pp") > 1 else (None, None)
+        adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
     else:
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
@@ -95,13 +100,27 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def pipeline_of(model: nn.Module, config: Mapping[str, Any]) -> Pipeline:
-    """What `pipeline_config` means: stages that cost alike, unless `pipeline_cuts` names the layers before cuts."""
-    number, cuts, layers = config.get("virtual_pipeline_size", 1), config.get("pipeline_cuts"), None
+def pipeline_of(model: nn.Module, config: Mapping[str, Any], order: LayerOrder | None = None) -> Pipeline:
+    """What `pipeline_config` means: stages that cost alike, unless `pipeline_cuts` names the layers before cuts, or
+    they are cut by hand.
+    """
+    number, cuts, starts = config.get("virtual_pipeline_size", 1), config.get("pipeline_cuts"), None
     with raise_on_all_ranks(current_mesh().group(), "finding its layers"):
-        if cuts:
-            layers = find_layer_order(model).starts_after(cuts)
-    return Pipeline(schedule="1f1b" if number == 1 else "interleaved_1f1b", num_stages_per_rank=number, layers=layers)
+        if isinstance(model, Chain):
+            layers, num_stages = list(model.layers), current_mesh().size("pp") * number
+            chosen = (config.get("manual_pp_stage_partition_fn") or spread_evenly)(layers, num_stages)
+            starts = starts_of(layers, num_stages, chosen)
+        elif cuts:
+            starts = (order or find_layer_order(model)).starts_after(cuts)
+    return Pipeline(schedule="1f1b" if number == 1 else "interleaved_1f1b", num_stages_per_rank=number, layers=starts)
+
+
+def order_of(model: nn.Module, config: Mapping[str, Any]) -> tuple[LayerOrder, Pipeline]:
+    """The layers of a hand-written model as they run, and how it is cut: see `layer_order_by_hand`."""
+    kind = config.get("transformer_layer_cls")
+    named = [name for name, each in model.named_modules() if isinstance(kind, type) and isinstance(each, kind)]
+    order = model.order() if isinstance(model, Chain) else layer_order_by_hand(model, layers=named)
+    return order, pipeline_of(model, config, order)
 
 
 def initialize_parallel_optimizer(
@@ -126,13 +145,3 @@ def initialize_parallel_optimizer(
     options = nxd_config["optimizer_config"]
     max_norm = options["max_grad_norm"] if options["grad_clipping"] else None
     return CompletingOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
-
-
-def recompute_of(model: nn.Module, asked: Any) -> Recompute:
-    """What `activation_checkpoint_config` means."""
-    if asked is None or asked == "full":
-        return Recompute(mode=asked or "none")
-    classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
-    if not all(isinstance(each, type) for each in classes):
-        raise ConfigError(f"activation_checkpoint_config is {asked!r}", fix='use None, "full", or module classes')
-    return recompute_classes(model, classes)

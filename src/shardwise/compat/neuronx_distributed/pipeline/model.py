@@ -1,8 +1,8 @@
-"""`NxDPPModel`: a transformers model in stages."""
+"""`NxDPPModel`: a model in stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,16 +10,16 @@ from torch import nn
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.config import neuronx_distributed_config
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
-from shardwise.compat.neuronx_distributed.trainer.trainer import split_model
+from shardwise.compat.neuronx_distributed.trainer.trainer import as_model, split_model
 
 __all__ = ["NxDPPModel"]
 
 
 class NxDPPModel(NxDModel):
-    """A transformers model that is cut into the stages of a pipeline, in place; this rank holds its own stages.
+    """A model that is cut into the stages of a pipeline, in place; this rank holds its own stages.
 
     Args:
-        module: real, the same on every rank, not split yet.
+        module: a model, real, the same on every rank, not split yet; with `manual_pp_partition` the list of its layers.
         pipeline_config: as in `neuronx_distributed_config`.
 
     Raises:
@@ -29,8 +29,13 @@ class NxDPPModel(NxDModel):
     Communicates: as `shardwise.parallelize`.
     """
 
-    def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any] | None = None, **pipeline_config: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module | Sequence[nn.Module],
+        nxd_config: Mapping[str, Any] | None = None,
+        **pipeline_config: Any,
+    ) -> None:
         mesh = current_mesh()
         if nxd_config is None:
             nxd_config = neuronx_distributed_config(mesh.size("tp"), mesh.size("pp"), pipeline_config=pipeline_config)
-        super().__init__(split_model(module, nxd_config), nxd_config)
+        super().__init__(split_model(as_model(module, nxd_config).to(mesh.device), nxd_config), nxd_config)
