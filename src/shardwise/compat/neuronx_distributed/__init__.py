@@ -2,6 +2,9 @@
 
 from shardwise.compat.neuronx_distributed import modules as modules
 from shardwise.compat.neuronx_distributed import parallel_layers as parallel_layers
+from shardwise.compat.neuronx_distributed import trainer as trainer
 from shardwise.compat.neuronx_distributed import xm as xm
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as parallel_state
-from shardwise.compat.neuronx_distributed.trainer import *  # noqa: F403
+from shardwise.compat.neuronx_distributed.trainer.checkpoint import *  # noqa: F403
+from shardwise.compat.neuronx_distributed.trainer.config import *  # noqa: F403
+from shardwise.compat.neuronx_distributed.trainer.trainer import *  # noqa: F403
