@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import shardwise
+from shardwise.api.prepare import tp_layouts
 from shardwise.cli.main import main
 from shardwise.errors import LoadError, ShardwiseError, UnsupportedError
 from shardwise.ranks.spawn import spawn
@@ -247,18 +248,74 @@ def test_a_missing_rank_and_other_faults_are_named(model, tmp_path):
         open_weights(tmp_path)
 
 
+def nxd(state, dims, root, *, tp_size=2):
+    """Writes what NxD writes: of every tp rank its chunk of what is split; two stages."""
+    place = root / "tag" / "model"
+    place.mkdir(parents=True)
+    names = sorted(state)
+    for rank in range(tp_size):
+        held = {
+            name: value if dims(name, value) is None else value.chunk(tp_size, dims(name, value))[rank].clone()
+            for name, value in state.items()
+        }
+        for stage, own in enumerate((names[:5], names[5:])):
+            path = place / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_{stage:02d}.pt"
+            torch.save({name: held[name] for name in own}, path)
+
+
+def as_linears(name, value):
+    """Along which dim NxD's layers of transformers' names are split."""
+    kind = name.split(".")[-2]
+    is_row = kind in ("o_proj", "down_proj")
+    return int(is_row) if kind.endswith("_proj") or kind in ("embed_tokens", "lm_head") else None
+
+
+def layouts_of(model):
+    return lambda tp_size: tp_layouts(model, tp_size)
+
+
 def test_nxd_files_are_read_where_nothing_is_split_and_refused_where_they_do_not_say_how(model, tmp_path):
     state = model.state_dict()
-    names = sorted(state)
-    place = tmp_path / "tag" / "model"
-    place.mkdir(parents=True)
-    for stage, own in enumerate((names[:5], names[5:])):
-        torch.save({name: state[name] for name in own}, place / f"dp_rank_00_tp_rank_00_pp_rank_{stage:02d}.pt")
-    with open_weights(tmp_path) as index:
+    nxd(state, lambda name, value: None, tmp_path / "whole", tp_size=1)
+    with open_weights(tmp_path / "whole") as index:
         assert_same(index, state)
-    torch.save({}, place / "dp_rank_00_tp_rank_01_pp_rank_00.pt")
-    with pytest.raises(UnsupportedError, match="NxD's files of 2 tp ranks"):
-        open_weights(tmp_path)
+    nxd(state, as_linears, tmp_path / "split")
+    with pytest.raises(UnsupportedError, match="NxD's files of 2 tp ranks: "):
+        open_weights(tmp_path / "split")
+
+
+def test_nxd_files_of_several_ranks_are_joined_where_the_models_config_tells_how(model, tmp_path):
+    """Of square tensors, too: the shapes tell the dim, and the plan must have the same."""
+    nxd(model.state_dict(), as_linears, tmp_path)
+    with open_weights(tmp_path, layouts=layouts_of(model)) as index:
+        assert_same(index, model.state_dict())
+    model.config.save_pretrained(tmp_path / "config")
+    assert converts(tmp_path, tmp_path / "out", model, "--config", str(tmp_path / "config"))
+    model.config.save_pretrained(tmp_path)
+    loaded = shardwise.load(tmp_path, shardwise.Mesh.open("tp1"))
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in shardwise.full_state_dict(loaded).items())
+
+
+@pytest.mark.parametrize("case", ["fused", "copied heads", "another dim", "another name", "unlike copies"])
+def test_nxd_files_that_could_be_joined_in_several_ways_are_refused(model, tmp_path, case):
+    dims, state, tp_size = as_linears, dict(model.state_dict()), 2
+    if case == "fused":
+        model = tiny_model("phi3", num_key_value_heads=NUM_KEYS)
+        state = dict(model.state_dict())
+    if case == "copied heads":
+        tp_size = 4
+        state |= {name: value.repeat(2, 1) for name, value in state.items() if ".k_proj" in name or ".v_proj" in name}
+    if case == "another dim":
+        dims = lambda name, value: 1 if "embed_tokens" in name else as_linears(name, value)  # noqa: E731
+    if case == "another name":
+        state["model.layers.0.mlp.gate_up.weight"] = state.pop("model.layers.0.mlp.gate_proj.weight")
+        dims = lambda name, value: 0 if "gate_up" in name else as_linears(name, value)  # noqa: E731
+    nxd(state, dims, tmp_path, tp_size=tp_size)
+    if case == "unlike copies":
+        path = next((tmp_path / "tag" / "model").glob("*tp_rank_01_pp_rank_01.pt"))
+        torch.save({name: value + ("norm" in name) for name, value in torch.load(path).items()}, path)
+    with pytest.raises(UnsupportedError, match=r"NxD's files of \d tp ranks: [\s\S]*several tensors may be fused"):
+        open_weights(tmp_path, layouts=layouts_of(model))
 
 
 def test_parts_that_overlap_or_leave_a_gap_are_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from shardwise.api.prepare import tp_layouts
 from shardwise.checkpoint.content import model_key
 from shardwise.checkpoint.directory import find_tag
 from shardwise.checkpoint.load import open_checkpoint
@@ -116,8 +118,8 @@ def convert_weights_to_hf(
     source = config if config is not None else config_place(path)
     found, _ = read_config(source, {})
     named = [getattr(transformers, name, None) for name in found.architectures or ()]
-    with open_weights(path) as index:
-        model = build_meta_model(found, next(filter(None, named), None), dtype=None, options={})
+    model = build_meta_model(found, next(filter(None, named), None), dtype=None, options={})
+    with open_weights(path, layouts=functools.partial(tp_layouts, model)) as index:
         lazies = find_weights(model, index, allowed=Allowed()).tensors
         tensors = {
             name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardwise.api.prepare import tp_layouts
 from shardwise.lora.inject import inject, inject_alike
 from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
 from shardwise.parallel.construction import Construction
@@ -20,6 +21,7 @@ from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import draw_values, initialize_missing, record_missing
 from shardwise.parameters.registry import Registry
 from shardwise.runtime.adapter_facts import names_in_base
+from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
@@ -163,7 +165,12 @@ def build_unfilled(
         else:
             config = copy.deepcopy(config)
             options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
-        index = open_weights(source, **where) if reads else None
+
+        def layouts(tp_size: int) -> dict[str, Layout]:
+            whole = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=dict(options))
+            return tp_layouts(whole, tp_size)
+
+        index = open_weights(source, layouts=layouts, **where) if reads else None
     chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
     with Construction() as construction:
         model = build_meta_model(config, auto_class, dtype=chosen, options=options)

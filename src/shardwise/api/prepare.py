@@ -40,6 +40,7 @@ from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import to_json
+from shardwise.sharding.layout import Layout
 from shardwise.tiny.label_use import probe_label_use
 from shardwise.topology.shape import MeshShape
 
@@ -106,6 +107,18 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     return _resolve(
         rules, find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None, model, facts, shape, spec
     )
+
+
+def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
+    """How our plan divides the parameters of an unsplit model over so many tp ranks, by every name that they have.
+
+    Raises:
+        PlanError: as `prepare`.
+    """
+    spec, _ = ParallelSpec.take({})
+    plan = decide(model, MeshShape(tp_size=tp_size), spec)
+    found = {name: each.layout for name, each in plan.parameters.items()}
+    return {**found, **{alias: found[name] for alias, name in plan.tied.items()}}
 
 
 def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:

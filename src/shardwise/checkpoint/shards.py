@@ -38,8 +38,8 @@ class Base:
 
     Attributes:
         names: name of each tensor without adapters, to the model's own.
-        change: makes the tensor to be written from the model's name of one and the full tensor, which only rank 0 has;
-            called on all ranks alike. None: tensors are written as they are.
+        change: makes the tensor to be written from the model's name of one and the full tensor, which only the rank has
+            that writes it; called on all ranks alike. None: tensors are written as they are.
         add: writes what lies beside the weights into a directory; called on rank 0.
     """
 
@@ -82,7 +82,7 @@ class Export:
             writes it; over pp, one broadcast of each persistent buffer.
         """
         fault: Exception | None = None
-        for group, target in self._dealt(groups, writers if self._base.change is None else writers[:1]):
+        for group, target in self._dealt(groups, writers):
             try:
                 if target == self._rank and self._writing is not None:
                     self._writing.result()

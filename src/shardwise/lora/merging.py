@@ -90,7 +90,7 @@ class Merger:
     def merge(self, fqn: str, full: Tensor | None) -> Tensor | None:
         """`full`, a parameter of that name, with what its adapters add; None on ranks that have None.
 
-        Communicates: gathers of the adapters' parameters to rank 0.
+        Communicates: over all axes, all-gathers of the adapters' parameters.
         """
         for own, wrapper in self._wrappers.get(self._registry.tied.get(fqn, fqn), ()):
             for adapter in wrapper.active_adapters:
@@ -125,7 +125,7 @@ class Merger:
         if entry is None:
             return None if parameter is None else parameter.detach().cpu()
         local, dtype = None if parameter is None else parameter.detach(), self._dtypes.get(entry.fqn)
-        return canonical_tensor(local, entry.layout, self._registry.mesh, rank0_only=True, dtype=dtype)
+        return canonical_tensor(local, entry.layout, self._registry.mesh, dtype=dtype)
 
 
 class _Whole:

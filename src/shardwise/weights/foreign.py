@@ -21,7 +21,6 @@ _OPENERS: dict[str | None, Callable[[Path], CheckpointIndex]] = {
     kinds.DCP: _open_dcp,
     kinds.SHARDED_SAFETENSORS: dcp.open_sharded_safetensors,
     kinds.OPTIMUM_NEURON: neuron_files.open_optimum_neuron,
-    kinds.NXD: neuron_files.open_nxd,
 }
 
 
@@ -34,9 +33,14 @@ def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return next((each for each in places if (each / "config.json").is_file()), source)
 
 
-def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> CheckpointIndex:
+def open_weights(
+    path_or_hub_id: str | os.PathLike[str], *, layouts: neuron_files.Layouts | None = None, **options: Any
+) -> CheckpointIndex:
     """Opens the weights of a directory or a hub id: safetensors of Hugging Face, or a checkpoint of
     torch.distributed.checkpoint, transformers' distributed one, Optimum Neuron or NxD. `options` are `HUB_OPTIONS`.
+
+    Args:
+        layouts: of the model's parameters, asked for where files do not say how ranks have divided them.
 
     Raises:
         LoadError: nothing there, or it is damaged, or its parts leave a gap.
@@ -44,5 +48,8 @@ def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> Chec
     """
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True
-    opener = None if is_plain else _OPENERS.get(kinds.kind_of(directory))
+    kind = None if is_plain else kinds.kind_of(directory)
+    if kind == kinds.NXD:
+        return neuron_files.open_nxd(directory, layouts)
+    opener = _OPENERS.get(kind)
     return CheckpointIndex.open(path_or_hub_id, **options) if opener is None else opener(directory)

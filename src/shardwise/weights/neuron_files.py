@@ -1,10 +1,12 @@
 """Weights that neuronx_distributed (NxD) has written, a file for each tp and pp rank, put together where they say how.
 
-NxD's own files hold names and local tensors, and say nothing of how these were divided. Optimum Neuron writes beside
-them, for every stage, along which dim each tensor was split and what became of query, key and value heads. Its key and
-value heads stand `kv_size_multiplier` times one after the other (all heads, then all again), and the query heads and
-the columns of the output projection in the order of the key heads that they meet; here they are where the model has
-them.
+NxD's own files hold names and local tensors, and say nothing of how these were divided. That is taken from how our plan
+for the model divides them over as many ranks, where this is the only way that fits (see [Note: joined by plan]).
+
+Optimum Neuron writes beside them, for every stage, along which dim each tensor was split and what became of query, key
+and value heads. Its key and value heads stand `kv_size_multiplier` times one after the other (all heads, then all
+again), and the query heads and the columns of the output projection in the order of the key heads that they meet; here
+they are where the model has them.
 
 Everything is read by torch with `weights_only=True`.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,14 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LoadError, UnsupportedError
-from shardwise.sharding.boxes import Box, full_box
+from shardwise.sharding.boxes import Box, full_box, shape_of
+from shardwise.sharding.layout import Layout
 from shardwise.weights.chunks import Chunk, ChunkedIndex, ChunkedTensor
 
-__all__ = ["open_nxd", "open_optimum_neuron"]
+__all__ = ["Layouts", "open_nxd", "open_optimum_neuron"]
+
+Layouts = Callable[[int], Mapping[str, Layout]]
+"""How our plan for a model divides each of its parameters, by name, over so many tp ranks."""
 
 _NAME = re.compile(r"dp_rank_(?P<dp>\d+)(?:_ep_rank_(?P<ep>\d+))?_tp_rank_(?P<tp>\d+)_pp_rank_(?P<pp>\d+)\.pt")
 _FUSED = ("q", "k", "v")
@@ -69,12 +75,15 @@ def open_optimum_neuron(directory: Path) -> ChunkedIndex:
     return ChunkedIndex(tensors, str(directory))
 
 
-def open_nxd(directory: Path) -> ChunkedIndex:
+def open_nxd(directory: Path, layouts: Layouts | None = None) -> ChunkedIndex:
     """The model's tensors in the directory of a tag, or in one that has a single tag.
+
+    Args:
+        layouts: of the model's parameters; only needed where there are several tp ranks.
 
     Raises:
         LoadError: a file is missing or damaged.
-        UnsupportedError: there are several tp ranks.
+        UnsupportedError: there are several tp ranks, and a tensor of which it is not certain how they divide it.
     """
     tags = [each.parent for each in sorted(directory.glob("*/model")) if any(each.glob("dp_rank_*"))]
     root = directory if (directory / "model").is_dir() or not tags else tags[0]
@@ -85,14 +94,61 @@ def open_nxd(directory: Path) -> ChunkedIndex:
         raise UnsupportedError("the files of parallel_layers.save", at=str(directory), **_NOT_SAID)
     tensors: dict[str, ChunkedTensor] = {}
     for files in _stages(root / "model").values():
-        if len(files) > 1:
-            raise UnsupportedError(f"NxD's files of {len(files)} tp ranks", at=str(root), **_NOT_SAID)
-        tensors = {**_Stage([(files[0], _load_state(files[0]))], {}, {}).tensors(), **tensors}
+        states = [(each, _load_state(each)) for each in files]
+        known = layouts(len(files)) if layouts is not None and len(files) > 1 else {}
+        found = _Stage(states, {}, {}).tensors() if len(files) == 1 else _joined(states, known)
+        tensors = {**found, **tensors}
     return ChunkedIndex(tensors, str(directory))
 
 
+# [Note: joined by plan]
+# What a rank's file holds is one run of a tensor's rows or columns, in the order of the ranks, unless several tensors
+# are fused in it or heads are copied or put into another order; nothing in the file tells. Fused tensors and copied
+# heads are cut by our own plan into several runs, or into runs that overlap. So a tensor is joined where our plan gives
+# every rank one run, these follow each other, and have the shapes that the files have; and where the names are the
+# model's, since layers that change the order of heads have parameters of other names. Everything else is refused.
+
+
+def _joined(
+    states: Sequence[tuple[Path, Mapping[str, Tensor]]], layouts: Mapping[str, Layout]
+) -> dict[str, ChunkedTensor]:
+    """The full tensors of several tp ranks' files; see [Note: joined by plan]."""
+    found = {}
+    for name in dict.fromkeys(name for _, state in states for name in state):
+        held = [(path, state[name]) for path, state in states if name in state]
+        first, layout = held[0][1], layouts.get(name)
+        boxes = _runs(layout, [tuple(value.shape) for _, value in held]) if layout is not None else None
+        if len(held) != len(states) or (boxes is None and not all(torch.equal(value, first) for _, value in held)):
+            raise UnsupportedError(f"NxD's files of {len(states)} tp ranks: {name}", at=str(held[0][0]), **_NOT_SAID)
+        shape = tuple(first.shape) if layout is None or boxes is None else layout.shape
+        if layout is not None and shape != layout.shape:
+            raise UnsupportedError(f"NxD's files of {len(states)} tp ranks: {name}", at=str(held[0][0]), **_NOT_SAID)
+        parts = zip(held, boxes, strict=True) if boxes is not None else [(held[0], full_box(shape))]
+        chunks = [Chunk(box, path, functools.partial(_same, value)) for (path, value), box in parts]
+        found[name] = ChunkedTensor(first.dtype, shape, chunks)
+    return found
+
+
+def _runs(layout: Layout, shapes: Sequence[tuple[int, ...]]) -> list[Box] | None:
+    """Where the ranks' parts are in the full tensor: runs along one dim, one after the other; None where they are not
+    that, or have other shapes.
+    """
+    pieces = [layout.pieces({"tp": rank}) for rank in range(len(shapes))]
+    if any(len(each) != 1 for each in pieces):
+        return None
+    boxes = [each[0].full for each in pieces]
+    if [shape_of(box) for box in boxes] != list(shapes):
+        return None
+    cut = [dim for dim, size in enumerate(layout.shape) if shapes[0][dim] != size]
+    if len(cut) != 1:
+        return None
+    starts, stops = [box[cut[0]][0] for box in boxes], [box[cut[0]][1] for box in boxes]
+    return boxes if starts == [0, *stops[:-1]] and stops[-1] == layout.shape[cut[0]] else None
+
+
 _NOT_SAID = {
-    "why": "they do not say along which dim a tensor was split, with which stride, or which heads are copies",
+    "why": "they do not say how it was divided, and the model's config does not tell either: the model has none of\n"
+    "that name or shape, several tensors may be fused in it, heads copied, or what should be copies differs",
     "fix": "merge them with NxD's scripts/checkpoint_converter.py (--convert_to_full_state), which is told",
 }
 
