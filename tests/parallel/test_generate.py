@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwise
 from tests.families import tiny_model
@@ -34,6 +35,24 @@ def generate(mesh, family, sequence_parallel):
     greedy = model.generate(**inputs, **GREEDY).tolist()
     torch.manual_seed(3)
     return expected, greedy, sampled, model.generate(**inputs, **SAMPLED).tolist()
+
+
+def generate_from_encoder(mesh):
+    config = T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    whole = T5ForConditionalGeneration(config).eval()
+    inputs = prompts(whole)
+    options = {"max_new_tokens": 6, "num_beams": 2}
+    expected = whole.generate(**inputs, **options).tolist()
+    return expected, shardwise.parallelize(whole, mesh).generate(**inputs, **options).tolist()
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2.tp2"])
+def test_an_encoder_whose_parameters_are_sharded_runs_by_itself(on_ranks, layout):
+    for expected, found in on_ranks(generate_from_encoder, layout=layout):
+        assert found == expected
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])

@@ -102,8 +102,20 @@ def hook_everywhere():
         torch.nn.Module.register_forward_hook(model.model.layers[0], lambda _, __, output: seen.append(output.shape[1]))
         copied(**batch)
         model(**batch)
+        refused_later(copied)
         assert seen == [(batch["input_ids"].shape[1] + 1) // 2], "a part for who asks for it, and not the copy's"
         return found
+
+
+def refused_later(model):
+    """What would be computed of a part of a parameter, or given a term of a gradient."""
+    nothing = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match=r"a parametrization of model\.layers\.0\.mlp\.up_proj"):
+        torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nothing)
+    for name in ("model.norm", "lm_head"):
+        with pytest.raises(UnsupportedError, match=f"a backward hook on {name}, where gradients are not summed"):
+            model.get_submodule(name).register_full_backward_hook(lambda *_: None)
+    model.model.register_full_backward_hook(lambda *_: None)
 
 
 def test_hooks_are_refused_where_they_would_see_parts_of_the_sequence_or_of_features():

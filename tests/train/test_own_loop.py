@@ -231,6 +231,52 @@ def inner_backward(pair):
     return pair.gradient_problems()
 
 
+def head_by_itself(pair):
+    """A loss of one's own, from the base model and the head in chunks of the sequence."""
+    for model in (pair.full, pair.split):
+        rows = pair.batches[0] if model is pair.full else rows_of(pair.batches[0], pair.mesh)
+        hidden = model.model(input_ids=rows["input_ids"]).last_hidden_state
+        chunks = [model.lm_head(each).float().logsumexp(-1).sum() for each in hidden.split(4, dim=1)]
+        (torch.stack(chunks).sum() / hidden.shape[:2].numel()).backward()
+    return pair.gradient_problems()
+
+
+def embedding_by_itself(pair):
+    """What the embedding gives is changed, and passed to the model."""
+    for model in (pair.full, pair.split):
+        rows = pair.batches[0] if model is pair.full else rows_of(pair.batches[0], pair.mesh)
+        embedded = model.get_input_embeddings()(rows["input_ids"]) * 1.5
+        model(inputs_embeds=embedded, labels=rows["labels"]).loss.backward()
+    return pair.gradient_problems()
+
+
+def positions_that_restart(pair):
+    """Beside the cache that it builds, the unsplit model takes such a row for one."""
+    for batch in pair.batches:
+        batch["position_ids"] = torch.cat([torch.arange(4), torch.arange(5)]).expand(ROWS, -1)
+    pair.backward(0)
+    return pair.gradient_problems()
+
+
+def hooks_on_gradients(pair):
+    """Hooks on parameters whose gradients FSDP2 puts in place."""
+    with pytest.raises(UnsupportedError, match="such a hook would never run"):
+        pair.split.model.norm.weight.register_hook(lambda gradient: gradient * 2)
+    pair.full.model.norm.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(UnsupportedError, match="register_hook on model.norm.weight"):
+        shardwise.parallelize(pair.full, pair.mesh)
+    return []
+
+
+def transforms(pair):
+    """`torch.func` hides what ranks compare."""
+    parameters = {name: value.detach() for name, value in pair.split.named_parameters()}
+    rows = rows_of(pair.batches[0], pair.mesh)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda given: torch.func.functional_call(pair.split, given, (), rows).loss)(parameters)
+    return []
+
+
 def changed_while_gathered(pair):
     """A forward without backward leaves units gathered: what is then done to their parameters counts."""
     pair.backward(0)
@@ -262,13 +308,15 @@ def two_models(pair):
 EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
-    *(two_models, drifted_replicas),
+    *(two_models, drifted_replicas, head_by_itself, transforms),
 )
+ALONE = (head_by_itself, embedding_by_itself)
 CASES = {
     "tp2": EVERYWHERE + AT_TP,
     "fsdp2.tp2": EVERYWHERE,
-    "tp2+sp": (closures, plain_clipping),
-    "fsdp2": (closures, plain_clipping, changed_while_gathered),
+    "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart),
+    "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
+    "pp2": (positions_that_restart,),
 }
 
 

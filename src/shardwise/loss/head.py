@@ -31,11 +31,12 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     else they are gathered, so that `generate()` and a loss of the user's own see full logits.
 
     Communicates: over tp, one all-reduce of the input's gradient backward (under sequence parallelism the end of the
-    layer stack does that); without a loss inside one all-gather of the logits forward.
+    layer stack does that, unless the head is called by itself); without a loss inside one all-gather of the logits
+    forward.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if context.partial_after:
+        if context.partial_after and context.state.runs_model:
             return args
         return (copy_to_region(args[0], context.group), *args[1:])
 
@@ -74,6 +75,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     context.model_name = type(model).__name__
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
+        context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split:
             check_same_batch(arguments, context)

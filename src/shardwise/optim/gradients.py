@@ -256,7 +256,7 @@ class Gradients:
         def stay(parameter: Tensor) -> None:
             self._arriving.pop(id(entry), None)
 
-        parameter.register_hook(arrive)
+        Tensor.register_hook(parameter, arrive)  # not the parameter's own, which is an error under FSDP2
         parameter.register_post_accumulate_grad_hook(stay)
 
     def _refuse_functional(self) -> None:

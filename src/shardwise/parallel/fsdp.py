@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
@@ -22,6 +23,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
+from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.gathered import follow_requires_grad, free_after_evaluation
 
@@ -43,6 +45,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     if mesh.data_mesh is None:
         return
     _check(policy, mesh)
+    _check_hooks(model)
     kept_replicated = {
         parameter for name, parameter in model.named_parameters() if registry.entry(name).data == "reduced"
     }
@@ -62,6 +65,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
             units = _units_of_stage(model, stage, registry)
             registry.stage_roots[stage] = root = StageRoot(model, stage, registry, units)
             _shard_root(root, units, registry, kept_replicated)
+    _refuse_hooks(model)
     model.zero_grad = MethodType(_zero_grad, model)  # type: ignore[method-assign]
     attach_registry(model, registry)
 
@@ -133,7 +137,19 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
     root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
     if registry.stages is None:  # a stage is a root that computes several microbatches
         root.register_forward_hook(free_after_evaluation, always_call=True)
+        run_as_root(root, _parts(root, units, registry))
     _tune(root, units, registry)
+
+
+def _parts(root: nn.Module, units: Units, registry: Registry) -> Iterator[nn.Module]:
+    """What callers may run by itself: the models in the model and all else that is not inside of a unit, but layers."""
+    own = {module for unit in units.values() for module in unit}
+    layers = set(map(root.get_submodule, outermost_layers(registry.plan.stacks)))
+    inside = {each for module in own for each in module.modules() if each is not module} | layers | {root}
+    for module in root.modules():
+        if module not in inside and next(module.parameters(), None) is not None:
+            module.register_forward_hook(_own_output)
+            yield module
 
 
 def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *, frees: bool) -> None:
@@ -221,6 +237,32 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     forwards = {each.__name__ for each in type(module).__mro__ if "forward" in vars(each) and each is not nn.Module}
     ours = {each.__name__ for each in (FeatureEmbedding, VocabularyEmbedding)}
     return isinstance(module, nn.Embedding) and not list(module.children()) and forwards <= {"Embedding", *ours}
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Raises `UnsupportedError` where a parameter has a hook for its gradient, which FSDP2 would never call."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise _unsupported_hook(name)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Makes it an error to register one later."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+
+            def refuse(hook: Any, name: str = name) -> NoReturn:
+                raise _unsupported_hook(name)
+
+            parameter.register_hook = refuse  # type: ignore[method-assign]
+
+
+def _unsupported_hook(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"register_hook on {name}, which data ranks share",
+        why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
+        fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",
+    )
 
 
 def _check(policy: FsdpPolicy, mesh: Mesh) -> None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries
+from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
@@ -26,6 +27,8 @@ _HOOKS = (
     "register_full_backward_pre_hook",
     "register_full_backward_hook",
 )
+
+_BACKWARD_HOOK = "register_full_backward_hook"
 
 _EXPORT = "use shardwise.full_state_dict(model), or shardwise.export_pretrained(model, directory) to save"
 
@@ -113,6 +116,8 @@ def guard_hooks(model: nn.Module, registry: Registry) -> None:
             part = "the sequence"
         for method in _HOOKS if part else ():
             module.__dict__[method] = MethodType(_guarded(method, name, part, registry.context), module)
+        if not part and _has_partial_gradients(name, plan):
+            module.__dict__[_BACKWARD_HOOK] = MethodType(_guarded_backward(name, registry.context), module)
         if plan.direct and name == plan.embedding:
             module.__dict__["register_forward_hook"] = MethodType(_register_on_full_rows, module)
 
@@ -127,6 +132,27 @@ def _guarded(method: str, name: str, part: str, context: SplitContext) -> Callab
                 f"sequence_parallel; where parts are wanted, call torch.nn.Module.{method}(module, hook)",
             )
         return getattr(nn.Module, method)(module, hook, **options)
+
+    return register
+
+
+def _has_partial_gradients(name: str, plan: SplitPlan) -> bool:
+    """Whether the gradient of a module's input is a term of the sum over tp that it is in the unsplit model."""
+    if name == plan.head or any(region.fqn == name for region in plan.regions):
+        return True
+    sequence = plan.sequence
+    if sequence is None or not sequence.partial_after or name == plan.embedding:
+        return False
+    return not any(stack.fqn == name or stack.fqn.startswith(f"{name}.") for stack in sequence.stacks) and name != ""
+
+
+def _guarded_backward(name: str, context: SplitContext) -> Callable[..., Any]:
+    def register(module: nn.Module, hook: Any, **options: Any) -> Any:
+        raise UnsupportedError(
+            f"a backward hook on {name}, where gradients are not summed over tp yet",
+            why=f"it would be given one of the {context.size} terms of its input's gradient, which looks like the sum",
+            fix="register it on the layer or model around, or register_hook on the tensor that comes in",
+        )
 
     return register
 

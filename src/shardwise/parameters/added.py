@@ -18,6 +18,7 @@ from shardwise.topology.axes import DATA_AXES
 __all__ = ["adopt_parameters", "note_inputs"]
 
 _GIVEN = "_shardwise_given"
+_NAME = "_shardwise_name"
 _WRAPPED = ("base_layer", "original_module")
 """What PEFT calls a module that it puts something around."""
 
@@ -32,6 +33,7 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
     for name, module in model.named_modules() if plan.tp_size > 1 else ():
+        module.__dict__[_NAME] = name
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
             module.__dict__[_GIVEN] = "split"
         else:
@@ -93,14 +95,18 @@ def _watch_registrations() -> None:
 
 
 def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if name == "parametrizations" and parent.__dict__.get(_GIVEN) == "split":
+        raise UnsupportedError(
+            f"a parametrization of {parent.__dict__[_NAME]}, which is split already",
+            why="it would be computed of this rank's part of the parameter, and not of the full one",
+            fix="put it on before shardwise.parallelize splits the model, or use a layout without tp",
+        )
     is_wrapped = name in _WRAPPED and hasattr(type(parent), "adapter_layer_names")
     if module is None or not (is_wrapped or isinstance(parent, nn.ModuleDict)):
         return
     if module.__dict__.get(_GIVEN) == "split":
-        known = next((entry_of(value) for value in module.parameters() if entry_of(value) is not None), None)
-        what = known.fqn.rpartition(".")[0] if known is not None else type(module).__name__
         raise UnsupportedError(
-            f"an adapter around {what}, which is split already",
+            f"an adapter around {module.__dict__[_NAME]}, which is split already",
             why="it would be made for this rank's own heads or features, and nothing would sum what it computes",
             fix="pass shardwise.load(..., adapter=config), or give shardwise.parallelize a model that has its adapters",
         )

@@ -35,6 +35,7 @@ from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.outputs import map_fields
+from shardwise.runtime.positions import keep_rows_whole
 from shardwise.runtime.same_batch import check_same_batch
 from shardwise.topology.axes import SAME_ROWS_AXES
 
@@ -116,6 +117,8 @@ class _Forward:
         # Not whether this rank has anything to train: all of them must choose alike.
         self.learns = bool(self.targets) and torch.is_grad_enabled()
         if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
+            if self.arguments.get("use_cache") is None:
+                keep_rows_whole(model, self.arguments)
             self.arguments["use_cache"] = self.arguments.get("use_cache") or False
 
     def run(self) -> Any:

@@ -81,6 +81,7 @@ class ForwardState:
     """What one forward carries, from the model's entry to its end, and again where a part of it is recomputed.
 
     Attributes:
+        runs_model: whether it is one of the whole model, and not of a part that was called by itself.
         sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
             layers, and in no module there that is given all of it. Every region says so itself when it is entered,
             because a layer that is recomputed in backward is not entered through its hooks.
@@ -104,6 +105,7 @@ class ForwardState:
         replicated_seed: what the seeds of the ranks' streams in the region under way have in common.
     """
 
+    runs_model: bool = False
     sequence_parallel: bool = False
     sequence_length: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
@@ -150,7 +152,7 @@ class ForwardState:
 
     def end(self) -> None:
         """Ends what is under way, also where the forward raised."""
-        self.keep_logits_split = False
+        self.runs_model = self.keep_logits_split = False
         self.end_layers()
         self.leave_loss_mode()
 
@@ -232,6 +234,11 @@ class SplitContext:
     def is_under_way(self) -> bool:
         """Whether a forward is."""
         return bool(self._around)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward is under way, of the model or of a transformers model in it, that knows of its layers."""
+        return self.is_under_way or self.state.runs_model
 
     def is_outermost(self, module: nn.Module) -> bool:
         """Whether the forward under way is one of `module`, and within no other."""

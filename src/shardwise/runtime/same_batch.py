@@ -14,7 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwise.comm.agree import check_equal
 from shardwise.comm.operations import host_device
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, UnsupportedError
 from shardwise.runtime.context import SplitContext
 
 __all__ = ["check_same_batch", "compared_already"]
@@ -35,12 +35,19 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
 
     Raises:
         BatchError: naming the first input that differs, and what it is on which ranks.
+        UnsupportedError: in a transform of `torch.func`.
 
     Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 16 bytes a rank.
     """
     group = context.same_rows if context.same_rows is not None else context.group if context.mesh is not None else None
     if group is None or context.batch_compared or torch.compiler.is_compiling():
         return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "a transform of torch.func around a split model",
+            why="collectives take no part in it",
+            fix="call loss.backward(), after which parameter.grad is complete",
+        )
     if host_device(group, context.device).type == "cpu":
         check_equal(
             group,

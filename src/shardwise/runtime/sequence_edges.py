@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import gather_full, gather_to_region, scatter_from_region, split_full
+from shardwise.errors import LayoutError
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
 from shardwise.runtime.context import SplitContext, ends_missing
 
@@ -29,13 +30,25 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
         stack: the name of the layers.
         partial_after: whether gradients after the stack are partial (a split head follows), so that the gather must
             reduce-scatter them; else every rank's gradient is complete and the gather takes its slice.
+
+    Raises, when it runs:
+        LayoutError: gradients after the stack are partial, and the layers are called by code of the caller's.
     """
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         length, context.state.open_stack = context.state.length_of(stack), None
         return map_first(output, lambda x: _gather_sequence(x, length, context, partial_after=partial_after))
 
-    change_hidden(layers[0], lambda x: _split_sequence(x, stack, context))
+    def enter(x: Tensor) -> Tensor:
+        if partial_after and x.requires_grad and not (torch.compiler.is_compiling() or context.is_in_forward):
+            raise LayoutError(
+                f"the layers of {stack} are called one by one, with sequence parallelism",
+                why="what follows them is to leave gradients that are partial, which a caller's own code does not",
+                fix=f"call {stack.rpartition('.')[0] or 'the model'}, which runs them, or use sequence_parallel=False",
+            )
+        return _split_sequence(x, stack, context)
+
+    change_hidden(layers[0], enter)
     for layer in layers if context.has_dropout else ():
         _install_rng(layer, context)
     layers[-1].register_forward_hook(leave)
