@@ -265,6 +265,10 @@ class Mesh:
         with self._watch.abandoned.within(name) if self._watch is not None else nullcontext():
             yield
 
+    def read_abandoned(self, name: str) -> str:
+        """Which rank has left a step of that name by an error, with its traceback; "" where none is known."""
+        return "" if self._watch is None else self._watch.abandoned.read(name)
+
     def note_abandoned(self, name: str, error: BaseException) -> None:
         """Tells the ranks within a step of that name that this one leaves it by an error."""
         if self._watch is not None:

@@ -147,7 +147,9 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
         assert main(["plan", str(config), "--layout", "tp2"]) == (0 if named else 1)
     assert "no class is known for a model of type 'vit'" in capsys.readouterr().err
     config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
-    assert main(["plan", str(config), "--layout", "pp2.fsdp2", "--batch", "2x16"]) == 0
+    drawn = tmp_path / "steps.svg"
+    assert main(["plan", str(config), "--layout", "pp2.fsdp2", "--batch", "2x16", "--timeline", str(drawn)]) == 0
+    assert drawn.read_text().startswith("<svg")
     shown = capsys.readouterr().out
     assert "1f1b: 2 microbatches through 2 stages on 2 ranks" in shown
     assert "pp 1: stage 1: 1 layer, model.layers.1" in shown and "in flight: 2 activations of" in shown

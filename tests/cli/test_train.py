@@ -22,6 +22,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.write import PlannedShards
 from tests.cli.forked import run_forked  # noqa: F401 - a fixture
+from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.spawn
 
@@ -138,19 +139,31 @@ def test_two_ranks_train_as_one_and_export_a_model_that_transformers_loads(tree,
     assert kept["model"]["config"]["model_type"] == "llama" and kept["optimizer"]["lr"] == 0.01
 
 
-def test_a_step_of_a_pipeline_is_timed_and_drawn(tree):
-    staged = {**tree, "layout": "pp2", "sequence_parallel": False, "steps": 3}
-    staged["log"] = {**tree["log"], "timeline": 2}
+def test_a_pipeline_has_the_loss_curve_of_one_process_and_one_step_is_timed(tree, tmp_path):
+    num_steps = 50 if FULL_PRODUCT else 8
+    (tmp_path / "corpus" / "a.py").write_text(Path(json.decoder.__file__).read_text() * 3)
+    staged = {**tree, "layout": "pp2", "sequence_parallel": False, "steps": num_steps}
+    staged["log"] = {**tree["log"], "timeline": 2, "every": 1}
     first, second = spawn(train_rank, 2, staged)
     assert first == second
+    curve = losses_of(tree)
     logs = Path(tree["log"]["dir"])
     assert all((logs / name).read_text().startswith("<svg") for name in ("timeline.svg", "timeline_computed.svg"))
     events = json.loads((logs / "timeline.json").read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
     ran = {(event["pid"], event["tid"], event["name"]) for event in events if event["ph"] == "X"}
     assert names == ["step 2, measured", "computed from its means"]
-    assert {each[1:] for each in ran if each[0] == 0} == {each[1:] for each in ran if each[0] == 1}
+    waited = {(0, 1, "waits for the input of 1F0"), (0, 0, "waits for the input of 0B0")}
+    assert waited <= ran
+    measured = {each[1:] for each in ran if not each[0] and not each[2].startswith("waits")}
+    assert measured == {each[1:] for each in ran if each[0] == 1}
     assert (0, 0, "0F0") in ran and (0, 1, "1B1") in ran
+
+    train_rank({**staged, "layout": "tp1", "log": {**staged["log"], "timeline": None}})
+    alone = losses_of(tree)
+    assert len(curve) == len(alone) == num_steps
+    assert curve == pytest.approx(alone, abs=1e-4)
+    assert curve[-1] < curve[0] - (1.0 if FULL_PRODUCT else 0.3)
 
 
 def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_run(tree, tmp_path, monkeypatch):

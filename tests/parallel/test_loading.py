@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -79,14 +80,26 @@ def checkpoints(tmp_path_factory):
     return directory
 
 
+def live_storages():
+    """Bytes of all memory of tensors in this process, by its address."""
+    gc.collect()
+    plain = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    found = [each for each in plain if each.device.type == "cpu"]
+    return {each.data_ptr(): each.nbytes() for each in (value.untyped_storage() for value in found)}
+
+
 def load_checkpoint(mesh, name, directory):
+    before = live_storages()
     model, nbytes, log = load_watched(directory / name, mesh)
     owned = sum(local_part(value).nbytes for value in (*model.parameters(), *saved_buffers(model)))
+    held = sum(size for address, size in live_storages().items() if address not in before)
     logits = model(input_ids=torch.arange(12).view(2, 6) + 3).logits.detach()
     converted = shardwise.load(directory / name, mesh, dtype="float32")
     is_family = model.config.model_type == CHECKPOINTS[name][0]
     return {
+        "owned": owned,
         "share of bytes": nbytes / owned,
+        "share held": held / owned,
         "log": log,
         "state": digest(shardwise.full_state_dict(model)),
         "float32": digest(shardwise.full_state_dict(converted)),
@@ -115,8 +128,13 @@ def test_each_rank_reads_what_it_owns_and_gets_what_transformers_loads(on_ranks,
     converted = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / name, dtype=torch.float32)
     with torch.no_grad():
         logits = whole(input_ids=torch.arange(12).view(2, 6) + 3).logits.float()
-    for found in on_ranks(load_checkpoint, directory=checkpoints):
+    ranks = on_ranks(load_checkpoint, directory=checkpoints)
+    if layout == "pp2":  # a tied weight is on both of the stages that use it
+        twice = whole.get_input_embeddings().weight.nbytes if whole.config.tie_word_embeddings else 0
+        assert sum(found["owned"] for found in ranks) == sum(each.nbytes for each in whole.parameters()) + twice
+    for found in ranks:
         assert 1.0 <= found["share of bytes"] <= 1.05
+        assert 1.0 <= found["share held"] <= 1.05 or "pp" not in layout
         assert found["log"] == []
         assert found["state"] == digest(whole.state_dict())
         assert found["float32"] == digest(converted.state_dict())

@@ -261,7 +261,7 @@ def refuse(mesh):
         output = model(**batch)
         (output.loss + 1e-4 * output.logits.logsumexp(-1).pow(2).mean()).backward()
 
-    found |= {"z-loss": said(with_logits)}
+    found |= {"z-loss": said(with_logits), "base": said(lambda: model.model(input_ids=batch["input_ids"]))}
     found |= {"second order": said(lambda: second_order(model(**batch).loss, list(model.parameters())))}
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
@@ -285,6 +285,7 @@ def test_what_ranks_do_otherwise_is_the_same_error_on_all(on_ranks, layout):
         (different, "the model"),
     ]
     assert first["z-loss"][0] == "a gradient of the output of a model in stages other than its loss"
+    assert first["base"][0] == "LlamaModel is a part of a model in stages: no rank can run it alone"
     assert "does not require grad" in first["second order"][0]
     assert "pickling a LlamaForCausalLM that is split" in first["pickle"][0]
     assert "the gradients of this forward have been added already" in first["again"][0]

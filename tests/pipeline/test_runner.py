@@ -98,6 +98,8 @@ def fail_and_stay(mesh):
 def test_a_stage_that_raises_ends_the_step_on_every_rank():
     waited, failed = spawn(on_pipeline, 2, fail_and_stay)
     assert failed[1][0] == "ZeroDivisionError: a stage that fails"
+    assert "another rank failed in a step of this pipeline" in waited[1][0]
+    assert "rank 1 failed:" in waited[1][0] and waited[1][0].endswith("ZeroDivisionError: a stage that fails")
     for seconds, errors in (waited, failed):
         assert len(errors) == 2 and "this pipeline has failed before" in errors[1]
         assert seconds < 4  # while the rank at fault lives on

@@ -14,7 +14,7 @@ import shardwise
 from shardwise.data.batch import count_targets, split_rows
 from shardwise.errors import ConfigError
 from shardwise.pipeline.runner import runner_of
-from shardwise.plan.options import FsdpPolicy, Pipeline, Precision
+from shardwise.plan.options import FsdpPolicy, Pipeline, Precision, Recompute
 from shardwise.proof.parity import measure
 from shardwise.schedule.build import SCHEDULES, build_schedule
 from shardwise.topology.shape import MeshShape
@@ -96,14 +96,14 @@ def expected(whole, batch, count):
     return loss, {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
 
 
-def train(mesh, family, name, count, tied, sp=False, **options):
-    """Differences from the unsplit model: of steps on batches of two lengths, of which the second adds to the first."""
+def train(mesh, family, name, count, tied, sp=False, lengths=(6, 9), **options):
+    """Differences from the unsplit model: of steps on batches of these lengths, whose gradients add up."""
     whole = model_of(family, tied)
     model = shardwise.parallelize(
         copy.deepcopy(whole), mesh, pipeline=Pipeline(schedule=name), sequence_parallel=sp, **options
     )
     step, problems, wanted = shardwise.TrainStep(model, mesh, num_microbatches=count), [], {}
-    for length in (6, 9):
+    for length in lengths:
         batch = tiny_batch(whole, rows=count * mesh.data_size, length=length)
         batch["labels"][0, :4] = -100
         # The balance of experts is that of a microbatch of each data rank.
@@ -137,14 +137,31 @@ def test_every_two_choices_meet_that_can():
 
 
 def train_zero(mesh, name, stage, offload):
-    return train(mesh, "llama", name, 4, tied=True, fsdp=FsdpPolicy(zero_stage=stage, cpu_offload=offload))
+    fsdp = FsdpPolicy(zero_stage=stage, cpu_offload=offload)
+    return train(mesh, "llama", name, 4, tied=True, lengths=(6,), fsdp=fsdp)
 
 
-@pytest.mark.parametrize(("name", "stage", "offload"), [("1f1b", 1, False), ("zbv", 1, True), ("gpipe", 2, False)])
+ZERO = [(name, stage, False) for stage in (1, 2, 3) for name in SCHEDULES] + [("zbv", 2, True)]
+if not FULL_PRODUCT:  # the third stage is that of the cells above, with every schedule
+    ZERO = [(name, 2 - number % 2, name == "zbv") for number, name in enumerate(SCHEDULES)]
+
+
+@pytest.mark.parametrize(("name", "stage", "offload"), ZERO)
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
-def test_no_gradients_are_lost_at_other_zero_stages(on_ranks, layout, name, stage, offload):
-    """The third one is that of the cells above, with every schedule."""
+def test_no_gradients_are_lost_with_any_schedule_at_any_zero_stage(on_ranks, layout, name, stage, offload):
     for problems in on_ranks(train_zero):
+        assert not problems, problems
+
+
+def train_recomputed(mesh, mode, sp):
+    return train(mesh, "llama", "1f1b", 4, tied=True, sp=sp, lengths=(6,), recompute=Recompute(mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode", "sp"), [("pp2", "selective", False), ("pp2.tp2", "full", True), ("pp2.fsdp2", "full", False)]
+)
+def test_blocks_are_recomputed_in_stages(on_ranks, layout, mode, sp):
+    for problems in on_ranks(train_recomputed):
         assert not problems, problems
 
 

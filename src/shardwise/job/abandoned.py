@@ -53,6 +53,13 @@ class AbandonedSteps:
         with suppress(dist.DistError):  # the rank that keeps the store has ended first
             self._store.compare_set(f"abandoned/{name}", "", f"rank {self._rank} failed:\n{trace}")
 
+    def read(self, name: str) -> str:
+        """Which rank has left a step of that name, with its traceback; "" where none has, or nobody knows."""
+        with suppress(dist.DistError):
+            if self._store.check([f"abandoned/{name}"]):
+                return self._store.get(f"abandoned/{name}").decode()
+        return ""
+
     def look(self, place: object, collective: str, end: Callable[[str], None]) -> None:
         """Ends this process where it waits, and has at the last look, for a step that somebody has left.
 

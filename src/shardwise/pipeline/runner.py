@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import LayoutError, RankError
+from shardwise.errors import LayoutError, RankError, ShardwiseError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
 from shardwise.plan.pipeline_plan import PipelinePlan
@@ -237,8 +237,12 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
-                self._registry.mesh.note_abandoned(self._line.name, error)
-                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
+                mesh, name = self._registry.mesh, self._line.name
+                told = mesh.read_abandoned(name) if _is_lost_connection(error) else ""
+                mesh.note_abandoned(name, error)
+                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0] if not told else _ends(told))
+                if told:
+                    raise RankError("another rank failed in a step of this pipeline", why=told) from error
                 raise
 
     def forget_stages(self) -> None:
@@ -283,6 +287,17 @@ class _Receives(dict[Any, Any]):
     def pop(self, key: Any, *default: Any) -> Any:
         self._stages[key[0]].round.asked_at = time.perf_counter()
         return super().pop(key, *default)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    is_theirs = isinstance(error, RuntimeError) and not isinstance(error, ShardwiseError)
+    return is_theirs and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
+
+
+def _ends(text: str) -> str:
+    """The first and the last line of a traceback."""
+    first, *_, last = text.splitlines()
+    return f"{first} {last}"
 
 
 @contextmanager

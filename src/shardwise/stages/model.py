@@ -41,10 +41,15 @@ class Around:
     _stages: Stages
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own."""
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        """As the module's own. Raises UnsupportedError where no stage runs: some of its layers are elsewhere."""
         run = self._stages.current
-        return output if run is None or run.is_foreign else present(output)
+        if run is None:
+            raise UnsupportedError(
+                f"{type(self).__name__} is a part of a model in stages: no rank can run it alone",
+                fix=f"call the {type(self._stages.model).__name__} that it is a part of",
+            )
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        return output if run.is_foreign else present(output)
 
 
 class Emptied:
