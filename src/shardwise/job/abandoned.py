@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["AbandonedSteps"]
@@ -65,9 +66,11 @@ class AbandonedSteps:
 
         Args:
             place: what changes when its work goes on.
-            collective: the function of `torch.distributed` that it is in, "" where it computes.
+            collective: the function of `torch.distributed` that it is in, "" where it computes. With a GPU it waits for
+                collectives in any line that asks the device for something.
             end: is told why this rank ends.
         """
+        collective = collective or ("work on its device" if torch.cuda.is_initialized() else "")
         name, here = self._steps, (self._number, place)
         if not name or not collective or not self._store.check([f"abandoned/{name}"]):
             self._seen = None, 0
