@@ -16,6 +16,7 @@ os.environ.setdefault("SHARDWISE_DEVICE", "cpu")  # also where there are cards, 
 os.environ["OMP_NUM_THREADS"] = "1"  # ranks share the cores, and sums must not depend on how many there are
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us again: compiling us each time takes longer
 
+import gc
 import random
 import sys
 from pathlib import Path
@@ -27,13 +28,17 @@ from hypothesis import settings
 from shardwise.ranks import spawn as ranks
 
 sys.dont_write_bytecode = False
+gc.disable()  # until all is imported: of that nothing is garbage, and to look takes a sixth of the time
 
-# What ranks would each take long to import: a compiler, and the families that most tests are of.
+# What ranks would each take long to import: a compiler, and the families that most tests are of. Last what each would
+# otherwise find out with its first model.
+_FAMILIES = ("bert", "gemma3", "gpt2", "mixtral", "qwen3", "t5")
 ranks.PRELOADED = (
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
-    *(f"transformers.models.{family}.modeling_{family}" for family in ("bert", "gemma3", "gpt2", "mixtral", "qwen3")),
+    *(f"transformers.models.{family}.modeling_{family}" for family in _FAMILIES),
     *ranks.PRELOADED,
+    "tests.warm_ranks",
 )
 
 DEAR = ("peft", "lightning.pytorch", "shardwise.cli.training", "shardwise.compat.neuronx_distributed.trainer")
@@ -72,6 +77,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         from tests.together import arrange
 
         arrange(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

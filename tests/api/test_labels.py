@@ -13,6 +13,8 @@ import shardwise
 from shardwise.errors import UnsupportedError
 from shardwise.loss.label_use import LabelUse
 from shardwise.ranks.spawn import spawn
+from shardwise.search import kept, label_use
+from shardwise.search.label_use import find_label_use
 from shardwise.tiny.label_use import probe_label_use
 from tests.families import COMMON, MOE, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -53,7 +55,21 @@ def test_a_tiny_model_shows_what_labels_are_for(case):
 
 @pytest.mark.single
 def test_what_is_no_causal_model_shows_nothing():
-    assert probe_label_use(torch.nn.Linear(2, 2)) is None
+    assert probe_label_use(torch.nn.Linear(2, 2)) is find_label_use(torch.nn.Linear(2, 2)) is None
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("expected", [FINE, SEES, None])
+def test_what_was_found_is_kept_for_models_of_the_same_config(expected, monkeypatch, tmp_path):
+    monkeypatch.setattr(kept.constants, "HF_HOME", str(tmp_path))
+    probed = []
+    monkeypatch.setattr(label_use, "probe_label_use", lambda model: probed.append(model) or expected)
+    first, same, other = (build("llama", options) for options in ({}, {}, {"num_attention_heads": 8}))
+    assert [label_use.find_label_use(each) for each in (first, same, other, same)] == [expected] * 4
+    assert probed == [first, other]
+    for path in (tmp_path / "shardwise" / "plans").iterdir():
+        path.write_text('{"shifts": 1}')  # not what we write
+    assert label_use.find_label_use(same) == expected and probed == [first, other, same]
 
 
 def train_encoder(layout):

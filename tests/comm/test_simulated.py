@@ -57,6 +57,9 @@ def filled(shape, fill):
     return run
 
 
+SIZES = (100, 240, 247, 248, 249, 250, 2000)
+"""Of objects: the largest of them about as long as what the first exchange has room for, and longer."""
+
 OPERATIONS = {
     "sum": in_place(operations.all_reduce_),
     "largest": in_place(lambda x, group: operations.all_reduce_(x, group, largest=True)),
@@ -64,6 +67,9 @@ OPERATIONS = {
     "scatter single": filled((6 // SIZE, 4), operations.reduce_scatter_single),
     "gather list": lambda x, group: torch.stack(operations.all_gather_list(x.detach(), group)),
     "gather on one": lambda x, group: torch.stack(operations.gather_list(x.detach(), group) or [torch.zeros(0)]),
+    "objects of any size": lambda x, group: torch.tensor(
+        [[len(each) for each in operations.all_gather_objects("x" * size * group.rank(), group)] for size in SIZES]
+    ),
     "objects": lambda x, group: torch.tensor(operations.all_gather_objects(group.rank(), group)),
     "copy_to_region": collectives.copy_to_region,
     "reduce_from_region": lambda x, group: collectives.reduce_from_region(x * 2, group),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import canonical_tensor, local_tensor, owned_parts
+from shardwise.parameters.canonical import _batches, _full_tensors, _Part, canonical_tensor, local_tensor, owned_parts
 from shardwise.parameters.registry import ParameterEntry, Registry
 from shardwise.sharding.layout import Layout
 from shardwise.topology.axes import AXES
@@ -22,6 +22,12 @@ from tests.sharding.strategies import layouts
 pytestmark = pytest.mark.single
 
 MOST_RANKS = 8
+VARIANTS = (
+    lambda value: value,
+    lambda value: None if value is None else value.float(),
+    lambda value: None if value is None else value + 1,
+)
+"""Tensors that are gathered together, not all of one dtype."""
 layouts_of_tensors = st.lists(st.integers(0, 7), max_size=3).map(tuple).flatmap(layouts)
 
 
@@ -57,6 +63,14 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
             assert found.data_ptr() != local.data_ptr(), "nobody writes into a parameter through it"
         assert (on_first is None) == (mesh.rank != 0)
         assert mesh.rank != 0 or torch.equal(on_first, full)
+        several = [_Part(each(local), layout, each(full).dtype) for each in VARIANTS]
+        together = _full_tensors(several, mesh, rank0_only=False)
+        assert all(torch.equal(value, each(full)) for value, each in zip(together, VARIANTS, strict=True))
+        on_first = _full_tensors(several, mesh, rank0_only=True)
+        assert all(
+            value is None if mesh.rank else torch.equal(value, each(full))
+            for value, each in zip(on_first, VARIANTS, strict=True)
+        )
         registry = cast(Registry, SimpleNamespace(mesh=mesh))
         entry = ParameterEntry(fqn="weight", layout=layout, gradient="full", registry=registry)
         return [] if local is None else [part.flatten() for part in owned_parts(local, entry)]
@@ -64,3 +78,9 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
     owned = [part for parts in run_ranks(run, shape.world_size) for part in parts]
     everything = torch.cat(owned) if owned else full.new_empty(0)
     assert torch.equal(everything.sort().values, full.flatten()), "every element has one owner"
+
+
+def test_small_tensors_that_follow_each_other_are_gathered_together():
+    sizes = {"a": 3, "b": 2**20 - 3, "c": 1, "large": 2**30, "d": 5, "e": 6}
+    assert list(_batches(sizes)) == [["a", "b"], ["c"], ["large"], ["d", "e"]]
+    assert list(_batches({})) == []

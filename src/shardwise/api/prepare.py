@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from shardwise.comm.agree import check_equal, raise_on_all_ranks
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.lora.wrapper import guard_wrapper
@@ -37,11 +36,11 @@ from shardwise.plan.structure import ModelFacts, outermost_layers
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.wrapping import refuse_wrapping
+from shardwise.search.label_use import find_label_use
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import to_json
 from shardwise.sharding.layout import Layout
-from shardwise.tiny.label_use import probe_label_use
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["check_options", "decide", "observe_labels", "open_subgroups", "prepare"]
@@ -89,7 +88,7 @@ def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
 
 def observe_labels(model: nn.Module) -> None:
     """Notes how a causal language model uses its labels, which its class may be wrong about."""
-    if label_use_of(model) is None and (use := probe_label_use(model)) is not None:
+    if label_use_of(model) is None and (use := find_label_use(model)) is not None:
         note_label_use(model, use)
 
 
@@ -155,34 +154,38 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         return decide(model, mesh.shape, spec)
     check_options(mesh.shape, spec)
     _check_cuts(model, mesh.shape, spec)
-    with raise_on_all_ranks(mesh.group(), "reading the model"):
+
+    def read() -> tuple[ModelFacts, dict[str, str]]:
         check_unsplit(model)
         facts = read_facts(model)
-        described = _describe(model, facts, mesh.shape, spec)
-    check_equal(
+        return facts, _describe(model, facts, mesh.shape, spec)
+
+    def find() -> Any:
+        if mesh.rank:
+            return None
+        order = find_layer_order(without_adapters(model)).to_json() if mesh.shape.pp_size > 1 else None
+        return plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json(), order
+
+    def resolve() -> tuple[SplitPlan, dict[str, str]]:
+        as_run = None if order_found is None else LayerOrder.from_json(order_found)
+        plan = _resolve(Plan.from_json(rules_found), as_run, model, facts, mesh.shape, spec)
+        return plan, _parts_of(plan)
+
+    facts = agree_on(
         mesh.group(),
-        described,
-        device=mesh.device,
+        read,
+        doing="reading the model",
         what="the ranks were given different models or options",
         fix="build it from the same files on every rank, and what is drawn at random after the same torch.manual_seed",
     )
-    found: Any = None
-    with raise_on_all_ranks(mesh.group(), "planning"):
-        if mesh.rank == 0:
-            order = find_layer_order(without_adapters(model)).to_json() if mesh.shape.pp_size > 1 else None
-            found = plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json(), order
-    rules_found, order_found = all_gather_objects(found, mesh.group())[0]
-    with raise_on_all_ranks(mesh.group(), "resolving the plan"):
-        as_run = None if order_found is None else LayerOrder.from_json(order_found)
-        plan = _resolve(Plan.from_json(rules_found), as_run, model, facts, mesh.shape, spec)
-    check_equal(
+    rules_found, order_found = gather_from_all(mesh.group(), "planning", find)[0]
+    return agree_on(
         mesh.group(),
-        _parts_of(plan),
-        device=mesh.device,
+        resolve,
+        doing="resolving the plan",
         what="the ranks decided differently",
         fix="use the same versions of all libraries",
     )
-    return plan
 
 
 def _parts_of(plan: SplitPlan) -> dict[str, str]:

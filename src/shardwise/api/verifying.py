@@ -33,7 +33,7 @@ from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout
-from shardwise.tiny.label_use import probe_label_use
+from shardwise.search.label_use import find_label_use
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import has_loss, objective_of
 from shardwise.topology.axes import DATA_AXES
@@ -194,7 +194,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         if proof.adapters:
             torch.manual_seed(0)
             full = _inject(proof.adapters, full)
-        use = probe_label_use(full)
+        use = find_label_use(full)
         if use is not None:  # whether training teaches it anything is not what is proved
             note_label_use(full, replace(use, sees_target=False))
         batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)

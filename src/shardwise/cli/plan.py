@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.config_file import config_error, read_config
+from shardwise.cli.importing import importing
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
 from shardwise.plan.options import ParallelSpec, Pipeline, Precision, Recompute
@@ -64,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     model, shape, spec, config = find_target(arguments)
-    from shardwise.api.describing import describe  # torch and transformers are slow to import
+    with importing():  # torch and transformers, which takes long
+        from shardwise.api.describing import describe
 
     batch, num_microbatches = None, None
     if config is not None:

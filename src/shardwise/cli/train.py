@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.cli.check import check_run
 from shardwise.cli.config_file import config_error, read_config
+from shardwise.cli.importing import importing
 from shardwise.cli.launch import (
     SECONDS_TO_SHUT_DOWN,
     end_with_launcher,
@@ -123,8 +124,9 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             why="WORLD_SIZE is set, so the ranks have been started already",
             fix="leave it out",
         )
-    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
-    from shardwise.cli.inputs import check_inputs
+    with importing():  # torch and transformers, which takes long
+        from shardwise.cli.adapters import check_adapter
+        from shardwise.cli.inputs import check_inputs
 
     config = read_config(arguments.config, arguments.overrides)
     if problems := [*check_inputs(config), *check_adapter(config)]:
@@ -141,6 +143,7 @@ def _run_rank(arguments: argparse.Namespace) -> None:
 
 def _train(config: TrainConfig) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, or forks of the process draw a warning
-    from shardwise.cli.training import train  # torch and transformers are slow to import
+    with importing():  # torch and transformers, which takes long
+        from shardwise.cli.training import train
 
     train(config)

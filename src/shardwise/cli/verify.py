@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from shardwise.cli.importing import importing
 from shardwise.cli.plan import add_target, find_target
 from shardwise.ranks.spawn import warm
 
@@ -31,7 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     warm()  # imports for the ranks what we import meanwhile
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
-    from shardwise.api.verifying import verify  # torch and transformers are slow to import
+    with importing():  # torch and transformers, which takes long
+        from shardwise.api.verifying import verify
 
     num_microbatches = config.num_microbatches if config is not None else None
     report = verify(model, shape, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))

@@ -26,6 +26,7 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
 
 __all__ = [
+    "agree_on",
     "check_calls",
     "check_equal",
     "check_same",
@@ -118,6 +119,35 @@ def run_in_turns(
     return result
 
 
+def agree_on(
+    group: Group | None,
+    make: Callable[[], tuple[_Result, Mapping[str, str]]],
+    *,
+    doing: str,
+    what: str,
+    fix: str,
+) -> _Result:
+    """The first of what `make` returns on this rank. Where it raises on some rank, the lowest such rank's error is
+    raised on all, and where the texts that it returns as well are not the same on all, a RankError as by `check_equal`.
+
+    Args:
+        make: does not communicate.
+        doing: what it does, for the message of ranks that had no part in the fault.
+
+    Communicates: one gather of a small object over the group, and another of everything where the texts differ.
+    """
+    made: list[tuple[_Result, Mapping[str, str]]] = []
+
+    def digest() -> bytes:
+        made.append(make())
+        return _digest(made[0][1])
+
+    if len(set(gather_from_all(group, doing, digest))) > 1:
+        assert group is not None, "a rank agrees with itself"
+        raise _difference(group, made[0][1], what=what, fix=fix, error=RankError)
+    return made[0][0]
+
+
 def check_equal(
     group: Group | None,
     described: Mapping[str, str],
@@ -137,13 +167,24 @@ def check_equal(
     """
     if group is None:
         return
-    text = "\0".join(map("\0".join, described.items())).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:16]), dtype=torch.int64)
+    digest = torch.frombuffer(bytearray(_digest(described)), dtype=torch.int64)
     digest = digest.to(host_device(group, device))
     digests = digest.new_empty(2 * group.size())
     all_gather_single(digests, digest, group)
     if isinstance(digests, FakeTensor) or bool((digests.view(-1, 2) == digest).all()):
         return
+    raise _difference(group, described, what=what, fix=fix, error=error)
+
+
+def _digest(described: Mapping[str, str]) -> bytes:
+    text = "\0".join(map("\0".join, described.items())).encode()
+    return hashlib.sha256(text).digest()[:16]
+
+
+def _difference(
+    group: Group, described: Mapping[str, str], *, what: str, fix: str, error: type[ShardwiseError]
+) -> ShardwiseError:
+    """The error for descriptions that differ; every rank of the group asks for it."""
     everyone = all_gather_objects((dist.get_rank(), dict(described)), group)
     names = list(dict.fromkeys(name for _, each in everyone for name in each))
     name = next((name for name in names if len({each.get(name) for _, each in everyone}) > 1), "the order of the parts")
@@ -153,7 +194,7 @@ def check_equal(
     why = "\n".join(
         f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     )
-    raise error(what, at=name, why=why, fix=fix)
+    return error(what, at=name, why=why, fix=fix)
 
 
 def compare_later(group: Group | None, text: str | None, *, device: torch.device, doing: str) -> Callable[[], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -37,6 +38,10 @@ __all__ = [
 _FUNCTIONAL: ContextVar[bool] = ContextVar("functional_collectives", default=False)
 
 Group = dist.ProcessGroup
+
+_FIRST_BYTES, _LENGTH_BYTES = 512, 8
+_ROOM_BYTES = _FIRST_BYTES - _LENGTH_BYTES
+"""Of objects: what the first exchange carries of each, which is all of most."""
 
 # Without torch's functions around them, which wait for what they return when a graph is made of them. Whoever waits
 # once more hides the collective from inductor, which then fuses it with no product.
@@ -161,9 +166,27 @@ def receive_(x: Tensor, group: Group, *, source: int) -> None:
 
 
 def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
-    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path)."""
+    """Every rank's small picklable `value`, in rank order (for checks and reports, never on the hot path).
+
+    Communicates: one all-gather of a few hundred bytes, and another where some rank's value takes more.
+    """
     if group is None:
         return [value]
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
+    if group._device_types and torch.device("cpu") not in group._device_types:
+        values: list[Any] = [None] * group.size()
+        dist.all_gather_object(values, value, group=group)
+        return values
+    data = pickle.dumps(value)
+    received = _all_gather_bytes(len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_ROOM_BYTES], _FIRST_BYTES, group)
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "little") for each in received]
+    if max(lengths) <= _ROOM_BYTES:
+        return [pickle.loads(each[_LENGTH_BYTES:]) for each in received]
+    return [pickle.loads(each) for each in _all_gather_bytes(data, max(lengths), group)]
+
+
+def _all_gather_bytes(data: bytes, length: int, group: Group) -> list[bytes]:
+    """Every rank's `data`, filled up to `length`."""
+    x = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
+    out = x.new_empty(group.size() * length)
+    all_gather_single(out, x, group)
+    return [each.numpy().tobytes() for each in out.split(length)]

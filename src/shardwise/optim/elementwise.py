@@ -7,6 +7,7 @@ full matrix: its spectrum (Muon), its rows and columns (Adafactor), its norm (LA
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
@@ -30,6 +31,9 @@ _MANY = 2**16  # elements
 _NUM_STEPS = 3
 _LR = 0.01
 _ALLOWED = 1e-3  # of the largest update
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_PASSED: set[tuple[Any, ...]] = set()
+"""What has been tried: class, options, and on which tensors. Whoever builds an optimizer again need not try again."""
 _CHECKED: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -47,32 +51,53 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
     """
     if _CHECKED.get(optimizer) == len(optimizer.param_groups):
         return
-    name = type(optimizer).__name__
     for group in (each for each in optimizer.param_groups if each["params"]):  # a stage may have nothing to train
-        entries = [entry for parameter in group["params"] if (entry := entry_of(parameter)) is not None]
-        build = _builder(optimizer, {**(options or {}), **group})
-        device = group["params"][0].device
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            if options is not None:
-                shape = min((parameter.shape for parameter in group["params"]), key=math.prod)
-                small = shape if math.prod(shape) <= _MANY else [_SIZE] * len(shape)
-                _check_dense(name, build, torch.ones(small, device=device))
-            splits = {(len(entry.layout.shape), dim) for entry in entries for dim in _split_dims(entry)}
-            for num_dims, dim in sorted(splits):
-                _check_parts(name, build, num_dims=num_dims, dim=dim, device=device)
-            if any(entry.registry.mesh.size("pp") > 1 for entry in entries):
-                _check_apart(name, build, num_dims=len(entries[0].layout.shape), device=device)
-            for entry in {len(each.layout.shape): each for each in entries if each.data == "managed"}.values():
-                _check_dtensors(name, build, entry, device=device)
+        _check_group(optimizer, {**(options or {}), **group}, group["params"], updates=options is not None)
     _CHECKED[optimizer] = len(optimizer.param_groups)
 
 
-def _builder(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> _Build:
+def _check_group(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameters: Sequence[Tensor], *, updates: bool
+) -> None:
+    """The checks of one group of parameters, `updates` for whether it makes a step at all."""
+    name, known, device = type(optimizer).__name__, _taken(optimizer, options), parameters[0].device
+    build = _builder(optimizer, known)
+    entries = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
+    checks: dict[tuple[Any, ...], Callable[[], None]] = {}
+    if updates:
+        shape = min((parameter.shape for parameter in parameters), key=math.prod)
+        small = tuple(shape) if math.prod(shape) <= _MANY else (_SIZE,) * len(shape)
+        checks["dense", small] = lambda: _check_dense(name, build, torch.ones(small, device=device))
+    for num_dims, dim in sorted({(len(entry.layout.shape), dim) for entry in entries for dim in _split_dims(entry)}):
+        checks["parts", num_dims, dim] = functools.partial(
+            _check_parts, name, build, num_dims=num_dims, dim=dim, device=device
+        )
+    if any(entry.registry.mesh.size("pp") > 1 for entry in entries):
+        num_dims = len(entries[0].layout.shape)
+        checks["apart", num_dims] = functools.partial(_check_apart, name, build, num_dims=num_dims, device=device)
+    for num_dims, entry in {len(each.layout.shape): each for each in entries if each.data == "managed"}.items():
+        key = "dtensors", num_dims, _placements(entry)
+        checks[key] = functools.partial(_check_dtensors, name, build, entry, device=device)
+    for key, check in checks.items():
+        tried = type(optimizer), str(device), tuple(sorted((each, repr(value)) for each, value in known.items())), *key
+        if tried in _PASSED:
+            continue
+        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            check()
+        if all(isinstance(value, _PLAIN) for value in known.values()):  # others need not be told by their words
+            _PASSED.add(tried)
+
+
+def _taken(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that its class is built with, and a rate with which something can be seen."""
     taken = inspect.signature(type(optimizer).__init__).parameters
     known = {name: value for name, value in options.items() if name in taken and name != "params"}
     if known.get("lr") is not None:  # a schedule may start from 0
         known["lr"] = _LR
+    return known
 
+
+def _builder(optimizer: torch.optim.Optimizer, known: Mapping[str, Any]) -> _Build:
     def build(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         try:
             return type(optimizer)(parameters, **known)
@@ -149,9 +174,7 @@ def _check_apart(name: str, build: _Build, *, num_dims: int, device: torch.devic
 def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, *, device: torch.device) -> None:
     mesh = entry.registry.mesh.data_mesh
     assert mesh is not None
-    placements: list[Replicate | Shard] = [Replicate()] * mesh.ndim
-    if entry.chunk is not None:
-        placements[-1] = Shard(entry.chunk.dim)
+    placements = _placements(entry)
     ones = torch.ones([_SIZE] * len(entry.layout.shape), device=device)
     value, gradient = (DTensor.from_local(ones.clone(), mesh, placements, run_check=False) for _ in range(2))
     try:
@@ -164,6 +187,13 @@ def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, *, device: 
             why=f"it cannot update DTensors: {type(error).__name__}: {str(error).strip().splitlines()[0]}",
             fix="use another optimizer, or tp alone",
         ) from error
+
+
+def _placements(entry: ParameterEntry) -> tuple[Replicate | Shard, ...]:
+    mesh = entry.registry.mesh.data_mesh
+    assert mesh is not None, "data parallelism manages it"
+    last = Replicate() if entry.chunk is None else Shard(entry.chunk.dim)
+    return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
 def _train(build: _Build, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:

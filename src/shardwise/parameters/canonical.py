@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ __all__ = [
     "state_names",
     "state_tensors",
 ]
+
+
+_TOGETHER_BYTES = 2**20
+"""Of full tensors, up to which several are gathered at once."""
 
 
 def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor | None]:
@@ -86,14 +91,15 @@ def canonical_tensors(
     Args:
         values: parameters that this rank holds, or their gradients, by the names of `find_parameters`.
 
-    Communicates: over pp, one gather of the names; for each tensor as `canonical_tensor`.
+    Communicates: over pp, one gather of the names; then as `canonical_tensor`, but what small tensors that follow each
+        other exchange over an axis is one collective.
     """
     mesh = registry_of(model).mesh
     dtypes = dtypes_of(values, mesh)
-    for name, entry in canonical_entries(model).items():
-        if name in dtypes:
-            local, dtype = values.get(name), dtypes[name]
-            yield name, canonical_tensor(local, entry.layout, mesh, rank0_only=rank0_only, dtype=dtype)
+    layouts = {name: entry.layout for name, entry in canonical_entries(model).items() if name in dtypes}
+    for names in _batches({name: _nbytes(layout, dtypes[name]) for name, layout in layouts.items()}):
+        parts = [_Part(values.get(name), layouts[name], dtypes[name]) for name in names]
+        yield from zip(names, _full_tensors(parts, mesh, rank0_only=rank0_only), strict=True)
 
 
 def dtypes_of(values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
@@ -116,19 +122,93 @@ def canonical_tensor(
         `rank0_only` a gather, among the ranks that are still needed); over pp, one broadcast from the first stage that
         holds it (with `rank0_only` one message to rank 0).
     """
-    source = next((step.placement.coords[0] for step in layout.steps if isinstance(step.placement, Held)), None)
-    if rank0_only and any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps):
+    return _full_tensors([_Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
+
+
+class _Part(NamedTuple):
+    """What a rank has of a tensor; None where other stages hold it."""
+
+    local: Tensor | None
+    layout: Layout
+    dtype: torch.dtype | None
+
+
+def _nbytes(layout: Layout, dtype: torch.dtype) -> int:
+    return torch.Size(layout.shape).numel() * dtype.itemsize
+
+
+def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names that follow each other, of at most so many bytes together, or one."""
+    batch: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if batch and total + size > _TOGETHER_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += size
+    if batch:
+        yield batch
+
+
+def _full_tensors(parts: Sequence[_Part], mesh: Mesh, *, rank0_only: bool) -> list[Tensor | None]:
+    """As `canonical_tensor`, for several at once; every rank has the same in the same order."""
+    given = [_taking_part(part, mesh, rank0_only=rank0_only) for part in parts]
+    values = list(given)
+    for back in range(1, 1 + max(len(part.layout.steps) for part in parts)):
+        exchanged: dict[tuple[str, str], list[int]] = {}
+        for number, (part, value) in enumerate(zip(parts, values, strict=True)):
+            step = part.layout.steps[-back] if back <= len(part.layout.steps) else None
+            if step is None or value is None or isinstance(step.placement, Replicate | Held):
+                continue
+            if mesh.group(step.axis) is not None:
+                exchanged.setdefault((step.axis, str(value.dtype)), []).append(number)
+        for (axis, _), numbers in sorted(exchanged.items()):  # all ranks in the same order, whatever they hold
+            pieces = [(values[number], _one_step(parts[number].layout, back, mesh)) for number in numbers]
+            group = mesh.group(axis)
+            assert group is not None, "looked up above"
+            for number, full in zip(numbers, _gathered(pieces, group, rank0_only=rank0_only), strict=True):
+                values[number] = full
+    return [
+        _finished(value, own, part, mesh, rank0_only=rank0_only)
+        for value, own, part in zip(values, given, parts, strict=True)
+    ]
+
+
+def _source(layout: Layout) -> int | None:
+    """The first stage that holds a tensor of which not all do."""
+    return next((step.placement.coords[0] for step in layout.steps if isinstance(step.placement, Held)), None)
+
+
+def _taking_part(part: _Part, mesh: Mesh, *, rank0_only: bool) -> Tensor | None:
+    """What this rank gives; None where others have the same, or it has nothing."""
+    if part.local is None:
         return None
-    takes_part = local is not None and not (rank0_only and source is not None and mesh.coord("pp") != source)
-    given = value = local_part(local) if local is not None and takes_part else None
-    for number, step in reversed(list(enumerate(layout.steps))):
-        group = mesh.group(step.axis)
-        if isinstance(step.placement, Replicate | Held) or group is None or value is None:
-            continue
-        shape = Layout(layout.shape, layout.steps[:number]).local_shape(mesh.coords)
-        value = _gathered(value, Layout(shape, (step,)), group, rank0_only=rank0_only)
+    source = _source(part.layout)
+    if rank0_only and (_is_copy(part.layout, mesh) or (source is not None and mesh.coord("pp") != source)):
+        return None
+    return local_part(part.local)
+
+
+def _is_copy(layout: Layout, mesh: Mesh) -> bool:
+    return any(isinstance(step.placement, Replicate) and mesh.coord(step.axis) for step in layout.steps)
+
+
+def _one_step(layout: Layout, back: int, mesh: Mesh) -> Layout:
+    """The step that is so many from the last, by itself: of what this rank has once the later ones are undone."""
+    before, step = layout.steps[:-back], layout.steps[-back]
+    return Layout(Layout(layout.shape, before).local_shape(mesh.coords), (step,))
+
+
+def _finished(
+    value: Tensor | None, given: Tensor | None, part: _Part, mesh: Mesh, *, rank0_only: bool
+) -> Tensor | None:
+    """A tensor that is full on the stage that holds it, where it is wanted, on the CPU and owning its storage."""
+    source = _source(part.layout)
+    if rank0_only and _is_copy(part.layout, mesh):
+        return None
     if source is not None:
-        value = _from_stage(value, source, layout.shape, dtype, mesh, rank0_only=rank0_only)
+        value = _from_stage(value, source, part.layout.shape, part.dtype, mesh, rank0_only=rank0_only)
     if value is None or (rank0_only and mesh.rank != 0):
         return None
     is_own = given is not None and value.data_ptr() == given.data_ptr()
@@ -165,23 +245,35 @@ def _from_stage(
     return full
 
 
-def _gathered(local: Tensor, layout: Layout, group: Group, *, rank0_only: bool) -> Tensor | None:
-    """The tensor before the one step of `layout` was taken; None on all ranks but the first where `rank0_only`."""
-    (step,) = layout.steps
-    shapes = [layout.local_shape({step.axis: coord}) for coord in range(step.size)]
-    numel = max(torch.Size(shape).numel() for shape in shapes)
-    flat = local.detach().reshape(-1)
-    if flat.numel() < numel:
-        flat = torch.cat([flat, flat.new_zeros(numel - flat.numel())])
-    parts = gather_list(flat, group) if rank0_only else all_gather_list(flat, group)
+def _gathered(
+    pieces: Sequence[tuple[Tensor | None, Layout]], group: Group, *, rank0_only: bool
+) -> Sequence[Tensor | None]:
+    """Tensors of one dtype before the one step of their layouts was taken; None on all ranks but the first where
+    `rank0_only`.
+    """
+    shapes = []
+    flats = []
+    for local, layout in pieces:
+        assert local is not None, "those that this rank has"
+        (step,) = layout.steps
+        shapes.append([layout.local_shape({step.axis: coord}) for coord in range(step.size)])
+        flat = local.detach().reshape(-1)
+        missing = max(torch.Size(shape).numel() for shape in shapes[-1]) - flat.numel()
+        flats.append(torch.cat([flat, flat.new_zeros(missing)]) if missing else flat)
+    joined = torch.cat(flats) if len(flats) > 1 else flats[0]
+    parts = gather_list(joined, group) if rank0_only else all_gather_list(joined, group)
     if parts is None:
-        return None
-    full = torch.empty(layout.shape, dtype=local.dtype, device=local.device)
-    for coord, shape in enumerate(shapes):
-        part = parts[coord][: torch.Size(shape).numel()].view(shape)
-        for piece in layout.owned({step.axis: coord}):
-            full[_slices(piece.full)] = part[_slices(piece.local)]
-    return full
+        return [None] * len(pieces)
+    found = []
+    by_tensor = zip(*(part.split([flat.numel() for flat in flats]) for part in parts), strict=True)
+    for (_, layout), of_coords, own in zip(pieces, shapes, by_tensor, strict=True):
+        full = torch.empty(layout.shape, dtype=joined.dtype, device=joined.device)
+        for coord, shape in enumerate(of_coords):
+            part = own[coord][: torch.Size(shape).numel()].view(shape)
+            for piece in layout.owned({layout.steps[0].axis: coord}):
+                full[_slices(piece.full)] = part[_slices(piece.local)]
+        found.append(full)
+    return found
 
 
 def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Tensor:

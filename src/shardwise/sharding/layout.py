@@ -80,7 +80,7 @@ class Layout:
         # A dim that an uneven split has passed has one extent per coord, and the next step must fit them all.
         extents: list[set[int]] = [{size} for size in self.shape]
         for step in self.steps:
-            _check_step(step, extents, at=f"layout {self}")
+            _check_step(step, extents, layout=self)
 
     def __str__(self) -> str:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
@@ -126,36 +126,40 @@ class Layout:
         return dims
 
 
-def _check_step(step: Step, extents: list[set[int]], *, at: str) -> None:
+def _check_step(step: Step, extents: list[set[int]], *, layout: Layout) -> None:
     """Check that `step` fits dims of `extents`, and narrow these to what it leaves."""
     if step.size < 1:
-        raise LayoutError(f"axis {step.axis!r} has size {step.size}", at=at, why="a size is at least 1")
+        raise _misfit(layout, f"axis {step.axis!r} has size {step.size}", why="a size is at least 1")
     placement = step.placement
     if isinstance(placement, Replicate):
         return
     if isinstance(placement, Held):
         if placement.coords[-1] >= step.size:
-            raise LayoutError(
-                f"{placement} on axis {step.axis!r} of size {step.size}", at=at, why="coords are counted from 0"
+            raise _misfit(
+                layout, f"{placement} on axis {step.axis!r} of size {step.size}", why="coords are counted from 0"
             )
         return
     if placement.dim >= len(extents):
-        raise LayoutError(f"{placement} on a tensor of {len(extents)} dims", at=at, why="dims are counted from 0")
+        raise _misfit(layout, f"{placement} on a tensor of {len(extents)} dims", why="dims are counted from 0")
     arriving = extents[placement.dim]
     if isinstance(placement, Chunk):
         ends = [placement.interval(c, size=size, parts=step.size) for size in arriving for c in range(step.size)]
         extents[placement.dim] = {stop - start for start, stop in ends}
         return
     if placement.parts != step.size:
-        raise LayoutError(f"{placement} on axis {step.axis!r} of size {step.size}", at=at, why="one part per coord")
+        raise _misfit(layout, f"{placement} on axis {step.axis!r} of size {step.size}", why="one part per coord")
     if arriving != {placement.size}:
         sizes = " or ".join(map(str, sorted(arriving)))
-        raise LayoutError(
+        raise _misfit(
+            layout,
             f"{placement} describes a dim of size {placement.size}, but {sizes} reaches axis {step.axis!r}",
-            at=at,
             why="the pieces of a split name every element of the dim it splits",
         )
     extents[placement.dim] = {placement.local_size_of(coord) for coord in range(step.size)}
+
+
+def _misfit(layout: Layout, what: str, *, why: str) -> LayoutError:
+    return LayoutError(what, at=f"layout {layout}", why=why)
 
 
 def _coord(step: Step, coords: Mapping[str, int]) -> int:

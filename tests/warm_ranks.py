@@ -1,0 +1,52 @@
+"""Splits and trains tiny models in the process that ranks of tests are forked from, on meshes that are not there.
+
+What a process does for its first model only takes as long as a small case: modules that are imported when first needed,
+sources that torch reads for the stacks it records, shapes that DTensor's operations have. Ranks inherit all of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import traceback
+
+import torch
+
+import shardwise
+from shardwise.proof.parity import OPTIMIZER
+from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.topology.shape import MeshShape
+from tests.families import tiny_batch, tiny_model
+
+__all__: list[str] = []
+
+LAYOUTS = ("tp7", "fsdp7")
+"""Of sizes that no test has: what torch keeps by mesh is found by none of theirs."""
+
+
+def train(layout: str) -> None:
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 7, "hidden_size": 112} if layout.startswith("tp") else {}
+    with fake_mesh(MeshShape.parse(layout)) as mesh:
+        model = shardwise.parallelize(tiny_model("llama", **heads), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
+        batch = tiny_batch(model)
+        for _ in range(2):
+            shardwise.TrainStep(model, mesh)(batch)
+            optimizer.step()
+            shardwise.full_gradients(model)
+            optimizer.zero_grad()
+
+
+if "COVERAGE_PROCESS_START" not in os.environ and not torch.accelerator.is_available():
+    for _layout in LAYOUTS:
+        try:
+            train(_layout)
+        except Exception:  # noqa: BLE001 - ranks are slower without, and what is broken fails in tests
+            print(f"could not warm ranks up with {_layout}", file=sys.stderr)
+            traceback.print_exc()
+    random.seed(0)
+    torch.manual_seed(0)
+    gc.collect()
+gc.freeze()  # as in shardwise.ranks.preloaded
