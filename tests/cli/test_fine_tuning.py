@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file
 
 from shardwise.cli.main import main
 from shardwise.data.rows import DocumentRows
+from tests.cli.forked import run_forked  # noqa: F401 - a fixture
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = [
@@ -113,6 +115,20 @@ def test_a_run_that_was_ended_goes_on_with_its_data_and_its_adapter(run, capsys,
     assert run(checkpoint, f"data.rows={other}", "adapter.r=4", "steps=5", words[1]) == 1
     err = capsys.readouterr().err
     assert f"data.rows: was '{rows}', is '{other}'" in err and "adapter.r: was 2, is 4" in err
+
+
+@pytest.mark.spawn
+def test_a_pipeline_trains_an_adapter_as_one_process_does(run, run_forked, capfd):  # noqa: F811
+    words = ["optimizer.schedule.name=constant", "optimizer.lr=0.01", "steps=3"]
+    assert run(*words, "log.dir=whole", "export=alone", "layout=tp1") == 0
+    staged = ["export=staged", "layout=pp2", "num_microbatches=2", "checkpoint={dir: saved}"]
+    assert run_forked("run.yaml", *words, *staged) == 0, capfd.readouterr().err
+    assert losses() == pytest.approx(losses("whole"), abs=1e-5)
+    ours, theirs = (load_file(Path(each) / "adapter_model.safetensors") for each in ("staged", "alone"))
+    assert ours.keys() == theirs.keys()
+    assert all(float((ours[name] - value).abs().max()) <= 2e-5 for name, value in theirs.items())
+    assert run(*words[:2], "steps=4", "checkpoint={dir: saved}", "layout=tp1") == 0, capfd.readouterr().err
+    assert len(losses()) == 4 and "resume  saved" in capfd.readouterr().out
 
 
 def test_kept_documents_serve_rows_of_any_kind_and_are_made_again_when_they_are_damaged(run, capsys, caplog):

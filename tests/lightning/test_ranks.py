@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import grad_norm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import shardwise
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, UnsupportedError
 from shardwise.lightning import ShardwiseStrategy, ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.replicas import find_unequal_replicas
@@ -100,8 +102,42 @@ def uneven_predictions(mesh, layout):
     if mesh.data_size == 1:
         assert len(torch.cat(run.predict(Evaluated(), loader(num_rows=5)))) == 5
     else:
-        with pytest.raises(BatchError, match="5 rows over 2 data ranks in batches of 2"):
+        with pytest.raises(BatchError, match="different numbers of batches\n.* data rank 0: 2, data rank 1: 1\n"):
             run.predict(Evaluated(), loader(mesh.data_size, num_rows=5))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Rows of which data rank 0 has four, and 1 two more."""
+
+    def __init__(self, data_rank):
+        self._num_rows = 4 + 2 * data_rank
+
+    def __iter__(self):
+        return (Rows()[row] for row in range(self._num_rows))
+
+
+def uneven_streams(mesh, layout):
+    """All ranks end together, a fit and its validations; predictions are refused."""
+    data = torch.utils.data.DataLoader(Stream(mesh.data_rank), batch_size=2)
+    module = Evaluated()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(layout, max_epochs=2).fit(module, data, data)
+    assert len(module.losses) == 4 and not find_unequal_replicas(module.model)
+    said = [str(each.message) for each in caught if "a data rank has 2 batches and another more" in str(each.message)]
+    assert len(said) == 4 * (mesh.rank == 0)
+    with pytest.raises(BatchError, match="predictions of which a data rank has 2 batches and another more"):
+        trainer(layout).predict(module, data)
+
+
+class Norms(Automatic):
+    def on_before_optimizer_step(self, optimizer):
+        grad_norm(self.model, 2)
+
+
+def norms_of_parts(mesh, layout):
+    with pytest.raises(UnsupportedError, match=r"clip_grad_norm_\((self\.)?model, "):
+        trainer(layout, max_steps=1).fit(Norms(), loader(mesh.data_size))
 
 
 class Targetless(Rows):
@@ -191,8 +227,11 @@ def adapters(mesh, layout):
 
 CASES = {
     "pp2": (adapters,),
-    "tp2": (evaluation, once, exchange, uneven_predictions, half_precision),
-    "fsdp2": (evaluation, once, exchange, uneven_predictions, half_precision, ranks_without_targets),
+    "tp2": (evaluation, once, exchange, uneven_predictions, half_precision, norms_of_parts),
+    "fsdp2": (
+        *(evaluation, once, exchange, uneven_predictions, half_precision),
+        *(ranks_without_targets, uneven_streams, norms_of_parts),
+    ),
 }
 
 

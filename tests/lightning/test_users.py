@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelSummary, StochasticWeightAveraging
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lightning import ShardwiseStrategy
@@ -143,3 +144,26 @@ def test_averages_of_copies_of_the_unsplit_module_are_refused_where_ranks_hold_p
     check_callbacks([callback], MeshShape.parse("tp1"))
     with pytest.raises(UnsupportedError, match=f"callback {type(callback).__name__} over fsdp2"):
         check_callbacks([callback], MeshShape.parse("fsdp2"))
+
+
+def test_a_summary_that_hooks_what_is_split_is_refused():
+    for depth, layout in ((1, "tp2"), (-1, "fsdp2")):
+        check_callbacks([ModelSummary(depth)], MeshShape.parse(layout))
+    with pytest.raises(UnsupportedError, match=r"ModelSummary\(max_depth=2\) over tp2(.|\n)*max_depth=1"):
+        check_callbacks([ModelSummary(2)], MeshShape.parse("tp2"))
+
+
+def test_a_learning_rate_is_looked_for_and_the_run_begins_where_it_was(tmp_path):
+    class Tuned(Automatic):
+        lr = 1e-3
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+    module = Tuned()
+    run = trainer("tp1", max_steps=2, enable_checkpointing=True, default_root_dir=tmp_path, callbacks=[])
+    found = Tuner(run).lr_find(module, loader(), num_training=4)
+    assert len(found.results["loss"]) == 4 and not list(tmp_path.glob("*lr_find*"))
+    module.losses.clear()
+    run.fit(module, loader())
+    assert module.losses[0] == pytest.approx(float(small_model()(**unsplit_batch(0)).loss.detach()), abs=1e-5)

@@ -85,7 +85,8 @@ def compare(use, whole, split, batch):
     problems = differing("value", value.detach(), wanted.detach(), 1e-5)
     if wanted.requires_grad:
         wanted.backward()
-        value.backward()
+        with torch.autograd.set_detect_anomaly(mode=use is z_loss):  # asks of gradients in parts, too
+            value.backward()
         expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
         problems += differing_gradients(shardwise.full_gradients(split), expected)
         whole.zero_grad()

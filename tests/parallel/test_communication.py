@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
+import torch
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
+from shardwise.estimate.memory import state_bytes
+from shardwise.parameters.registry import registry_of
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -66,3 +70,35 @@ def test_replicated_heads_cost_one_all_reduce_a_step(on_ranks):
 def test_blocks_of_every_kind_cost_one_all_reduce_in_each_direction(on_ranks, family):
     for calls, _ in on_ranks(count_step, layout="tp2"):
         assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 2}
+
+
+def count_adapters(mesh):
+    """What a step of adapters communicates, and the bytes of parameters, gradients and AdamW: as planned, and held."""
+    config = tiny_model("llama", num_hidden_layers=LAYERS, num_key_value_heads=4).config
+    adapter = peft.LoraConfig(r=4, target_modules="all-linear")
+    model = shardwise.load(config, mesh, adapter=adapter).train()
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    with CommunicationCount() as count:
+        shardwise.TrainStep(model, mesh)(tiny_batch(model, rows=ROWS, length=LENGTH))
+    optimizer.step()
+    named = dict(model.named_parameters())
+    planned = registry_of(model).plan.parameters
+    layouts = {True: [], False: []}
+    for name, value in named.items():
+        layouts[value.requires_grad].append(planned[name.removeprefix("base_model.model.")].layout)
+    expected = state_bytes(layouts[True], mesh.coords, itemsize=4, frozen=layouts[False])
+    moments = [each for state in optimizer.state.values() for each in state.values() if each.ndim]
+    gradients = [each.grad for each in named.values() if each.grad is not None]
+    held = [sum(each.nbytes for each in several) for several in (named.values(), gradients, moments)]
+    return dict(count.calls), held, [expected.parameters, expected.gradients, expected.optimizer]
+
+
+def test_adapters_cost_one_small_sum_and_a_frozen_base_has_neither_gradient_nor_state(on_ranks):
+    for calls, held, planned in on_ranks(count_adapters, layout="tp2"):
+        # The first block is given nothing that needs a gradient.
+        assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 1}
+        small = by_size(calls, hidden=False)
+        assert sum(small.values()) == 3, "the word on the batch, the loss's, and one for all partial gradients together"
+        ((size,),) = (shape for name, shape in small if name == "all_reduce")
+        assert size < LAYERS * 7 * 4 * (HIDDEN + 96), "of rank size: 4 rows of A, or columns of B, a linear"
+        assert held == planned and held[1] < 0.3 * held[0]

@@ -50,7 +50,7 @@ def _save_trainer(
     """
     trains = "optimizer_states" in state
     extra = {name: value for name, value in state.items() if name not in _TENSORS} | {"step": state["global_step"]}
-    place = Path(broadcast_object(str(path), 0, mesh.group()))
+    place = _place_of(broadcast_object(str(path), 0, mesh.group()))
     save_checkpoint(
         place.parent,
         tag=place.name,
@@ -68,7 +68,7 @@ def _load_trainer(
     Raises:
         LoadError: there is none, or it does not fit; the same on every rank.
     """
-    place = Path(broadcast_object(str(path), 0, mesh.group()))
+    place = _place_of(broadcast_object(str(path), 0, mesh.group()))
     if place.is_file():
         raise LoadError(
             f"{place} is a file",
@@ -85,12 +85,18 @@ def _load_trainer(
 
 def _remove_trainer(path: Any) -> None:
     """Deletes a checkpoint, on one rank. What a crash leaves of it is none."""
-    place = Path(path)
+    place = _place_of(path)
     if place.is_dir() and not place.is_symlink():
         (place / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(place)
     else:
         place.unlink(missing_ok=True)
+
+
+def _place_of(path: Any) -> Path:
+    """Where a checkpoint of that name lies: Lightning's tuners begin some with a dot, which is none of ours."""
+    place = Path(path)
+    return place.with_name(place.name.lstrip("."))
 
 
 def _only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

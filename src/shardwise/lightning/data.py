@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
+from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import BatchError
+from shardwise.lightning.exchange import count_true
 from shardwise.mesh import Mesh
 
-__all__ = ["check_predictions", "seed_workers"]
+__all__ = ["end_together", "seed_workers"]
 
 
 def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
@@ -25,22 +28,65 @@ def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
         loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=mesh.data_rank)
 
 
-def check_predictions(loader: DataLoader[Any]) -> None:
-    """Raises where data ranks would predict different numbers of batches: one would wait for the others for ever.
+def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
+    """The loader, such that no data rank waits for batches that another does not have: as it is where all say that they
+    have the same number; else a copy that ends on all ranks where it ends on one.
+
+    Args:
+        predicts: whether what is left out is an error.
 
     Raises:
-        BatchError: on every rank alike.
+        BatchError: the ranks say that they have different numbers of batches; on every rank alike.
+
+    Communicates: over all ranks, one gather of lengths; and with every batch of an `IterableDataset` an all-reduce of
+        one number.
     """
-    sampler, batch_size = getattr(loader.batch_sampler, "sampler", None), loader.batch_size
-    if not isinstance(sampler, UnrepeatedDistributedSampler):
-        return
-    rows, ranks = len(sampler.dataset), sampler.num_replicas
-    size = getattr(loader.batch_sampler, "batch_size", None) or batch_size or 1
-    batches = [math.ceil(len(range(rank, rows, ranks)) / size) for rank in (0, ranks - 1)]
-    if batches[0] != batches[1]:
+    group = mesh.group()
+    if mesh.data_size == 1 or group is None:
+        return loader
+    lengths = all_gather_objects((mesh.data_rank, sized_len(loader)), group)
+    if len({length for _, length in lengths}) > 1:
+        found = {rank: "an unknown number" if length is None else length for rank, length in lengths}
         raise BatchError(
-            f"predictions of {rows} rows over {ranks} data ranks in batches of {size}",
-            why=f"data rank 0 would have {batches[0]} batches and data rank {ranks - 1} {batches[1]};\n"
-            "forwards meet, and one would wait for ever",
-            fix=f"predict a multiple of {ranks * size} rows, or use a layout without fsdp and ddp",
+            "data ranks have different numbers of batches",
+            why=", ".join(f"data rank {rank}: {length}" for rank, length in sorted(found.items()))
+            + "\nforwards meet, and some would wait for ever",
+            fix=f"give each of {mesh.data_size} data ranks as many batches, or use a layout without fsdp and ddp",
         )
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return loader
+    own_class = type(loader)
+    ended: Any = object.__new__(type(own_class.__name__, (_EndsTogether, own_class), {}))
+    ended.__dict__.update(vars(loader), _mesh=mesh, _predicts=predicts)
+    return ended
+
+
+class _EndsTogether:
+    """Mixin of a loader of which nobody knows how many batches it has."""
+
+    _mesh: Mesh
+    _predicts: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        mesh, none, number = self._mesh, object(), 0
+        batches = super().__iter__()  # type: ignore[misc]
+        while True:
+            batch = next(batches, none)
+            num_ranks = count_true(batch is not none, mesh.group(), mesh.device)
+            if num_ranks < mesh.shape.world_size:
+                if num_ranks:
+                    self._say_uneven(number)
+                return
+            yield batch
+            number += 1
+
+    def _say_uneven(self, number: int) -> None:
+        what = f"a data rank has {number} batches and another more"
+        if self._predicts:
+            raise BatchError(
+                f"predictions of which {what}",
+                why="forwards meet, and those of the other rank's rows would be missing",
+                fix="give every data rank as many batches, or use a layout without fsdp and ddp",
+            )
+        if self._mesh.rank == 0:
+            warnings.warn(f"{what}, which is left out: forwards meet, so all end together", stacklevel=2)

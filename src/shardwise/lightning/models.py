@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelSummary, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -35,13 +35,22 @@ def note_spec(model: nn.Module, spec: ParallelSpec) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Any], shape: MeshShape) -> None:
-    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module."""
+    """Raises `UnsupportedError` for callbacks of Lightning's that average weights in a copy of the unsplit module, or
+    look into modules of which ranks have parts.
+    """
     found = [type(each).__name__ for each in callbacks if isinstance(each, StochasticWeightAveraging | WeightAveraging)]
     if found and shape.world_size > 1:
         raise UnsupportedError(
             f"the callback {found[0]} over {shape}",
             why="it copies the module before it is split, and averages this rank's parts into full tensors",
             fix="average them in a callback of your own, which clones self.model's parameters in on_fit_start",
+        )
+    deep = [each for each in callbacks if isinstance(each, ModelSummary) and each._max_depth not in (0, 1)]
+    if deep and shape.tp_size > 1:
+        raise UnsupportedError(
+            f"{type(deep[0]).__name__}(max_depth={deep[0]._max_depth}) over {shape}",
+            why="it hooks every module to see what it is given, and some are given a rank's part",
+            fix="use max_depth=1, and `shardwise plan` for what each rank holds",
         )
 
 

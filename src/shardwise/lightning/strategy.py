@@ -21,10 +21,10 @@ from shardwise.api.building import load
 from shardwise.errors import ConfigError, MeshError, did_you_mean
 from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions, multiply_gradients
 from shardwise.lightning.checkpoint import SavesParts
-from shardwise.lightning.data import check_predictions, seed_workers
+from shardwise.lightning.data import end_together, seed_workers
 from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
 from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
-from shardwise.lightning.precision import ShardwisePrecision, read_precision
+from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
@@ -221,12 +221,16 @@ class ShardwiseStrategy(SavesParts):
         """Lets loaders draw and end alike where ranks must be alike.
 
         Raises:
-            BatchError: data ranks would predict different numbers of batches.
+            BatchError: data ranks have different numbers of batches.
+
+        Communicates: as `end_together`.
         """
         if isinstance(dataloader, DataLoader):
             seed_workers(dataloader, self.mesh)
-            check_predictions(dataloader)
-        return dataloader
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        return end_together(
+            dataloader, self.mesh, predicts=trainer is not None and trainer.state.fn == TrainerFn.PREDICTING
+        )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's step. Under automatic optimization it must leave the gradients alone: they are made afterwards.
@@ -357,11 +361,13 @@ class ShardwiseStrategy(SavesParts):
 
         Raises:
             RankError: the exception is a collective's, and another rank is why it failed.
+            UnsupportedError: it is that of `grad_norm` over shards.
         """
         end_work(self)
         if self._mesh is not None:
             mesh, self._mesh = self._mesh, None
             mesh.__exit__(type(exception), exception, exception.__traceback__)
+        check_norms(exception)
 
     def teardown(self) -> None:
         """Ends the run. Models stay where they are, split; the mesh stays for the next run."""

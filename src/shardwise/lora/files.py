@@ -55,9 +55,10 @@ def adapter_state(model: nn.Module, name: str = "default", *, rank0_only: bool =
         for fqn, value in values.items()
     }
     found = _chosen(model, shown, name, registry)
+    held = {id(entries[fqn]): value for fqn, value in values.items() if fqn in entries and value is not None}
     state = {}
     for key, fqn in found.items():
-        value = values[fqn]
+        value = held.get(id(entries[fqn])) if fqn in entries else values[fqn]  # a tied one has other names elsewhere
         local = None if value is None else value.detach()
         if fqn not in entries:
             full = None if local is None else local.to("cpu", copy=True)

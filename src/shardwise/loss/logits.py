@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
@@ -122,6 +123,12 @@ class SplitLogits(DTensor):
             look.detached = _Look(look.context, f"{look.name}/detached") if self.requires_grad else look
         with torch._C.DisableTorchFunctionSubclass():
             return _tagged(self.detach(), look.detached)
+
+
+@register_sharding(torch.ops.aten._is_any_true.default)
+def _is_any_true(value: Any) -> list[Any]:
+    """What `torch.autograd.detect_anomaly` asks of every gradient, those of split logits among them: gathers them."""
+    return [([Replicate()], [Replicate()])]
 
 
 def as_logits(value: Any, context: SplitContext) -> Any:

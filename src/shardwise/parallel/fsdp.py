@@ -67,7 +67,18 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
             _shard_root(root, units, registry, kept_replicated)
     _refuse_hooks(model)
     model.zero_grad = MethodType(_zero_grad, model)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.__dict__["__deepcopy__"] = _refuse_copy  # which `copy` looks for on the module itself
     attach_registry(model, registry)
+
+
+def _refuse_copy(memo: Any) -> NoReturn:
+    raise UnsupportedError(
+        "copy.deepcopy of a model, or a part of one, over fsdp or ddp",
+        why="FSDP2 gathers and reduces the parameters of the one that it was given",
+        fix="load or split another one, or keep shardwise.full_state_dict(model)",
+    )
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature

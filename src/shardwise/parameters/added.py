@@ -19,6 +19,7 @@ __all__ = ["adopt_parameters", "note_inputs"]
 
 _GIVEN = "_shardwise_given"
 _NAME = "_shardwise_name"
+_STAGED = "_shardwise_staged"
 _WRAPPED = ("base_layer", "original_module")
 """What PEFT calls a module that it puts something around."""
 
@@ -26,14 +27,17 @@ _WRAPPED = ("base_layer", "original_module")
 def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
     """Lets every module of a split model know whether it computes with "split" features or heads, a "part" of the
     sequence, or with "full" tensors: what is put into it later computes with the same. From here on PEFT is refused to
-    put adapters around what is split.
+    put adapters around what is split, or in stages.
     """
-    if plan.tp_size > 1:
+    is_staged = plan.pipeline is not None
+    if plan.tp_size > 1 or is_staged:
         _watch_registrations()
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
-    for name, module in model.named_modules() if plan.tp_size > 1 else ():
-        module.__dict__[_NAME] = name
+    for name, module in model.named_modules() if plan.tp_size > 1 or is_staged else ():
+        module.__dict__.update({_NAME: name, _STAGED: is_staged})
+        if plan.tp_size == 1:
+            continue
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
             module.__dict__[_GIVEN] = "split"
         else:
@@ -90,7 +94,7 @@ def adopt_parameters(model: nn.Module) -> None:
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features."""
+    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features, or layers."""
     register_module_module_registration_hook(_check_wrapped)
 
 
@@ -104,9 +108,13 @@ def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> No
     is_wrapped = name in _WRAPPED and hasattr(type(parent), "adapter_layer_names")
     if module is None or not (is_wrapped or isinstance(parent, nn.ModuleDict)):
         return
-    if module.__dict__.get(_GIVEN) == "split":
+    is_staged = is_wrapped and module.__dict__.get(_STAGED, False)
+    if is_staged or module.__dict__.get(_GIVEN) == "split":
         raise UnsupportedError(
-            f"an adapter around {module.__dict__[_NAME]}, which is split already",
-            why="it would be made for this rank's own heads or features, and nothing would sum what it computes",
+            f"an adapter around {module.__dict__[_NAME]}, "
+            f"which is {'in a stage of a pipeline' if is_staged else 'split'} already",
+            why="nothing would say which stages hold it"
+            if is_staged
+            else "it would be made for this rank's own heads or features, and nothing would sum what it computes",
             fix="pass shardwise.load(..., adapter=config), or give shardwise.parallelize a model that has its adapters",
         )

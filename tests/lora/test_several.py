@@ -1,9 +1,8 @@
-"""Adapters trained on ranks as PEFT trains them unsplit, and their files."""
+"""Adapters on ranks: their files, several of them, and what is refused."""
 
 from __future__ import annotations
 
 import copy
-from itertools import product
 from pathlib import Path
 
 import peft
@@ -15,112 +14,12 @@ from safetensors.torch import load_file
 import shardwise
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.parameters.registry import registry_of
-from shardwise.parameters.replicas import find_unequal_replicas
-from shardwise.plan.options import Recompute
-from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
-from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
+from tests.families import tiny_batch, tiny_model
+from tests.lora.test_product import add_second, batch_of, with_lora
 from tests.oracle import differing, differing_gradients
 
 # peft warns of attributes that transformers has renamed, and of layers that are tied.
 pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
-
-ADAM = {"lr": 1e-3, "eps": 1e-4}
-
-
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-
-
-def t5():
-    config = shrink_config(transformers.T5Config(), without_dropout=True)
-    return build_tiny_model(config, transformers.AutoModelForSeq2SeqLM, seed=0)
-
-
-def with_lora(family, **options):
-    own = {"router_aux_loss_coef": 0.0} if family == "mixtral" else {}  # a balance is that of a microbatch
-    base = t5() if family == "t5" else tiny_model(family, tied=family == "gpt2", **own)
-    torch.manual_seed(4)
-    given = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
-    return peft.get_peft_model(base, peft.LoraConfig(**given)).eval()
-
-
-def batch_of(model, rows=4):
-    if not hasattr(model.config, "vocab_size") or model.config.is_encoder_decoder:
-        return make_batch(model.get_base_model(), batch_size=rows, seed=0)
-    batch = tiny_batch(model, rows=rows)
-    batch["labels"] = batch["input_ids"].clone()
-    return batch
-
-
-FAMILIES = {
-    "llama": {},
-    "gpt2": {"bias": "lora_only", "target_modules": ["c_attn", "c_proj", "wte"]},
-    "phi3": {"modules_to_save": ["lm_head"]},
-    "mixtral": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-    "t5": {"modules_to_save": ["lm_head"], "target_modules": ["q", "wo"], "layers_to_transform": [1]},
-}
-LONG = (("llama", "tp2"), ("llama", "fsdp2.tp2"), ("mixtral", "pp2.tp2"))
-"""Take twenty steps before copies are compared, the others three."""
-
-
-def train(mesh, layout, family, is_split, place):
-    """What differs from PEFT unsplit after three steps, and the adapter's file."""
-    full = with_lora(family, **FAMILIES[family])
-    split = copy.deepcopy(full)
-    frozen = {name: value.data_ptr() for name, value in split.named_parameters() if not value.requires_grad}
-    again = Recompute(mode="full")  # also of layers whose input needs no gradient
-    split = shardwise.parallelize(split, mesh, sequence_parallel=is_split, recompute=again if is_split else None)
-    batch = batch_of(full)
-    theirs = torch.optim.AdamW([each for each in full.parameters() if each.requires_grad], **ADAM)
-    ours = shardwise.build_optimizer(split, torch.optim.AdamW, **ADAM)
-    step = shardwise.TrainStep(split, mesh, num_microbatches=2 if mesh.size("pp") > 1 else 1)
-    problems = []
-    for _ in range(3):
-        loss = full(**batch).loss
-        loss.backward()
-        problems += differing("loss", step(rows_of(batch, mesh)).loss, loss, 1e-5)
-        expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
-        problems += differing_gradients(shardwise.full_gradients(split), expected)
-        for optimizer in (theirs, ours):
-            optimizer.step()
-            optimizer.zero_grad()
-    found = shardwise.full_state_dict(split)
-    for name, value in full.state_dict().items():
-        problems += differing(name, found[name], value, 2e-5)
-    out = Path(place) / f"{family}-{layout}-{is_split}"
-    shardwise.export_pretrained(split, out)
-    for name, value in peft.get_peft_model_state_dict(full).items() if mesh.rank == 0 else ():
-        problems += differing(name, load_file(out / "adapter_model.safetensors")[name], value, 2e-5)
-    for _ in range(17 if FULL_PRODUCT or (family, layout) in LONG else 0):
-        step(rows_of(batch, mesh))
-        ours.step()
-        ours.zero_grad()
-    problems += [f"after all steps the copies of {each} differ" for each in find_unequal_replicas(split)]
-    problems += [name for name, value in split.named_parameters() if name in frozen and value.grad is not None]
-    if len(ours.state) != sum(value.requires_grad for value in split.parameters()):
-        problems.append("the optimizer has state of frozen parameters")
-    return problems
-
-
-CASES = [  # the last is whether activations are split along the sequence, too
-    *(("llama", "tp4", False), ("llama", "tp2", True), ("llama", "fsdp2.tp2", False), ("llama", "pp2.tp2", True)),
-    *(("gpt2", "tp2", False), ("gpt2", "fsdp2", False), ("gpt2", "pp2.fsdp2", False)),
-    *(("phi3", "tp2", True), ("phi3", "ddp2", False)),
-    *(("mixtral", "pp2", False), ("mixtral", "pp2.tp2", False), ("t5", "pp2", False)),
-]
-if FULL_PRODUCT:  # make coverage
-    LAYOUTS = ("tp2", "tp4", "fsdp2", "ddp2", "fsdp2.tp2", "pp2", "pp2.tp2")
-    CASES = [
-        (family, layout, is_split)
-        for family in FAMILIES
-        for layout, is_split in [("tp2", True), *product(LAYOUTS, [False])]
-    ]
-
-
-@pytest.mark.parametrize(("family", "layout", "is_split"), CASES)
-def test_three_steps_are_those_of_peft_unsplit(on_ranks, tmp_path_factory, layout, family, is_split):
-    place = tmp_path_factory.mktemp(family)
-    found = on_ranks(train, place=str(place))
-    assert not any(found), found[0]
 
 
 @pytest.fixture(scope="module")
@@ -198,17 +97,14 @@ def start_adapter(mesh, layout, place):
     return problems, {name: float(value.sum()) for name, value in state.items() if ".lora_A." in name}
 
 
-def add_second(model, name="two"):
-    more = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
-    model.add_adapter(name, more)
+SECOND = ["q_proj", "o_proj", "down_proj"]
 
 
 def use_adapters(mesh, layout, place):
     """What differs from PEFT unsplit as adapters are added, switched, merged and taken out again."""
     full = with_lora("llama", target_modules=["q_proj", "o_proj", "down_proj"])
     if mesh.size("pp") > 1:
-        torch.manual_seed(9)
-        add_second(full)
+        add_second(full, SECOND)
     split = shardwise.parallelize(copy.deepcopy(full), mesh)
     batch = batch_of(full)
     problems = []
@@ -218,9 +114,8 @@ def use_adapters(mesh, layout, place):
         problems += differing(what, split(**batch).loss.detach(), full(**batch).loss.detach(), 1e-5)
 
     for model in (full, split):
-        torch.manual_seed(9)
         if mesh.size("pp") == 1:
-            add_second(model)
+            add_second(model, SECOND)
         model.set_adapter("two")
     compare("the second adapter")
     for model in (full, split):
@@ -249,11 +144,20 @@ def use_adapters(mesh, layout, place):
         compare("the base")
     if mesh.size("pp") > 1:
         with pytest.raises(UnsupportedError, match="after the model was cut into stages"):
-            add_second(split, "three")
+            add_second(split, SECOND, "three")
+        with pytest.raises(
+            UnsupportedError, match="layers.0.self_attn.q_proj, which is in a stage of a pipeline already"
+        ):
+            peft.get_peft_model(
+                shardwise.parallelize(tiny_model("llama"), mesh), peft.LoraConfig(target_modules=SECOND)
+            )
     else:
         own = Path(place) / f"two-{layout}-{mesh.rank}"
         full.save_pretrained(own, selected_adapters=["two"])
-        for model in (full, split):
+        for model in (full, split, split):  # the last time over one of that name, in place of PEFT's hotswap_adapter
+            for name, value in model.named_parameters():
+                if ".loaded." in name:
+                    value.data.zero_()
             model.load_adapter(own / "two", "loaded")
             model.set_adapter("loaded")
         compare("an adapter that was loaded")
