@@ -119,16 +119,14 @@ def test_a_run_that_was_ended_goes_on_with_its_data_and_its_adapter(run, capsys,
 
 @pytest.mark.spawn
 def test_a_pipeline_trains_an_adapter_as_one_process_does(run, run_forked, capfd):  # noqa: F811
-    words = ["optimizer.schedule.name=constant", "optimizer.lr=0.01", "steps=3"]
+    words = ["optimizer.schedule.name=constant", "optimizer.lr=0.01", "steps=2"]
     assert run(*words, "log.dir=whole", "export=alone", "layout=tp1") == 0
-    staged = ["export=staged", "layout=pp2", "num_microbatches=2", "checkpoint={dir: saved}"]
+    staged = ["export=staged", "layout=pp2", "num_microbatches=2"]
     assert run_forked("run.yaml", *words, *staged) == 0, capfd.readouterr().err
     assert losses() == pytest.approx(losses("whole"), abs=1e-5)
     ours, theirs = (load_file(Path(each) / "adapter_model.safetensors") for each in ("staged", "alone"))
     assert ours.keys() == theirs.keys()
     assert all(float((ours[name] - value).abs().max()) <= 2e-5 for name, value in theirs.items())
-    assert run(*words[:2], "steps=4", "checkpoint={dir: saved}", "layout=tp1") == 0, capfd.readouterr().err
-    assert len(losses()) == 4 and "resume  saved" in capfd.readouterr().out
 
 
 def test_kept_documents_serve_rows_of_any_kind_and_are_made_again_when_they_are_damaged(run, capsys, caplog):

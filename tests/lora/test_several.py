@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 from pathlib import Path
 
 import peft
@@ -207,6 +209,10 @@ def refuse(mesh, place):
     base, texts = Path(place) / "base", []
     other = Path(place) / f"other-{mesh.rank}"
     peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(other)
+    ranked = Path(place) / f"ranked-{mesh.rank}"
+    shutil.copytree(Path(place) / "adapter", ranked)
+    config = json.loads((ranked / "adapter_config.json").read_text()) | {"r": 8}
+    (ranked / "adapter_config.json").write_text(json.dumps(config))
     for adapter, kind in (
         (peft.LoraConfig(target_modules=["nothing"]), ConfigError),
         (peft.LoraConfig(target_modules=["c_attn"], init_lora_weights="pissa"), UnsupportedError),
@@ -214,6 +220,7 @@ def refuse(mesh, place):
         (3, ConfigError),
         (base, LoadError),
         (other, ConfigError),
+        (ranked, LoadError),
     ):
         with pytest.raises(kind) as raised:
             shardwise.load(base, mesh, adapter=adapter)
@@ -244,6 +251,7 @@ def test_bad_adapters_are_refused_on_every_rank_alike(on_ranks, checkpoints, lay
         "an adapter cannot be a int",
         "has no adapter_config.json",
         "does not fit GPT2LMHeadModel",
+        "does not fit the model",
         "did you mean 'merged'",
         "it has no adapters",
         'adapter="merged"',
