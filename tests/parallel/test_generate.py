@@ -7,6 +7,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwise
+from shardwise.errors import UnsupportedError
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -37,16 +38,40 @@ def generate(mesh, family, sequence_parallel):
     return expected, greedy, sampled, model.generate(**inputs, **SAMPLED).tolist()
 
 
-def generate_from_encoder(mesh):
+def t5():
     config = T5Config(
         vocab_size=96, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
-        decoder_start_token_id=0, eos_token_id=None,
+        dropout_rate=0.0, decoder_start_token_id=0, eos_token_id=None,
     )  # fmt: skip
-    whole = T5ForConditionalGeneration(config).eval()
+    torch.manual_seed(0)
+    return T5ForConditionalGeneration(config).eval()
+
+
+def generate_from_encoder(mesh):
+    whole = t5()
     inputs = prompts(whole)
     options = {"max_new_tokens": 6, "num_beams": 2}
     expected = whole.generate(**inputs, **options).tolist()
     return expected, shardwise.parallelize(whole, mesh).generate(**inputs, **options).tolist()
+
+
+def learn_from_encoder(mesh):
+    """Losses of a model that is given its encoder's output, in rows of which each microbatch takes its own."""
+    whole = t5().train()
+    inputs = prompts(whole)
+    with torch.no_grad():
+        states = whole.encoder(**inputs)
+    labels = inputs["input_ids"][:, :5].contiguous()
+    expected = whole(encoder_outputs=states, labels=labels).loss.item()
+    split = shardwise.parallelize(whole, mesh)
+    with pytest.raises(UnsupportedError, match="a gradient of what encoder_outputs holds"):
+        split(encoder_outputs=split.encoder(**inputs), labels=labels)
+    return expected, split(encoder_outputs=states, labels=labels).loss.item()
+
+
+def test_a_pipeline_may_be_given_an_encoders_output(on_ranks):
+    for expected, found in on_ranks(learn_from_encoder, layout="pp2"):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2.tp2"])

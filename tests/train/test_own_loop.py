@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.errors import LayoutError, UnsupportedError
@@ -277,6 +278,22 @@ def transforms(pair):
     return []
 
 
+def parts_of_stages(pair):
+    """Nothing of a model in stages runs by itself, and no schedule runs inside of a backward."""
+    ids, labels = pair.batches[0]["input_ids"], pair.batches[0]["labels"]
+    for call in (lambda: pair.split.model(ids), lambda: pair.split.model.layers[0](torch.zeros(1, 2, 64))):
+        with pytest.raises(UnsupportedError, match="of a model in stages is called by itself"):
+            call()
+    for reentrant in (False, True):
+        with pytest.raises(UnsupportedError, match="in stages inside of torch.utils.checkpoint"):
+            checkpoint(
+                lambda given, _: pair.split(given, labels=labels).loss,
+                *(ids, torch.ones((), requires_grad=True)),
+                use_reentrant=reentrant,
+            ).backward()
+    return []
+
+
 def changed_while_gathered(pair):
     """A forward without backward leaves units gathered: what is then done to their parameters counts."""
     pair.backward(0)
@@ -316,7 +333,7 @@ CASES = {
     "fsdp2.tp2": EVERYWHERE,
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart),
     "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-    "pp2": (positions_that_restart,),
+    "pp2": (positions_that_restart, parts_of_stages),
 }
 
 

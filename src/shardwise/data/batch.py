@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from shardwise.errors import BatchError
 from shardwise.loss.label_use import shifts_labels
@@ -82,6 +83,8 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str
     def part(value: Any, index: int) -> Any:
         if type(value) in (list, tuple):
             return type(value)(part(each, index) for each in value)
+        if isinstance(value, ModelOutput):  # of an encoder, say
+            return type(value)(**{name: part(each, index) for name, each in value.items()})
         if count == 1 or not isinstance(value, Tensor) or not value.ndim or value.shape[0] < rows:
             return value
         size = value.shape[0] // count

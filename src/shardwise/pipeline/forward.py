@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import Cache
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
@@ -34,6 +36,7 @@ from shardwise.pipeline.release import kept_aside, refuse_gradient, release_in_b
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.modes import is_checkpointed
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.positions import keep_rows_whole
 from shardwise.runtime.same_batch import check_same_batch
@@ -82,6 +85,12 @@ class Pipelined:
         stages: Any = registry.stages
         if stages.current is not None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if is_checkpointed():
+            raise UnsupportedError(
+                f"a {type(model).__name__} in stages inside of torch.utils.checkpoint",
+                why="it would run the schedule anew, while ranks wait for gradients",
+                fix="pass recompute=shardwise.Recompute() where the model is split: it recomputes every block",
+            )
         runner = runner_of(model)
         assert runner is not None
         with runner.within_step():
@@ -165,6 +174,14 @@ class _Forward:
                     why="each rank of pp has those of its own layers",
                     fix="leave it out, or use pp_size 1",
                 )
+        given = self.arguments.items() if self.learns else ()
+        nested = (name for name, value in given if not isinstance(value, Tensor | Cache) and _needs_gradient(value))
+        if (holder := next(nested, None)) is not None:
+            raise UnsupportedError(
+                f"a gradient of what {holder} holds, in a {type(self.model).__name__} in stages",
+                why="the backward of the stages runs in the forward, and goes no further than the tensors it is given",
+                fix="pass the model's own inputs, or compute the encoder's output under torch.no_grad()",
+            )
         num_stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
         check_caches(self.arguments, num_stages_per_rank=num_stages_per_rank)
         if self.arguments.get("use_cache") and self.arguments.get("past_key_values") is None:
@@ -259,6 +276,10 @@ def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
 def _detached_leaf(value: Any) -> Any:
     needs = isinstance(value, Tensor) and value.requires_grad
     return value.detach().clone().requires_grad_() if needs else value
+
+
+def _needs_gradient(value: Any) -> bool:
+    return any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(value))
 
 
 def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent
 from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
@@ -170,7 +171,7 @@ def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
 
 def _is_draw(func: Any, kwargs: Any) -> bool:
     """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own."""
-    return _draws(func, kwargs) and torch._C._current_graph_task_id() < 0
+    return _draws(func, kwargs) and not is_in_backward()
 
 
 def _draws(func: Any, kwargs: Any) -> bool:
@@ -185,7 +186,7 @@ class _DrawsAgain(TorchDispatchMode):
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch._C._current_graph_task_id() >= 0 and _draws(func, kwargs)
+        self.found |= is_in_backward() and _draws(func, kwargs)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,14 +1,28 @@
-"""What differs between training and eval mode of a model."""
+"""Modes in which a forward may run: training or evaluation, by itself or inside of a backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-__all__ = ["has_dropout", "in_eval_mode"]
+__all__ = ["has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward"]
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward, in which checkpointing computes forwards again."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+def is_checkpointed() -> bool:
+    """Whether a forward runs in `torch.utils.checkpoint`, for the first time or again; without gradients it may be in
+    the reentrant one, which does not say so until then.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return is_in_backward() or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
 
 
 @contextmanager

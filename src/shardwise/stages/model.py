@@ -18,6 +18,7 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import PipelinePlan
 from shardwise.runtime.arguments import Change
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.modes import is_in_backward
 from shardwise.stages.absent import Absent, present
 from shardwise.stages.cache_copies import copy_cache
 from shardwise.stages.run import Module, Outgoing, Own, StageRun, Travelling
@@ -73,8 +74,18 @@ class Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own: Own = super().__call__  # type: ignore[misc]
-        run = None if torch.compiler.is_compiling() else self._stages.current
-        return own(*args, **kwargs) if run is None else run.call(self, own, args, kwargs)  # type: ignore[arg-type]
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        run = self._stages.current
+        if run is not None:
+            return run.call(self, own, args, kwargs)  # type: ignore[arg-type]
+        if not is_in_backward():  # where layers are recomputed
+            raise UnsupportedError(
+                f"{self._stages.modules[self].fqn} of a model in stages is called by itself",  # type: ignore[index]
+                why="each rank holds the layers of its own stages, and this call says nothing to the others",
+                fix="call the model, or use pp_size 1",
+            )
+        return own(*args, **kwargs)
 
 
 @dataclass(eq=False)
