@@ -122,7 +122,8 @@ def load_checkpoint(
 
     The layout may be another than the one that saved it, one process included: each rank reads only what it holds.
     Everything is found and checked on all ranks before anything is changed. Random states continue where they were if
-    the number of data ranks is the same; otherwise each data rank begins a new stream that follows from them.
+    the number of data ranks is the same; otherwise each data rank begins a new stream that follows from them. Gradients
+    that the model has are dropped.
 
     Args:
         path: a directory of checkpoints.

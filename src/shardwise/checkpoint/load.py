@@ -124,7 +124,9 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
                 states.apply()
             if schedule is not None:
                 scheduler.load_state_dict(schedule if groups is None else state_for_groups(schedule, groups))
-            if registry is not None:
+            if model is not None and registry is not None:
+                for each in (model, registry.model() or model):
+                    each.zero_grad()  # of other weights, and perhaps half of what was to be summed
                 restore_random(registry.mesh, stored.index.values.get("random", {}), random)
         return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
 
