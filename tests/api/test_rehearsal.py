@@ -39,22 +39,34 @@ CASES = {
 
 
 def hold(mesh, spec):
-    """What this rank really holds between forward and backward."""
-    model = tiny_model("llama")
-    batch = rows_of(tiny_batch(model, rows=ROWS * mesh.data_size, length=LENGTH), mesh)
-    model = shardwise.parallelize(model, mesh, **vars(spec)).train()
+    """What this rank really holds between forward and backward, and at the peak of a step."""
+    model, batch = build(mesh, spec)
     with MemoryCount(model) as count:
         loss = model(**batch).loss
         time.sleep(0.1)  # gloo's thread releases what it sent a moment later
         held = count.total()
     loss.backward()
-    return held
+    return held, min(peak(*build(mesh, spec)) for _ in range(2))  # for the same reason
+
+
+def build(mesh, spec):
+    model = tiny_model("llama")
+    batch = rows_of(tiny_batch(model, rows=ROWS * mesh.data_size, length=LENGTH), mesh)
+    return shardwise.parallelize(model, mesh, **vars(spec)).train(), batch
+
+
+def peak(model, batch):
+    """Of the first step of a model."""
+    with PeakCount(model) as count, dropped_output(registry_of(model).context):
+        model(**batch).loss.backward()
+    return count.peak_bytes
 
 
 def rehearse(layout, spec):
     shape = shardwise.MeshShape.parse(layout)
-    rehearsal = Rehearsal(source=tiny_model("llama").config, shape=shape, spec=spec)
-    return rehearsal.run_step(num_rows=ROWS, seq_length=LENGTH).activations
+    step = Rehearsal(source=tiny_model("llama").config, shape=shape, spec=spec)
+    found = step.run_step(num_rows=ROWS, seq_length=LENGTH)
+    return found.activations, found.peak_bytes
 
 
 WITHOUT_LOGITS = ("tp2", "fsdp2")
@@ -108,18 +120,15 @@ def test_what_is_rehearsed_is_what_four_ranks_hold(on_ranks, layout, spec):
     ids=["float32", "bfloat16", "full"],
 )
 def test_the_peak_of_a_step_is_rehearsed_to_the_byte(spec):
-    model = tiny_model("llama")
-    batch = tiny_batch(model, rows=ROWS, length=LENGTH)
     with shardwise.Mesh.open("tp1", device="cpu") as mesh:
-        model = shardwise.parallelize(model, mesh, **vars(spec)).train()
-        with PeakCount(model) as count, dropped_output(registry_of(model).context):
-            model(**batch).loss.backward()
+        model, batch = build(mesh, spec)
+        found = peak(model, batch)
     expected = Rehearsal(source=model.config, shape=shardwise.MeshShape(), spec=spec).run_step(
         num_rows=ROWS, seq_length=LENGTH
     )
-    assert count.peak_bytes == expected.peak_bytes
+    assert found == expected.peak_bytes
     gradients = sum(each.grad.nbytes for each in model.parameters())
-    assert count.peak_bytes > max(gradients, expected.activations.total)
+    assert found > max(gradients, expected.activations.total)
 
 
 def hold_without_logits(mesh, spec):
@@ -140,16 +149,16 @@ def hold_without_logits(mesh, spec):
 @pytest.mark.parametrize("name", WITHOUT_LOGITS)
 def test_logits_that_are_not_made_are_not_counted(monkeypatch, found, name):
     layout, spec = CASES[name]
-    usual = rehearse(layout, spec).activations
+    usual = rehearse(layout, spec)[0].activations
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 96 * 4)
-    without = rehearse(layout, spec)
+    without = rehearse(layout, spec)[0]
     assert without == found[0][1][name] and without.activations < usual
 
 
 @pytest.mark.single
 def test_more_ranks_hold_less_each():
     held = {
-        layout: rehearse(layout, ParallelSpec(sequence_parallel=True)).activations for layout in ("tp1", "tp2", "tp4")
+        layout: rehearse(layout, ParallelSpec(sequence_parallel=True))[0].activations for layout in ("tp1", "tp2", "tp4")
     }
     assert held["tp4"] < held["tp2"] < held["tp1"]
 

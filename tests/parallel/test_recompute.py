@@ -12,6 +12,7 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.errors import ConfigError
 from shardwise.parallel.activation_memory import MemoryCount
+from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -37,6 +38,7 @@ def test_every_mode_keeps_less_and_computes_the_same():
         "none": hold("none"),
         "attention": hold("attention"),
         "selective": hold("selective"),
+        "alternate": hold("alternate"),
         "every other": hold("full", every=2),
         "mlps": hold("full", modules=("model.layers.*.mlp",)),
         "full": hold("full"),
@@ -45,11 +47,59 @@ def test_every_mode_keeps_less_and_computes_the_same():
     assert nbytes["full"] < nbytes["every other"] < nbytes["none"]
     assert nbytes["selective"] < nbytes["none"] and nbytes["attention"] < nbytes["none"]
     assert nbytes["mlps"] < nbytes["none"]
+    assert nbytes["full"] < nbytes["alternate"] < nbytes["selective"]
     hidden = 2 * LENGTH * 64 * 4
     assert nbytes["full"] < nbytes["none"] / 4 and nbytes["full"] >= LAYERS * hidden
     for _, gradients in found.values():
         for name, gradient in found["none"][1].items():
             torch.testing.assert_close(gradients[name], gradient)
+
+
+@pytest.mark.single
+def test_offloaded_blocks_keep_their_inputs_on_the_host(monkeypatch):
+    """As far as a machine without a GPU can tell: what is moved, and that backward is given it again."""
+    moved = []
+
+    class OnHost(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory):
+            super().__init__(lambda x: moved.append(x.shape) or (x.device, x.detach().clone()), lambda kept: kept[1])
+
+    _, expected = hold("none")
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", OnHost)
+    _, found = hold("offload")
+    assert moved == [(2, LENGTH, 64)] * LAYERS
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def kept_by_compiled(budget):
+    """Bytes that blocks keep for backward besides parameters, and the gradients."""
+    kept, recompute = {}, shardwise.Recompute(mode="none" if budget is None else "budget", budget=budget)
+
+    def pack(x):
+        if not isinstance(x, torch.nn.Parameter):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        model = tiny_model("llama")
+        batch = tiny_batch(model, length=LENGTH)
+        choice = shardwise.Compile(backend="aot_eager")
+        model = shardwise.parallelize(model, mesh, recompute=recompute, compilation=choice).train()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.compiler.reset()
+        return sum(kept.values()), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.single
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # what torch's tracing does itself
+def test_compiled_blocks_keep_as_much_as_a_budget_allows():
+    most, expected = kept_by_compiled(None)
+    least, found = kept_by_compiled(0.0)
+    assert least < most / 2
+    torch.testing.assert_close(found, expected)
 
 
 def count_collectives(mode):
@@ -120,11 +170,25 @@ def test_frozen_bases_are_recomputed_too(layout):
         ({"mode": "ful"}, "did you mean 'full'"),
         ({"mode": "full", "every": 0}, "every is 0"),
         ({"mode": "attention", "modules": ("a",)}, "modules with mode"),
+        ({"mode": "budget"}, "budget None"),
+        ({"mode": "full", "budget": 0.5}, "mode 'full' with budget"),
+        ({"mode": "budget", "budget": 2.0}, "budget is 2.0"),
+        ({"mode": "budget", "budget": 0.5, "every": 2}, "every with mode"),
     ],
 )
 def test_choices_that_make_no_sense_are_errors(options, message):
     with pytest.raises(ConfigError, match=message):
         shardwise.Recompute(**options)
+
+
+@pytest.mark.single
+def test_choices_that_need_or_exclude_compilation_are_errors():
+    budget, offload = shardwise.Recompute(mode="budget", budget=0.5), shardwise.Recompute(mode="offload")
+    for options in ({}, {"compilation": shardwise.Compile(backend="eager")}):
+        with pytest.raises(ConfigError, match="without compilation"):
+            ParallelSpec(recompute=budget, **options)
+    with pytest.raises(ConfigError, match="with compilation"):
+        ParallelSpec(recompute=offload, compilation=shardwise.Compile())
 
 
 @pytest.mark.single

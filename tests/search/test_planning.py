@@ -202,7 +202,7 @@ def adapted():
 def test_a_proved_plan_that_splits_nothing_in_a_wrapped_model_is_an_error():
     wrapped = peft.get_peft_model(tiny_model("llama"), adapted())
     for asked in ("auto", "declared"):
-        with pytest.raises(PlanError, match="9 of the 9 rules declared for PeftModel split nothing") as error:
+        with pytest.raises(PlanError, match=r"(\d) of the \1 rules declared for PeftModel split nothing") as error:
             plan_for(wrapped, ParallelSpec(plan=asked), tp_size=2)
         assert "model.layers.*.self_attn.q_proj: colwise" in str(error.value)
         assert "before anything is put around it" in str(error.value)

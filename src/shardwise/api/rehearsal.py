@@ -81,6 +81,15 @@ class Rehearsal:
             track_gradients(model, registry)
             yield model.train()
 
+    def _eager(self) -> Rehearsal:
+        if self.spec.recompute.mode == "budget":
+            raise UnsupportedError(
+                "a rehearsal of Recompute mode 'budget'",
+                why="what is kept is chosen when blocks are compiled",
+                fix="rehearse modes none and full, between which it is",
+            )
+        return replace(self, spec=replace(self.spec, compilation=None))
+
     def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
         """One microbatch, run eagerly on rank 0: what it holds, and what forward, backward and gradient phase send.
 
@@ -91,8 +100,7 @@ class Rehearsal:
         Raises:
             UnsupportedError: that depends on values, such as which expert a token goes to.
         """
-        eager = replace(self, spec=replace(self.spec, compilation=None))
-        with eager.open() as model:
+        with self._eager().open() as model:
             batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
             batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are full
             with told_values_are_missing(model):
@@ -106,9 +114,8 @@ class Rehearsal:
             UnsupportedError: what a stage holds depends on values.
         """
         found: dict[int, RehearsedStage] = {}
-        eager = replace(self, spec=replace(self.spec, compilation=None))
         for coord in range(self.shape.pp_size):
-            with eager.open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
+            with self._eager().open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
                 batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
                 batch.pop("attention_mask", None)
                 stages = registry_of(model).stages

@@ -90,8 +90,10 @@ class PeakCount(TorchDispatchMode):
         super().__init__()
         self.peak_bytes = 0
         self._at_rest, self._made = _Storages(), _Storages()
+        self._sizes: dict[int, int] = {}
+        """Of what lived when it was summed last, and of all that was made or has grown since."""
         self._most = 0
-        """What lives, or more: exact when it was summed last, and all that was made since."""
+        """Their sum: what lives, or more."""
         for parameter in model.parameters():
             _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
 
@@ -99,21 +101,33 @@ class PeakCount(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        for each in _tensors(result):
-            storage = each.untyped_storage()
+        given = {id(storage): storage for storage in _storages((args, kwargs))}
+        for key, storage in given.items():
+            if self._made.get(key) is storage:  # FSDP2 frees what it gathered by size, and gathers into it again
+                self._note(key, storage, grown=storage.nbytes() - self._sizes[key])
+        for storage in _storages(result):
             key = id(storage)
-            if self._at_rest.get(key) is not storage and self._made.get(key) is not storage:
+            if key not in given and self._at_rest.get(key) is not storage and self._made.get(key) is not storage:
                 self._made[key] = storage
-                self._most += storage.nbytes()
+                self._note(key, storage, grown=storage.nbytes())
         if self._most > self.peak_bytes:
-            self._most = sum(storage.nbytes() for storage in list(self._made.values()))
+            self._sizes = {key: storage.nbytes() for key, storage in list(self._made.items())}
+            self._most = sum(self._sizes.values())
             self.peak_bytes = max(self.peak_bytes, self._most)
         return result
+
+    def _note(self, key: int, storage: torch.UntypedStorage, *, grown: int) -> None:
+        self._sizes[key] = storage.nbytes()
+        self._most += max(grown, 0)
 
 
 def _add(tensor: Tensor, storages: _Storages) -> None:
     storage = tensor.untyped_storage()
     storages[id(storage)] = storage
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    return (each.untyped_storage() for each in _tensors(values))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -84,7 +84,7 @@ def apply_plan(
         model.to(mesh.device)
     apply_precision(model, registry, spec.precision)
     apply_recomputation(model, registry, spec.recompute)
-    apply_compilation(model, registry, spec.compilation)
+    apply_compilation(model, registry, spec.compilation, budget=spec.recompute.budget)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)
     fit_absent(registry, compute_dtype=_compute_dtype(spec, dtype))

@@ -10,13 +10,16 @@ recomputed may write nothing.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers import Cache
 
@@ -28,6 +31,9 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
 __all__ = ["CompileCount", "apply_compilation", "count_compilation"]
+
+_REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
+"""Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class Compiled:
     _compiled_name: str
     _compiled_stack: str | None
     _compiled_context: SplitContext
+    _compiled_settings: Callable[[], AbstractContextManager[None]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module's own."""
@@ -73,7 +80,8 @@ class Compiled:
         state.enter_stack(self._compiled_stack)
         state.enter_rows(state.stack_rows if self._compiled_stack is not None else 0)
         try:
-            return self._compiled_forward(self, *args, **kwargs)
+            with self._compiled_settings():
+                return self._compiled_forward(self, *args, **kwargs)
         except (Unsupported, UncapturedHigherOrderOpError, UserError) as error:
             raise _not_whole(self._compiled_name, error) from error
         except FailOnRecompileLimitHit as error:
@@ -85,8 +93,13 @@ class Compiled:
             ) from error
 
 
-def apply_compilation(model: nn.Module, registry: Registry, choice: Compile | None) -> None:
+def apply_compilation(
+    model: nn.Module, registry: Registry, choice: Compile | None, *, budget: float | None = None
+) -> None:
     """Compiles the layers of `model` when they are first run. Communicates nothing.
+
+    Args:
+        budget: of `Recompute`.
 
     Raises:
         UnsupportedError: something drops under tp, or the device has no symmetric memory.
@@ -113,6 +126,7 @@ def apply_compilation(model: nn.Module, registry: Registry, choice: Compile | No
             _compiled_name=name,
             _compiled_stack=registry.plan.stack_of(name),
             _compiled_context=context,
+            _compiled_settings=functools.partial(_settings, budget),
         )
 
 
@@ -145,6 +159,18 @@ def _options(choice: Compile, registry: Registry) -> dict[str, Any]:
     enable_symm_mem_for_group(group.group_name)
     of_mode = torch._inductor.list_mode_options(choice.mode) if choice.mode is not None else {}
     return {**found, "mode": None, "options": {**of_mode, **(choice.options or {}), "_micro_pipeline_tp": True}}
+
+
+@contextmanager
+def _settings(budget: float | None) -> Iterator[None]:
+    """torch's own settings while a layer runs, and so is compiled when it first does."""
+    with ExitStack() as settings:
+        if _REFUSES_NOTES:
+            name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+            settings.enter_context(torch._dynamo.config.patch({name: True}))
+        if budget is not None:
+            settings.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
+        yield
 
 
 def _own_code(forward: Any) -> Any:

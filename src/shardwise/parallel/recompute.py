@@ -4,7 +4,7 @@
 A recomputed module checkpoints its own forward. What hangs on the module from outside, FSDP2's gathering and the edges
 of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
 What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
-"selective"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
+"selective" or "alternate"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
 twice; training forwards build none (see `caches.py`).
 """
 
@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
@@ -33,12 +33,9 @@ from shardwise.runtime.region_edges import with_own_sums
 __all__ = ["apply_recomputation", "recompute_classes", "recompute_of"]
 
 _aten = torch.ops.aten
-_EXPENSIVE_OPS = frozenset(
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
+_ATTENTIONS = frozenset(
     {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -126,9 +123,9 @@ def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompu
             own["_gradient_checkpointing_func"] = _Resuming(own["_gradient_checkpointing_func"], registry)
         if isinstance(module, PreTrainedModel):
             own["_set_gradient_checkpointing"] = functools.partial(_enable_resuming, module, registry)
-    if recompute.mode == "none":
+    if recompute.mode in ("none", "budget"):  # a budget is kept by what compiles
         return
-    run = _run_selectively if recompute.mode == "selective" else functools.partial(checkpoint, use_reentrant=False)
+    run = _RUNS.get(recompute.mode, functools.partial(checkpoint, use_reentrant=False))
     regions = {id(model.get_submodule(region.fqn)) for region in registry.plan.regions}
     for module in _chosen(model, registry.plan.stacks, recompute):
         apply_mixin(module, Recomputed, _checkpoint=_Resuming(run, registry, is_region=id(module) in regions))
@@ -174,19 +171,56 @@ def _attentions(model: nn.Module) -> list[str]:
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
-def _run_selectively(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_selectively(kept: Callable[[], Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # regions give values there by themselves
             return own(*args, **kwargs)
         with functional_collectives():
             return own(*args, **kwargs)
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=_save_expensive_ops, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=kept, **kwargs)
 
 
-def _save_expensive_ops() -> Any:
+def _keep_expensive() -> Any:
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_kept = operation in _EXPENSIVE_OPS or operation.namespace == "_c10d_functional"
+        is_kept = operation in _PRODUCTS or _is_always_kept(operation)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _keep_alternate() -> Any:
+    counts = {True: 0, False: 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = _is_always_kept(operation)
+        if operation in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            is_kept = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _is_always_kept(operation: Any) -> bool:
+    return operation in _ATTENTIONS or operation.namespace == "_c10d_functional"
+
+
+def _run_offloaded(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def pack(value: Tensor) -> Any:  # masks and positions are all blocks' own
+        return host.pack_hook(value) if value.requires_grad else value
+
+    def unpack(kept: Any) -> Any:
+        return host.unpack_hook(kept) if isinstance(kept, tuple) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return checkpoint(own, *args, use_reentrant=False, **kwargs)
+
+
+_RUNS: dict[str, Callable[..., Any]] = {
+    "selective": functools.partial(_run_selectively, _keep_expensive),
+    "alternate": functools.partial(_run_selectively, _keep_alternate),
+    "offload": _run_offloaded,
+}

@@ -15,7 +15,7 @@ _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_RECOMPUTED = ("none", "full", "attention", "selective")
+_RECOMPUTED = ("none", "full", "attention", "selective", "alternate", "offload", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,32 +125,45 @@ class Recompute:
         "attention"   attention modules are, whose memory may grow with the square of the sequence
         "selective"   blocks are, except what is expensive to compute: matrix products, attention and collectives are
         kept
+        "alternate"   as "selective", but of a block's matrix products every second is computed again
+        "offload"     as "full", and what a block keeps of its inputs waits in host memory for backward
+        "budget"      of what compiled blocks would keep, torch keeps as much as `budget` allows, and chooses what
 
     Attributes:
-        mode: "none", "full", "attention" or "selective".
+        mode: one of these.
         every: recompute only every n-th block, from the first on.
         modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), none
             of them inside another.
+        budget: with mode "budget", the share of bytes, from 0 (inputs alone) to 1 (as torch.compile does by itself).
 
     Raises:
-        ConfigError: a value is none of those named.
+        ConfigError: a value is none of those named, or they exclude each other.
     """
 
     mode: str = "none"
     every: int = 1
     modules: tuple[str, ...] = ()
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         _check_choice("Recompute mode", self.mode, _RECOMPUTED)
         if type(self.every) is not int or self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", tuple(self.modules))
-        if self.modules and self.mode not in ("full", "selective"):
+        if self.modules and self.mode in ("none", "attention", "budget"):
             raise ConfigError(
                 f"Recompute modules with mode {self.mode!r}",
                 why="patterns say which modules are recomputed in place of blocks",
                 fix='use mode="full" or mode="selective" with them',
             )
+        if self.every > 1 and self.mode == "budget":
+            raise ConfigError("Recompute every with mode 'budget'", why="all blocks share what is compiled")
+        if (self.mode == "budget") != (self.budget is not None):
+            raise ConfigError(
+                f"Recompute mode {self.mode!r} with budget {self.budget}", fix='use mode="budget" and budget=0.5, say'
+            )
+        if self.budget is not None and not 0 <= self.budget <= 1:
+            raise ConfigError(f"Recompute budget is {self.budget!r}", fix="use a share from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +255,9 @@ class ParallelSpec:
         recompute: what backward computes again.
         compilation: how `torch.compile` compiles every block; None runs eagerly.
         pipeline: how layers are divided into stages along pp; the default `Pipeline` where None.
+
+    Raises:
+        ConfigError: options exclude each other.
     """
 
     plan: str | Plan | Mapping[str, str] = "auto"
@@ -251,6 +267,21 @@ class ParallelSpec:
     recompute: Recompute = field(default_factory=Recompute)
     compilation: Compile | None = None
     pipeline: Pipeline | None = None
+
+    def __post_init__(self) -> None:
+        mode, backend = self.recompute.mode, self.compilation.backend if self.compilation is not None else "eager"
+        if mode == "budget" and backend == "eager":
+            raise ConfigError(
+                "Recompute mode 'budget' without compilation",
+                why="torch chooses what is kept when it divides a compiled block in forward and backward",
+                fix='add Compile(), or use mode="alternate" or "selective"',
+            )
+        if mode == "offload" and self.compilation is not None:
+            raise ConfigError(
+                "Recompute mode 'offload' with compilation",
+                why="what is kept is moved while a block runs eagerly",
+                fix='use mode="full", or mode="budget"',
+            )
 
     @classmethod
     def of(cls, **options: Any) -> ParallelSpec:
