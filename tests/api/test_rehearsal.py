@@ -158,7 +158,8 @@ def test_logits_that_are_not_made_are_not_counted(monkeypatch, found, name):
 @pytest.mark.single
 def test_more_ranks_hold_less_each():
     held = {
-        layout: rehearse(layout, ParallelSpec(sequence_parallel=True))[0].activations for layout in ("tp1", "tp2", "tp4")
+        layout: rehearse(layout, ParallelSpec(sequence_parallel=True))[0].activations
+        for layout in ("tp1", "tp2", "tp4")
     }
     assert held["tp4"] < held["tp2"] < held["tp1"]
 
