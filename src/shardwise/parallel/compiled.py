@@ -163,7 +163,7 @@ def _options(choice: Compile, registry: Registry) -> dict[str, Any]:
 
 @contextmanager
 def _settings(budget: float | None) -> Iterator[None]:
-    """torch's own settings while a layer runs, and so is compiled when it first does."""
+    """Settings of torch itself while a layer runs, and so is compiled when it first does."""
     with ExitStack() as settings:
         if _REFUSES_NOTES:
             name = "skip_fwd_side_effects_in_bwd_under_checkpoint"

@@ -4,8 +4,8 @@
 A recomputed module checkpoints its own forward. What hangs on the module from outside, FSDP2's gathering and the edges
 of sequence parallelism, is not repeated: in backward FSDP2 has gathered the unit already when its forward runs again.
 What happens inside is repeated, collectives of tensor parallelism included (they are kept where the mode is
-"selective" or "alternate"), and random numbers are drawn from the restored state, so dropout is the same. Caches of keys would grow
-twice; training forwards build none (see `caches.py`).
+"selective" or "alternate"), and random numbers are drawn from the restored state, so dropout is the same. Caches of
+keys would grow twice; training forwards build none (see `caches.py`).
 """
 
 from __future__ import annotations
