@@ -278,6 +278,14 @@ def transforms(pair):
     return []
 
 
+def mask_for_each_head(pair):
+    """A rank has some of the heads."""
+    batch = pair.batches[0] | {"attention_mask": torch.zeros(ROWS, 4, 9, 9)}
+    with pytest.raises(UnsupportedError, match=r"an attention_mask \[4, 4, 9, 9\] of a model that is split"):
+        pair.split(**batch)
+    return []
+
+
 def parts_of_stages(pair):
     """Nothing of a model in stages runs by itself, and no schedule runs inside of a backward."""
     ids, labels = pair.batches[0]["input_ids"], pair.batches[0]["labels"]
@@ -326,6 +334,7 @@ EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler,
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
+    mask_for_each_head,
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.loss.deferred_logits import DeferredLogits
 from shardwise.loss.logits import SplitLogits, as_logits
 from shardwise.loss.mode import SplitLossMode
@@ -75,6 +75,13 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     context.model_name = type(model).__name__
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.size > 1:
+            raise UnsupportedError(
+                f"an attention_mask {list(mask.shape)} of a model that is split over tp={context.size}",
+                why="it has a row for each of all heads, and a rank computes with its own",
+                fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
+            )
         context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split:
