@@ -221,7 +221,37 @@ def outputs_as_tuples(mesh):
     return problems + differing_gradients(shardwise.full_gradients(model), gradients(whole))
 
 
-LOOPS = [clip, scale, frozen_stage, frozen_model, copied, two_models]
+def changing(mesh):
+    """Steps of other numbers of rows, tokens and microbatches, two for an update, a scheduler, evaluation and generated
+    tokens in between.
+    """
+    whole, model = both(mesh, tied=True)
+    steps = [shardwise.TrainStep(model, mesh, num_microbatches=count) for count in (2, 4)]
+    optimizers = [torch.optim.AdamW(whole.parameters(), **OPTIONS)]
+    optimizers.append(shardwise.build_optimizer(model, torch.optim.AdamW, **OPTIONS))
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers]
+    problems = []
+    for number, (rows, length) in enumerate(((8, 6), (4, 9), (2, 5), (8, 7))):
+        batch = tiny_batch(whole, rows=rows, length=length, seed=number)
+        expected = whole(**batch).loss
+        expected.backward()
+        problems += differing("loss", steps[number % 2](batch).loss, expected.detach(), 1e-5)
+        if number % 2:
+            problems += differing_gradients(shardwise.full_gradients(model), gradients(whole))
+            for each in (*optimizers, *schedulers):
+                each.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        else:
+            model.eval()
+            with torch.no_grad():
+                problems += differing("loss", model(**batch).loss, whole(**batch).loss, 1e-5)
+            model.generate(batch["input_ids"][:2], max_new_tokens=2, pad_token_id=0, do_sample=False)
+            model.train()
+    return problems + same_weights(model, whole)
+
+
+LOOPS = [changing, clip, scale, frozen_stage, frozen_model, copied, two_models]
 LOOPS += [chosen, hooks, interleaved, autocast, outputs_as_tuples]
 
 

@@ -32,8 +32,16 @@ def microbatches(x, target, count, loss_of=lambda loss: loss):
 
 
 def train_stub(mesh, name, count):
-    """Steps of several lengths, with an evaluation after each: the largest error, and what was sent and kept."""
+    """Steps of several lengths, with an evaluation after each: the largest error, and what was sent and held."""
     model, runner = stub_runner(mesh, name, num_microbatches=count)
+    run_stage, most_held = runner.stages.run, 0
+
+    def watched(*args):
+        nonlocal most_held
+        most_held = max(most_held, 1 + sum(len(each.fwd_cache) + len(each._later) for each in runner.kept_stages()))
+        return run_stage(*args)
+
+    runner.stages.run = watched
     whole = Blocks(runner.plan.num_stages)
     worst, sent = 0.0, []
     for length in LENGTHS:
@@ -62,6 +70,7 @@ def train_stub(mesh, name, count):
         for a, b in zip(runner.plan.rank_of, runner.plan.rank_of[1:], strict=False)
     )
     held = runner.schedule(count).in_flight[mesh.coord("pp")]
+    assert most_held == held, "activations of one stage and microbatch, as the schedule says"
     return worst, sent, cuts, most, held, runner.stages.num_forwards
 
 

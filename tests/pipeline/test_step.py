@@ -136,32 +136,23 @@ def test_every_two_choices_meet_that_can():
     assert {family for _, _, family, _, _, _ in found} == set(FAMILIES)
 
 
-def train_zero(mesh, name, stage, offload):
+def train_zero(mesh, name, stage, offload, mode):
+    options = {} if mode is None else {"recompute": Recompute(mode=mode)}
     fsdp = FsdpPolicy(zero_stage=stage, cpu_offload=offload)
-    return train(mesh, "llama", name, 4, tied=True, lengths=(6,), fsdp=fsdp)
+    return train(mesh, "llama", name, 4, tied=True, lengths=(6,), fsdp=fsdp, **options)
 
 
-ZERO = [(name, stage, False) for stage in (1, 2, 3) for name in SCHEDULES] + [("zbv", 2, True)]
+RECOMPUTED = {"1f1b": "full", "looped_bfs": "selective"}
+ZERO = [(name, stage, False, RECOMPUTED.get(name)) for stage in (1, 2, 3) for name in SCHEDULES]
+ZERO += [("zbv", 2, True, None), ("1f1b", 3, False, None), ("looped_bfs", 3, False, None)]
 if not FULL_PRODUCT:  # the third stage is that of the cells above, with every schedule
-    ZERO = [(name, 2 - number % 2, name == "zbv") for number, name in enumerate(SCHEDULES)]
+    ZERO = [(name, 2 - at % 2, name == "zbv", RECOMPUTED.get(name)) for at, name in enumerate(SCHEDULES)]
 
 
-@pytest.mark.parametrize(("name", "stage", "offload"), ZERO)
+@pytest.mark.parametrize(("name", "stage", "offload", "mode"), ZERO)
 @pytest.mark.parametrize("layout", ["pp2.fsdp2"])
-def test_no_gradients_are_lost_with_any_schedule_at_any_zero_stage(on_ranks, layout, name, stage, offload):
+def test_no_gradients_are_lost_with_any_schedule_at_any_zero_stage(on_ranks, layout, name, stage, offload, mode):
     for problems in on_ranks(train_zero):
-        assert not problems, problems
-
-
-def train_recomputed(mesh, mode, sp):
-    return train(mesh, "llama", "1f1b", 4, tied=True, sp=sp, lengths=(6,), recompute=Recompute(mode=mode))
-
-
-@pytest.mark.parametrize(
-    ("layout", "mode", "sp"), [("pp2", "selective", False), ("pp2.tp2", "full", True), ("pp2.fsdp2", "full", False)]
-)
-def test_blocks_are_recomputed_in_stages(on_ranks, layout, mode, sp):
-    for problems in on_ranks(train_recomputed):
         assert not problems, problems
 
 

@@ -102,6 +102,7 @@ class PipelineStage(Base):
         super().__init__(root, number, len(rank_of), context.device, group)
         self._stages, self._context, self._rank_of, self._splits = stages, context, rank_of, splits
         self._enters_root, self._is_managed = enters_root, isinstance(root, FSDPModule)
+        self._is_sent = number + 1 < len(rank_of) and rank_of[number + 1] != rank_of[number]
         self._checked: set[int] = set()
         self.round = Round(parts=())
         self._received: dict[int, tuple[Tensor, ...]] = {}
@@ -216,7 +217,7 @@ class PipelineStage(Base):
         outputs = self._last_output(number, output) if self.is_last else self._checked_output(output, outgoing)
         if back and self._splits:
             outputs = tie(outputs, inputs)
-        if back or not self.is_last:
+        if back or self._is_sent:
             self.fwd_cache[number] = outputs, inputs
         self._note(Kind.FORWARD, number, start)
         return outputs if not self.is_last else outputs[0] if outputs else None
