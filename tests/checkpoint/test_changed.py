@@ -13,6 +13,7 @@ import torch
 import shardwise
 from shardwise.checkpoint.load import open_checkpoint
 from shardwise.errors import LoadError
+from shardwise.parameters.registry import local_part
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.sharding.layout import Piece
 from tests.checkpoint.training import Training, differing
@@ -152,6 +153,27 @@ def test_a_rank_may_begin_where_an_optimizer_of_torch_ended(mesh, tmp_path):
         assert torch.equal(plain.state[one]["exp_avg"], built.state[two]["exp_avg"])
 
 
+class RowSums(torch.optim.SGD):
+    """With a state that has another shape than its parameter, and follows from no layout."""
+
+
+def with_row_sums(model, *, scale):
+    optimizer = RowSums(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            optimizer.state[parameter]["rows"] = local_part(parameter).detach().sum(1) * scale
+    return optimizer
+
+
+def _goes_on_alone(mesh, base):
+    """Whether such a state comes back on the ranks that had it."""
+    model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2), mesh)
+    shardwise.save_checkpoint(f"{base}/rows", model=model, optimizer=with_row_sums(model, scale=1), tag="a")
+    other, expected = with_row_sums(model, scale=0), with_row_sums(model, scale=1)
+    shardwise.load_checkpoint(f"{base}/rows", model=model, optimizer=other)
+    return all(torch.equal(each["rows"], expected.state[key]["rows"]) for key, each in other.state.items())
+
+
 def on_other_ranks(mesh, base):
     """Loads what one process saved: what is refused, what is drawn afterwards, and what a save in the middle of an
     accumulation changes.
@@ -172,7 +194,7 @@ def on_other_ranks(mesh, base):
     training.load(base, "a")
     drawn = float(torch.rand(())), float(numpy.random.rand()), random.random()
     after = [_accumulated(mesh, base, saves=saves) for saves in (False, True)]
-    return errors, drawn, differing(*after)
+    return errors, drawn, differing(*after), _goes_on_alone(mesh, base)
 
 
 def _accumulated(mesh, base, *, saves):
@@ -201,6 +223,10 @@ def test_ranks_refuse_draw_and_accumulate_alike(mesh, tmp_path, on_ranks):
     own = float(torch.rand(()))
     assert len({own, first[1][0], second[1][0]}) == 3, "with more data ranks each begins a stream of its own"
     assert first[2] == second[2] == [], "a save in the middle of an accumulation leaves the gradients"
+    assert first[3] and second[3]
+    here_too = with_row_sums(here.model, scale=0)
+    with pytest.raises(LoadError, match=r"embed_tokens.weight/rows fits no layout but its own[\s\S]*saved with fsdp2"):
+        shardwise.load_checkpoint(tmp_path / "rows", model=here.model, optimizer=here_too)
     with open_checkpoint(tmp_path / "fsdp2" / "middle") as stored:
         rows = ((0, 48), (0, 64))
         stored.plan("model/model.embed_tokens.weight", [Piece(rows, rows)])
