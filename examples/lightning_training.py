@@ -45,6 +45,8 @@ class Model(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", self.model(input_ids=batch, labels=batch).loss, sync_dist=True)
 
+    test_step = validation_step
+
     def predict_step(self, batch, batch_idx):
         return self.model(input_ids=batch).logits[:, -1].argmax(-1)
 
@@ -86,6 +88,8 @@ def main() -> None:
     loaders = DataLoader(rows, batch_size=2), DataLoader(rows, batch_size=2)
     second.fit(model, *loaders, ckpt_path=f"{keep.dirpath}/last.ckpt")
     (found,) = second.validate(model, DataLoader(rows, batch_size=2), verbose=False)
+    (tested,) = second.test(model, DataLoader(rows, batch_size=2), verbose=False)
+    assert tested == found, "the same rows"
     before, after = float(first.callback_metrics["val_loss"]), found["val_loss"]
     predicted = second.predict(model, DataLoader(rows, batch_size=2))
     second.print(f"validation loss {before:.3f} after two epochs under tp2, {after:.3f} after four more under fsdp2")
