@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
 from shardwise.plan.decision import SplitPlan
+from shardwise.runtime.adapters import is_adapter, unwrapped
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate
 from shardwise.topology.axes import DATA_AXES
@@ -20,6 +21,7 @@ __all__ = ["adopt_parameters", "note_inputs"]
 _GIVEN = "_shardwise_given"
 _NAME = "_shardwise_name"
 _STAGED = "_shardwise_staged"
+_ADAPTED = "_shardwise_adapted"
 _WRAPPED = ("base_layer", "original_module")
 """What PEFT calls a module that it puts something around."""
 
@@ -34,8 +36,9 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
         _watch_registrations()
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
+    adapted = {unwrapped(module) for module in model.modules() if is_adapter(module)}
     for name, module in model.named_modules() if plan.tp_size > 1 or is_staged else ():
-        module.__dict__.update({_NAME: name, _STAGED: is_staged})
+        module.__dict__.update({_NAME: name, _STAGED: is_staged, _ADAPTED: module in adapted})
         if plan.tp_size == 1:
             continue
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
@@ -99,7 +102,8 @@ def _watch_registrations() -> None:
 
 
 def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
-    if name == "parametrizations" and parent.__dict__.get(_GIVEN) == "split":
+    is_known = parent.__dict__.get(_ADAPTED, False)  # PEFT parametrizes what it adapts for every forward
+    if name == "parametrizations" and not is_known and parent.__dict__.get(_GIVEN) == "split":
         raise UnsupportedError(
             f"a parametrization of {parent.__dict__[_NAME]}, which is split already",
             why="it would be computed of this rank's part of the parameter, and not of the full one",
