@@ -6,6 +6,8 @@ Trains as the unsplit BERT does: loss, gradient norm and what it predicts. Param
 layers that are, are all known to clipping and to `shardwise.full_state_dict`.
 """
 
+import tempfile
+
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from transformers import BertConfig, BertForMaskedLM
@@ -74,8 +76,8 @@ def create_dataloader(num_replicas, rank):
     return DataLoader(TensorDataset(ids), sampler=sampler, batch_size=8 // num_replicas)
 
 
-def train(tensor_parallel_size):
-    """Losses, averaged over data ranks by the caller, and norms of three steps; the full weights."""
+def train(tensor_parallel_size, path):
+    """Losses, averaged over data ranks by the caller, and norms of three steps; the full weights, saved and loaded."""
     neuronx_distributed.parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
     dataloader = create_dataloader(
         parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
@@ -83,6 +85,7 @@ def train(tensor_parallel_size):
     model = build_parallel()
     parallel_layers.move_model_to_device(model, xm.xla_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     history = []
     for (ids,) in dataloader:
         loss = model(input_ids=ids, labels=ids).loss
@@ -90,7 +93,15 @@ def train(tensor_parallel_size):
         norm = clip_grad_norm(model.parameters(), 1.0)
         xm.optimizer_step(optimizer, groups=parallel_state.get_data_parallel_group(as_list=True))
         optimizer.zero_grad()
+        scheduler.step()
         history.append((float(loss.detach()), float(norm)))
+    parallel_layers.save(
+        {"epoch": 1, "model": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "loss": history[-1]},
+        path,
+    )
+    model = build_parallel()
+    parallel_layers.move_model_to_device(model, xm.xla_device())
+    assert parallel_layers.load(path, model)["epoch"] == 1
     state = shardwise.full_state_dict(model)
     parallel_state.destroy_model_parallel()
     return history, state
@@ -99,6 +110,7 @@ def train(tensor_parallel_size):
 def train_unsplit():
     model = build_unsplit()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     history = []
     for (ids,) in create_dataloader(1, 0):
         loss = model(input_ids=ids, labels=ids).loss
@@ -106,13 +118,15 @@ def train_unsplit():
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        scheduler.step()
         history.append((float(loss.detach()), float(norm)))
     return history, model.state_dict()
 
 
 def main() -> None:
     expected, weights = train_unsplit()
-    ranks = spawn(train, 2, 2)
+    with tempfile.TemporaryDirectory() as path:
+        ranks = spawn(train, 2, 2, path)
     print("step   loss whole   loss tp2     norm whole   norm tp2")
     for number, ((loss, norm), (split_loss, split_norm)) in enumerate(zip(expected, ranks[0][0], strict=True), start=1):
         print(f"{number:>4}   {loss:<10.6f}   {split_loss:<10.6f}   {norm:<10.6f}   {split_norm:<10.6f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from pathlib import Path
 
 import peft
 import pytest
@@ -237,20 +238,30 @@ def small_print(mesh, directory):
     found["regular optimizer"] += differing_gradients(own_grads, gradients)
     found["groups"] = [(group["lr"], group["weight_decay"]) for group in moved.param_groups]
 
-    fill, spans = Filling.fill, []
+    fill, found["at once"] = Filling.fill, {}
+    for at_once in (2, 1):
 
-    def watched(self, *args, **kwargs):
-        spans.append(time.monotonic())
-        fill(self, *args, **kwargs)
-        time.sleep(0.05)
-        spans.append(time.monotonic())
+        def counted(self, *args, at_once=at_once, **kwargs):
+            """Waits for as many ranks as may load at a time, or a while for more than may."""
+            Path(f"{directory}/loading-{mesh.rank}").touch()
+            for _ in range(100 if at_once == 1 else 3000):
+                counts = [len(list(Path(directory).glob("loading-*")))]
+                if counts[0] > 1:
+                    break
+                time.sleep(0.005)
+            found["at once"][at_once] = counts[0]
+            fill(self, *args, **kwargs)
+            if at_once == 1:
+                Path(f"{directory}/loading-{mesh.rank}").unlink()
 
-    Filling.fill = watched
-    try:
-        model = Parallelizer.parallelize(loaded(), num_local_ranks_per_step=1)
-    finally:
-        Filling.fill = fill
-    found["spans"] = spans
+        Filling.fill = counted
+        try:
+            model = Parallelizer.parallelize(loaded(), num_local_ranks_per_step=at_once)
+        finally:
+            Filling.fill = fill
+        shardwise_wait(mesh)
+        Path(f"{directory}/loading-{mesh.rank}").unlink(missing_ok=True)
+        shardwise_wait(mesh)
 
     Parallelizer.save_model_checkpoint(model, f"{directory}/both", as_regular=True, as_sharded=True)
     Parallelizer.save_model_sharded_checkpoint(model, f"{directory}/later", async_save=True)
@@ -296,8 +307,7 @@ def batch_loss(model, batch):
 def test_the_small_print(on_ranks, layout, tmp_path):
     first, second = on_ranks(small_print, directory=str(tmp_path))
     for found in (first, second):
-        spans = found.pop("spans")
-        assert len(spans) == 2
+        assert found.pop("at once") == {2: 2, 1: 1}, "so many ranks load at a time"
         found.pop("untouched")
         assert found.pop("predicate") == [[32, 64], [96, 64], [96, 64]]
         assert found.pop("groups") == [(1e-4, 0.2), (1e-3, 0.2)]

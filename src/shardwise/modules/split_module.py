@@ -24,7 +24,7 @@ from shardwise.comm.collectives import (
     split_full,
 )
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.canonical import canonical_tensor, local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entry_of, mark, named_entries
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
@@ -95,6 +95,17 @@ class SplitModule(nn.Module):
             self.placements[name] = split
         entry = ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional)
         attach_entry(self, name, entry)
+
+    def full_value(self, own: nn.Parameter) -> Tensor:
+        """The full tensor, on the CPU, of which a parameter of this module is this rank's part.
+
+        Communicates: as `canonical_tensor`.
+        """
+        entry = entry_of(own)
+        assert entry is not None
+        full = canonical_tensor(own.detach(), entry.layout, entry.registry.mesh)
+        assert full is not None
+        return full
 
     @property
     def is_adopted(self) -> bool:

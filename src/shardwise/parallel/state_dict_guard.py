@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries
+from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries, registry_of
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["guard_hooks", "guard_state_dict"]
+__all__ = ["guard_hooks", "guard_state_dict", "local_state_dict"]
 
 _REFUSAL = "_shardwise_refusal"
 
@@ -70,6 +70,16 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
             module.save_pretrained = _refuse_saving
+
+
+def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """`state_dict()` of a split model with this rank's parts, for whoever saves and loads rank by rank."""
+    registry = registry_of(model)
+    before, registry.reads_names = registry.reads_names, True
+    try:
+        return model.state_dict(*args, **kwargs)
+    finally:
+        registry.reads_names = before
 
 
 class _RefusesPickle:

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.spec import Plan
 
-__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute"]
+__all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute", "check_choice"]
 
 _STAGES = (1, 2, 3)
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -104,8 +104,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):
-            _check_choice(f"Precision {name}", getattr(self, name), _DTYPES)
-        _check_choice("Precision nonfinite", self.nonfinite, _NONFINITE)
+            check_choice(f"Precision {name}", getattr(self, name), _DTYPES)
+        check_choice("Precision nonfinite", self.nonfinite, _NONFINITE)
         if self.params == "float16":
             raise ConfigError(
                 "Precision params is 'float16'",
@@ -146,7 +146,7 @@ class Recompute:
     budget: float | None = None
 
     def __post_init__(self) -> None:
-        _check_choice("Recompute mode", self.mode, _RECOMPUTED)
+        check_choice("Recompute mode", self.mode, _RECOMPUTED)
         if type(self.every) is not int or self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", tuple(self.modules))
@@ -190,7 +190,7 @@ class Compile:
 
     def __post_init__(self) -> None:
         if self.mode is not None:
-            _check_choice("Compile mode", self.mode, _MODES)
+            check_choice("Compile mode", self.mode, _MODES)
         if self.mode is not None and self.options:
             raise ConfigError(
                 f"Compile has mode {self.mode!r} and options", why="a mode is a set of options", fix="use one of both"
@@ -235,7 +235,8 @@ class Pipeline:
                 )
 
 
-def _check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `ConfigError`, with the nearest of the choices, where the value is none of them."""
     if value not in choices:
         raise ConfigError(
             f"{what} is {value!r}{did_you_mean(str(value), choices)}", fix=f"use one of {', '.join(choices)}"

@@ -6,8 +6,7 @@ import enum
 from typing import Any
 
 from shardwise.compat.warned import warn_once
-from shardwise.errors import ConfigError, did_you_mean
-from shardwise.plan.options import FsdpPolicy
+from shardwise.plan.options import FsdpPolicy, check_choice
 
 __all__ = ["Strategy", "read_strategy", "warn_of_unused"]
 
@@ -36,11 +35,7 @@ def read_strategy(name: str) -> Strategy:
         ConfigError: there is none.
     """
     known = {each.value: each for each in Strategy} | _OF_THE_DOCUMENT
-    if name not in known:
-        raise ConfigError(
-            f"data_parallel_sharding_strategy is {name!r}{did_you_mean(str(name), known)}",
-            fix=f"use one of {', '.join(known)}",
-        )
+    check_choice("data_parallel_sharding_strategy", name, tuple(known))
     return known[name]
 
 

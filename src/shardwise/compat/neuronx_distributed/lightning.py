@@ -22,12 +22,9 @@ from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.topology.shape import MeshShape
 
 __all__ = [
-    "NeuronLTModule",
-    "NeuronTQDMProgressBar",
-    "NeuronTensorBoardLogger",
-    "NeuronXLAPrecisionPlugin",
+    "NeuronLTModule", "NeuronTQDMProgressBar", "NeuronTensorBoardLogger", "NeuronXLAPrecisionPlugin",
     "NeuronXLAStrategy",
-]
+]  # fmt: skip
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -138,8 +135,7 @@ class NeuronXLAStrategy(ShardwiseStrategy):
         tp_size = config.get("tensor_parallel_size", tensor_parallel_size)
         pp_size = config.get("pipeline_parallel_size", pipeline_parallel_size)
         self._shards = bool(config.get("optimizer_config", {}).get("zero_one_enabled"))
-        for name in ("debug", "sync_module_states"):
-            options.pop(name, None)
+        options = {name: value for name, value in options.items() if name not in ("debug", "sync_module_states")}
         super().__init__(MeshShape(tp_size=tp_size, pp_size=pp_size), fsdp=FsdpPolicy(zero_stage=1), **options)
 
     def _configure_launcher(self) -> None:

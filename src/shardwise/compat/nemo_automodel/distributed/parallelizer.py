@@ -33,14 +33,9 @@ from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.search.planning import plan_for
 
 __all__ = [
-    "HAVE_NVFSDP",
-    "fsdp2_strategy_parallelize",
-    "get_hf_tp_shard_plan",
-    "import_classes_from_paths",
-    "nvfsdp_strategy_parallelize",
-    "to_cpu",
-    "translate_to_torch_parallel_style",
-]
+    "HAVE_NVFSDP", "fsdp2_strategy_parallelize", "get_hf_tp_shard_plan", "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize", "to_cpu", "translate_to_torch_parallel_style",
+]  # fmt: skip
 
 HAVE_NVFSDP = False
 """nvFSDP itself is not used: `nvfsdp_strategy_parallelize` does what it does with FSDP2, and works all the same."""

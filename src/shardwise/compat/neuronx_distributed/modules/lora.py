@@ -12,11 +12,12 @@ from torch import nn
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.directory import find_tag
-from shardwise.errors import ConfigError, PlanError, did_you_mean
+from shardwise.errors import ConfigError, PlanError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.modules.transparent import Transparent
 from shardwise.parameters.registry import is_split
+from shardwise.plan.options import check_choice
 
 __all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
 
@@ -64,11 +65,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         for name, known in (("bias", _BIASES), ("init_lora_weights", tuple(_INITS))):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(
-                    f"LoraConfig {name} is {value!r}{did_you_mean(str(value), known)}", fix=f"use one of {known}"
-                )
+            check_choice(f"LoraConfig {name}", getattr(self, name), known)
         if type(self.lora_rank) is not int or self.lora_rank < 1 or not 0 <= self.lora_dropout < 1:
             raise ConfigError(
                 f"LoraConfig lora_rank {self.lora_rank!r}, lora_dropout {self.lora_dropout!r}",

@@ -13,7 +13,7 @@ from shardwise.errors import ConfigError
 from shardwise.modules.split_module import mark_replicated
 from shardwise.optim.clip import clip_grad_norm_
 
-__all__ = ["clip_grad_norm"]
+__all__ = ["clip_grad_norm", "get_grad_norm"]
 
 
 def clip_grad_norm(
@@ -38,3 +38,10 @@ def clip_grad_norm(
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     mark_replicated(chosen, current_mesh())
     return clip_grad_norm_(chosen, float(max_norm), float(order))
+
+
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2, *args: Any, **options: Any
+) -> Tensor:
+    """As `clip_grad_norm`, which clips nothing here."""
+    return clip_grad_norm(parameters, math.inf, norm_type)

@@ -25,7 +25,8 @@ _OURS: dict[str, str] = {
     "skip_bias_add": "returns_bias",
     "stride": "num_sections",
 }
-_IDLE = {"keep_master_weight", "keep_padded_output", "norm_type", "pad", "pad_alignment_size_per_rank"}
+_IDLE = {"keep_master_weight", "keep_padded_output", "norm_type", "pad", "pad_alignment_size_per_rank", "tile_cc"}
+_IDLE |= {"use_cpu_initialization", "use_spmd_rank"}
 _REFUSED = {"collect_output": True, "max_norm": None, "rank_ordering": None, "sparse": False}
 _REFUSED |= {"tensor_model_parallel_group": None}
 
@@ -55,7 +56,7 @@ class ColumnParallelLinear(ColumnLinear):
         chosen = own_options(_LINEAR, args, options)
         super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
-        mark(self)
+        mark(self, keeps=options.get("keep_master_weight", False))
 
 
 class RowParallelLinear(RowLinear):
@@ -78,7 +79,7 @@ class RowParallelLinear(RowLinear):
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
         if self.sequence_dim is not None and self.bias is not None:
             self.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]
-        mark(self)
+        mark(self, keeps=options.get("keep_master_weight", False))
 
 
 class ParallelEmbedding(StandaloneEmbedding):
@@ -131,9 +132,15 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
     return {_OURS.get(name, name): value for name, value in given.items() if name not in _IDLE}
 
 
-def mark(module: SplitModule) -> None:
-    """Puts NxD's attributes on parameters that are divided, for code that reads them; nothing here does."""
+def mark(module: SplitModule, *, keeps: bool = False) -> None:
+    """Puts NxD's attributes on parameters that are divided, for code that reads them; nothing here does. With `keeps`
+    the module also has its full weight, as `master_weight`.
+
+    Communicates: where it `keeps`, one all-gather of the weight over tp.
+    """
     for name, split in module.placements.items():
         parameter: Any = module._parameters[name]
         parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
         parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
+    if keeps and (weight := module.get_parameter("weight")).device.type != "meta":
+        module.__dict__["master_weight"] = module.full_value(weight)

@@ -143,6 +143,7 @@ for _kind, _axes in {
     _define_getters(_kind, _axes)
 
 get_tensor_parallel_size = globals()["get_tensor_model_parallel_size"]
+get_tensor_model_parallel_world_size = get_tensor_parallel_size
 get_data_parallel_world_size = globals()["get_data_parallel_size"]
 get_zero1_sharding_groups = globals()["get_data_parallel_replica_groups"]
 

@@ -19,14 +19,11 @@ from shardwise.job.rendezvous import read_world_size
 
 __all__ = ["initialize", "neuronx_distributed_config"]
 
+_MASTERS = ("use_master_weights", "use_fp32_grad_acc", "use_master_weights_in_ckpt")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer_config": {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
     "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
-    "mixed_precision_config": {
-        "use_master_weights": False,
-        "use_fp32_grad_acc": False,
-        "use_master_weights_in_ckpt": False,
-    },
+    "mixed_precision_config": dict.fromkeys(_MASTERS, False),
 }
 _PIPELINE = frozenset(
     """
@@ -79,14 +76,16 @@ def neuronx_distributed_config(
     if sequential_move_factor is not None:
         sub["model_init_config"]["sequential_move_factor"] = sequential_move_factor
     _check_values(sub["model_init_config"]["sequential_move_factor"], activation_checkpoint_config, lora_config)
-    if any(sub["mixed_precision_config"].values()):
+    if mixed_precision_config is None and sub["optimizer_config"]["zero_one_enabled"]:
+        sub["mixed_precision_config"] |= dict.fromkeys(_MASTERS[:2], True)
+    elif any(sub["mixed_precision_config"].values()):
         warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "expert_parallel_size": expert_parallel_size,
         "context_parallel_size": context_parallel_size,
-        "pipeline_config": dict(pipeline_config or {}),
+        "pipeline_config": pipeline_config if pipeline_config is None else dict(pipeline_config),
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
         "sequence_parallel": sequence_parallel,

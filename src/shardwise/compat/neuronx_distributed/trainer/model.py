@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.modules.transparent import Transparent
+from shardwise.parallel.state_dict_guard import local_state_dict
 from shardwise.train.run_batch import named_inputs, run_batch, run_microbatches
 
 __all__ = ["NxDModel"]
@@ -23,7 +24,7 @@ class NxDModel(Transparent):
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__(module)
-        self.__dict__["nxd_config"] = dict(nxd_config)
+        self.__dict__ |= {"nxd_config": dict(nxd_config), "pp_enabled": current_mesh().size("pp") > 1}
         lora = nxd_config["lora_config"]
         self.__dict__["lora_config"] = lora.as_saved() if lora is not None and lora.enable_lora else None
         self.train()
@@ -40,13 +41,19 @@ class NxDModel(Transparent):
     local_parameters, local_named_parameters = Transparent.parameters, Transparent.named_parameters
     local_buffers, local_named_buffers = Transparent.buffers, Transparent.named_buffers
     local_children, local_named_children = Transparent.children, Transparent.named_children
-    local_named_modules, local_state_dict = Transparent.named_modules, Transparent.state_dict
+    local_named_modules = Transparent.named_modules
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's parts, for `parallel_layers.save`."""
+        return local_state_dict(self.local_module(), *args, **kwargs)
+
+    local_state_dict = state_dict
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, on every rank, or
         with `return_mb_loss` a list of the microbatches'. See `shardwise.train.run_batch`.
         """
-        config = self.nxd_config["pipeline_config"]
+        config = self.nxd_config["pipeline_config"] or {}
         number, options = (
             config.get("num_microbatches", 1),
             {"averages": config.get("broadcast_and_average_loss", False)},

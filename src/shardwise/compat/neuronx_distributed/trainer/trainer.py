@@ -68,7 +68,7 @@ def initialize_parallel_model(
 
 def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
     """What `model_fn` gave; a list of layers, which stages are made of by hand, as a model."""
-    config = nxd_config["pipeline_config"]
+    config = nxd_config["pipeline_config"] or {}
     return Chain(model, config.get("manual_pp_loss_fn")) if config.get("manual_pp_partition") else model
 
 
@@ -85,14 +85,14 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             config: Any = base.config
             pad_heads(base, config.num_attention_heads)
         policy = FsdpPolicy(zero_stage=1) if is_sharded else None
-        order, pipeline = order_of(base, nxd_config["pipeline_config"]) if mesh.size("pp") > 1 else (None, None)
+        order, pipeline = order_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else (None, None)
         adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
     else:
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
             fsdp=FsdpPolicy(zero_stage=1),
             recompute=recompute,
-            pipeline=pipeline_of(base, nxd_config["pipeline_config"]) if mesh.size("pp") > 1 else None,
+            pipeline=pipeline_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else None,
         )
         prepare(model, mesh, spec)
     if lora is not None and lora.enable_lora and lora.load_lora_from_ckpt:
@@ -144,4 +144,6 @@ def initialize_parallel_optimizer(
         raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
     options = nxd_config["optimizer_config"]
     max_norm = options["max_grad_norm"] if options["grad_clipping"] else None
-    return CompletingOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
+    optimizer = CompletingOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
+    optimizer.__dict__["nxd_config"] = nxd_config
+    return optimizer
