@@ -325,11 +325,11 @@ def test_cross_entropy(on_ranks, layout, smoothing, size):
     assert on_ranks(losses) == [[], []]
 
 
-def bert(mesh):
+def bert(mesh, directory):
     spec = importlib.util.spec_from_file_location("nxd_bert", ROOT / "examples" / "nxd_bert.py")
     listing = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(listing)
-    history, state = listing.train(2)
+    history, state = listing.train(2, directory)
     expected, weights = listing.train_unsplit()
     norms = [abs(mine - theirs) < 1e-4 for (_, mine), (_, theirs) in zip(history, expected, strict=True)]
     drifted = [name for name, value in state.items() if (value - weights[name]).abs().max() > 1e-4]
@@ -337,5 +337,5 @@ def bert(mesh):
 
 
 @pytest.mark.parametrize("layout", ["fsdp2.tp2"])
-def test_the_guides_bert_over_two_data_ranks_and_two_tensor_ranks(on_ranks, layout):
-    assert on_ranks(bert) == [([True] * 3, [])] * 4
+def test_the_guides_bert_over_two_data_ranks_and_two_tensor_ranks(on_ranks, layout, tmp_path):
+    assert on_ranks(bert, directory=str(tmp_path)) == [([True] * 3, [])] * 4
