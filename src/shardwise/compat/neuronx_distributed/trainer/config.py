@@ -76,16 +76,13 @@ def neuronx_distributed_config(
     if sequential_move_factor is not None:
         sub["model_init_config"]["sequential_move_factor"] = sequential_move_factor
     _check_values(sub["model_init_config"]["sequential_move_factor"], activation_checkpoint_config, lora_config)
-    if mixed_precision_config is None and sub["optimizer_config"]["zero_one_enabled"]:
-        sub["mixed_precision_config"] |= dict.fromkeys(_MASTERS[:2], True)
-    elif any(sub["mixed_precision_config"].values()):
-        warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
+    _note_masters(mixed_precision_config, sub)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "expert_parallel_size": expert_parallel_size,
         "context_parallel_size": context_parallel_size,
-        "pipeline_config": pipeline_config if pipeline_config is None else dict(pipeline_config),
+        "pipeline_config": pipeline_config and dict(pipeline_config),
         "activation_checkpoint_config": activation_checkpoint_config,
         "pad_model": pad_model,
         "sequence_parallel": sequence_parallel,
@@ -117,6 +114,13 @@ def initialize(config: Mapping[str, Any]) -> None:
             why="model parallel is initialised already, with other sizes",
             fix="use the same sizes, or call parallel_state.destroy_model_parallel() first",
         )
+
+
+def _note_masters(given: Any, sub: dict[str, dict[str, Any]]) -> None:
+    if given is None and sub["optimizer_config"]["zero_one_enabled"]:
+        sub["mixed_precision_config"] |= dict.fromkeys(_MASTERS[:2], True)
+    elif any(sub["mixed_precision_config"].values()):
+        warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
 
 
 def _check_keys(name: str, value: Iterable[str] | None, known: Any) -> None:
