@@ -1,6 +1,5 @@
 """NxD's `parallel_layers`."""
 
-from shardwise.compat.neuronx_distributed.parallel_layers import mappings as mappings
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as parallel_state
 from shardwise.compat.neuronx_distributed.parallel_layers import random as random
 from shardwise.compat.neuronx_distributed.parallel_layers.checkpointing import *  # noqa: F403
