@@ -22,27 +22,33 @@ from tests.families import tiny_batch, tiny_model
 
 __all__: list[str] = []
 
-LAYOUTS = ("tp7", "fsdp7")
-"""Of sizes that no test has: what torch keeps by mesh is found by none of theirs."""
+LAYOUTS = {
+    "tp7": {"num_attention_heads": 14, "num_key_value_heads": 7, "hidden_size": 112},
+    "fsdp7": {},
+    "pp7": {"num_hidden_layers": 7},
+}
+"""Of sizes that no test has: what torch keeps by mesh is found by none of theirs. With what the model then needs."""
 
 
-def train(layout: str) -> None:
-    heads = {"num_attention_heads": 14, "num_key_value_heads": 7, "hidden_size": 112} if layout.startswith("tp") else {}
+def train(layout: str, options: dict[str, int]) -> None:
     with fake_mesh(MeshShape.parse(layout)) as mesh:
-        model = shardwise.parallelize(tiny_model("llama", **heads), mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-        batch = tiny_batch(model)
-        for _ in range(2):
-            shardwise.TrainStep(model, mesh)(batch)
+        model = shardwise.parallelize(tiny_model("llama", **options), mesh)
+        optimizers = (
+            torch.optim.AdamW(model.parameters(), **OPTIMIZER),
+            shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-4),
+        )
+        batch = tiny_batch(model, rows=mesh.size("pp"))
+        for optimizer in optimizers:
+            shardwise.TrainStep(model, mesh, num_microbatches=mesh.size("pp"))(batch)
             optimizer.step()
             shardwise.full_gradients(model)
             optimizer.zero_grad()
 
 
 if "COVERAGE_PROCESS_START" not in os.environ and not torch.accelerator.is_available():
-    for _layout in LAYOUTS:
+    for _layout, _options in LAYOUTS.items():
         try:
-            train(_layout)
+            train(_layout, _options)
         except Exception:  # noqa: BLE001 - ranks are slower without, and what is broken fails in tests
             print(f"could not warm ranks up with {_layout}", file=sys.stderr)
             traceback.print_exc()
