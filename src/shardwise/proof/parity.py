@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_gather_objects
 from shardwise.mesh import Mesh
+from shardwise.optim.optimizer import build_optimizer
 from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import ParameterEntry, find_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
@@ -156,7 +157,7 @@ def measure(
     with counted_layers(model, mesh) as collectives:
         loss = step(model, mesh, copied(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
-    optimizers = [torch.optim.AdamW(each.parameters(), **OPTIMIZER) for each in (reference, model)]
+    optimizers = torch.optim.AdamW(reference.parameters(), **OPTIMIZER), _optimizer_of(model)
     parameter = Difference(error=0.0, allowed=tolerance.parameter)
     for number in range(num_steps):
         if number:
@@ -184,6 +185,10 @@ def measure(
     )
     exact = functools.partial(measure, split=split, step=step, reference_loss=reference_loss, tolerance=tolerance)
     return _without_rounding(found, exact, unsplit, batch, mesh)
+
+
+def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
 
 
 def _without_rounding(
