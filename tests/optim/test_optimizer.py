@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.plain_step import stepping_class
+from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -77,6 +78,53 @@ def test_an_optimizer_that_makes_no_step_is_an_error_when_it_is_built():
         model = shardwise.parallelize(tiny_model("llama"), mesh)
         with pytest.raises(UnsupportedError, match="does not support dense gradients"):
             shardwise.build_optimizer(model, torch.optim.SparseAdam, lr=1e-3)
+
+
+class Drawing(torch.optim.SGD):
+    """Rounds parameters in bfloat16 at random, as libraries do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = getattr(parameter, "_local_tensor", parameter)
+                if local.dtype is torch.bfloat16:
+                    local.data.add_(torch.rand_like(local), alpha=0.1)
+
+
+class Packed(torch.Tensor):
+    """Values in a form of their own."""
+
+
+class Packing(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["packed"] = torch.zeros_like(parameter.data).as_subclass(Packed)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("layout", ["tp2", "ddp2", "fsdp2"])
+def test_optimizers_that_draw_random_numbers_are_refused_where_ranks_hold_copies(layout):
+    with fake_mesh(shardwise.MeshShape.parse(layout)) as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1).bfloat16(), mesh)
+        if layout == "fsdp2":
+            assert shardwise.build_optimizer(model, Drawing, lr=1e-3)
+        else:
+            with pytest.raises(UnsupportedError, match="Drawing on parameters that several ranks hold"):
+                shardwise.build_optimizer(model, Drawing, lr=1e-3)
+
+
+@pytest.mark.single
+def test_states_of_a_librarys_own_form_are_not_saved(tmp_path):
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        optimizer = shardwise.build_optimizer(model, Packing, lr=1e-3)
+        shardwise.TrainStep(model, mesh)(tiny_batch(model))
+        optimizer.step()
+        with pytest.raises(UnsupportedError, match="packed of model.* a Packed"):
+            shardwise.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
 CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

@@ -190,7 +190,14 @@ def _read_states(held: HeldTensor, states: Mapping[str, Any], content: Optimizer
             if inner:
                 raise UnsupportedError(f"the optimizer's {state} of {held.name} holds several tensors")
             continue
-        local = local_part(value).detach()
+        local = local_part(value)
+        if type(local) not in (Tensor, nn.Parameter):
+            raise UnsupportedError(
+                f"saving the optimizer's {state} of {held.name}, a {type(local).__name__}",
+                why="its values are stored in a form of its own, which other layouts could not divide",
+                fix="save the model alone, or train with an optimizer whose states are plain tensors",
+            )
+        local = local.detach()
         if local.dtype not in DTYPES:
             raise UnsupportedError(f"the optimizer's {state} of {held.name} is {local.dtype}")
         dtype = str(local.dtype).removeprefix("torch.")

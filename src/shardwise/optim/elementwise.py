@@ -29,6 +29,8 @@ _Build = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 _SIZE = 4  # of each dim of a tiny parameter
 _MANY = 2**16  # elements
 _NUM_STEPS = 3
+_MANY_DRAWS = 256  # elements, of which some are rounded up
+_QUANTIZED = 4096  # elements; libraries compress states of so many
 _LR = 0.01
 _ALLOWED = 1e-3  # of the largest update
 _PLAIN = (bool, int, float, str, tuple, type(None))
@@ -61,6 +63,7 @@ def _check_group(
 ) -> None:
     """The checks of one group of parameters, `updates` for whether it makes a step at all."""
     name, known, device = type(optimizer).__name__, _taken(optimizer, options), parameters[0].device
+    dtype = parameters[0].dtype
     build = _builder(optimizer, known)
     entries = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
     checks: dict[tuple[Any, ...], Callable[[], None]] = {}
@@ -76,8 +79,10 @@ def _check_group(
         num_dims = len(entries[0].layout.shape)
         checks["apart", num_dims] = functools.partial(_check_apart, name, build, num_dims=num_dims, device=device)
     for num_dims, entry in {len(each.layout.shape): each for each in entries if each.data == "managed"}.items():
-        key = "dtensors", num_dims, _placements(entry)
-        checks[key] = functools.partial(_check_dtensors, name, build, entry, device=device)
+        key = "dtensors", num_dims, _placements(entry), dtype
+        checks[key] = functools.partial(_check_dtensors, name, build, entry, parameters[0])
+    if any(map(_is_held_by_several, entries)):
+        checks["draws", dtype] = functools.partial(_check_draws_nothing, name, build, parameters[0])
     for key, check in checks.items():
         tried = type(optimizer), str(device), tuple(sorted((each, repr(value)) for each, value in known.items())), *key
         if tried in _PASSED:
@@ -171,11 +176,12 @@ def _check_apart(name: str, build: _Build, *, num_dims: int, device: torch.devic
         )
 
 
-def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, *, device: torch.device) -> None:
+def _check_dtensors(name: str, build: _Build, entry: ParameterEntry, parameter: Tensor) -> None:
     mesh = entry.registry.mesh.data_mesh
     assert mesh is not None
     placements = _placements(entry)
-    ones = torch.ones([_SIZE] * len(entry.layout.shape), device=device)
+    shape = [_QUANTIZED, *[1] * (len(entry.layout.shape) - 1)]
+    ones = torch.ones(shape, device=parameter.device, dtype=parameter.dtype)
     value, gradient = (DTensor.from_local(ones.clone(), mesh, placements, run_check=False) for _ in range(2))
     try:
         _train(build, value, [gradient])
@@ -194,6 +200,29 @@ def _placements(entry: ParameterEntry) -> tuple[Replicate | Shard, ...]:
     assert mesh is not None, "data parallelism manages it"
     last = Replicate() if entry.chunk is None else Shard(entry.chunk.dim)
     return (*[Replicate()] * (mesh.ndim - 1), last)
+
+
+def _is_held_by_several(entry: ParameterEntry) -> bool:
+    mesh = entry.registry.mesh
+    is_copied_over_tp = bool(entry.holders) if entry.split is not None else mesh.size("tp") > 1
+    return is_copied_over_tp or mesh.size("ddp") > 1
+
+
+def _check_draws_nothing(name: str, build: _Build, parameter: Tensor) -> None:
+    """Raises where an update depends on random numbers: ranks that hold the same elements may draw others."""
+    found = []
+    with torch.random.fork_rng(devices=[parameter.device] if parameter.device.type == "cuda" else []):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            start = torch.linspace(0.5, 2.0, _MANY_DRAWS, device=parameter.device, dtype=parameter.dtype)
+            start = start.view([-1, *[1] * (parameter.ndim - 1)])
+            found.append(_train(build, start, [start]))
+    if not torch.allclose(*found, rtol=0, atol=0, equal_nan=True):
+        raise UnsupportedError(
+            f"{name} on parameters that several ranks hold",
+            why="it draws random numbers, perhaps to round by them, and copies would drift apart",
+            fix="use a layout in which each rank holds its own parts (fsdp alone), or an optimizer that draws none",
+        )
 
 
 def _train(build: _Build, start: Tensor, gradients: Sequence[Tensor]) -> Tensor:

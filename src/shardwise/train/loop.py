@@ -246,7 +246,13 @@ def _run_step(parts: TrainingComponents, step: int, *, lr: float, factor: float,
     started = time.perf_counter()
     lr *= factor
     for group in parts.optimizer.param_groups:  # a group with a rate of its own keeps its ratio to the others
-        group["lr"] = lr * group.setdefault("lr_ratio", group["lr"] / parts.optimizer.defaults["lr"])
+        if "lr_ratio" not in group:
+            group["lr_ratio"] = float(group["lr"]) / float(parts.optimizer.defaults["lr"])
+        own = lr * group["lr_ratio"]
+        if isinstance(group["lr"], torch.Tensor):  # which a compiled step reads
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
     batch = next(parts.batches, None)
     if batch is None:
         raise BatchError(
