@@ -217,7 +217,8 @@ def _check_draws_nothing(name: str, build: _Build, parameter: Tensor) -> None:
             start = torch.linspace(0.5, 2.0, _MANY_DRAWS, device=parameter.device, dtype=parameter.dtype)
             start = start.view([-1, *[1] * (parameter.ndim - 1)])
             found.append(_train(build, start, [start]))
-    if not torch.allclose(*found, rtol=0, atol=0, equal_nan=True):
+    first, second = found
+    if not torch.allclose(first, second, rtol=0, atol=0, equal_nan=True):
         raise UnsupportedError(
             f"{name} on parameters that several ranks hold",
             why="it draws random numbers, perhaps to round by them, and copies would drift apart",
