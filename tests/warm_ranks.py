@@ -45,7 +45,8 @@ def train(layout: str, options: dict[str, int]) -> None:
             optimizer.zero_grad()
 
 
-if "COVERAGE_PROCESS_START" not in os.environ and not torch.accelerator.is_available():
+# A torch that is built for a device refuses to fork once autograd has run, also where there is none.
+if "COVERAGE_PROCESS_START" not in os.environ and torch.accelerator.current_accelerator() is None:
     for _layout, _options in LAYOUTS.items():
         try:
             train(_layout, _options)
