@@ -125,6 +125,8 @@ def _idle_share(run: Callable[[int], Any]) -> float:
     spans = sorted(
         (each.time_range.start, each.time_range.end) for each in profiler.events() if each.device_type == device
     )
+    if not spans:
+        raise RuntimeError("torch's profiler has recorded no kernel")
     busy, until = 0.0, spans[0][0]
     for start, end in spans:
         busy += max(0.0, end - max(start, until))

@@ -31,6 +31,10 @@ def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
+_ROUNDED = {"bf16_stochastic_round": True}
+"""Weights in bfloat16 take updates that are smaller than their last bit by chance (record 0030)."""
+
+
 def adamw_8bit() -> Any:
     return importlib.import_module("torchao.optim").AdamW8bit
 
@@ -112,7 +116,7 @@ def ours(
         compilation=shardwise.Compile(backend=setting.backend) if compiles else None,
         recompute=shardwise.Recompute(mode="full") if setting.recomputes else None,
     ).train()
-    options: dict[str, Any] = {"fused": True} if optimizer_class is torch.optim.AdamW else {}
+    options: dict[str, Any] = {"fused": True} if optimizer_class is torch.optim.AdamW else _ROUNDED
     updates = shardwise.build_optimizer(model, optimizer_class, lr=1e-4, **options)
     step = shardwise.TrainStep(model, mesh)
     batch = {name: value.cpu() for name, value in setting.batch(shape).items()}  # as data comes, for every step anew
@@ -167,7 +171,7 @@ def _full(setting: Setting, *, is_ours: bool, narrow_states: bool) -> Training:
     optimizer_class = adamw_8bit() if narrow_states else torch.optim.AdamW
     if is_ours:
         return ours(setting, shape, dtype=torch.bfloat16, compiles=compiles, optimizer_class=optimizer_class)
-    chosen = (lambda parameters: optimizer_class(list(parameters), lr=1e-4)) if narrow_states else adamw
+    chosen = (lambda parameters: optimizer_class(list(parameters), lr=1e-4, **_ROUNDED)) if narrow_states else adamw
     return by_hand(setting, shape, dtype=torch.bfloat16, compiles=compiles, optimizer=chosen)
 
 
