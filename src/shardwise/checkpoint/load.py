@@ -126,7 +126,7 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
                 scheduler.load_state_dict(schedule if groups is None else state_for_groups(schedule, groups))
             if model is not None and registry is not None:
                 for each in (model, registry.model() or model):
-                    each.zero_grad()  # of other weights, and perhaps half of what was to be summed
+                    each.zero_grad()  # gradients so far are of the weights before
                 restore_random(registry.mesh, stored.index.values.get("random", {}), random)
         return Loaded(stored.manifest, extra, stored.index.values.get("loss_scale"))
 
@@ -168,7 +168,7 @@ def _open_alike(
     rank, and what does not fit on every rank.
     """
     group = registry.mesh.group() if registry is not None else None
-    own: list[tuple[StoredParts, dict[str, HeldTensor]]] = []
+    opened: list[tuple[StoredParts, dict[str, HeldTensor]]] = []
 
     def find() -> str | None:
         root = root_of(path)
@@ -179,24 +179,24 @@ def _open_alike(
 
     def look() -> tuple[bytes, _Faults | None]:
         stored = _open_whole(directory, group, verifies=verifies)
-        said = hashlib.sha256(repr(stored.manifest).encode()).digest()
+        digest = hashlib.sha256(repr(stored.manifest).encode()).digest()
         if model is None or registry is None:
-            own.append((stored, {}))
-            return said, None
+            opened.append((stored, {}))
+            return digest, None
         reshard(model)
-        own.append((stored, held_tensors(model, registry)))
-        return said, _compare(*own[0], registry)
+        opened.append((stored, held_tensors(model, registry)))
+        return digest, _compare(*opened[0], registry)
 
     everyone = gather_from_all(group, "opening the checkpoint", look)
-    if registry is not None and len({said for said, _ in everyone}) > 1:
+    if registry is not None and len({digest for digest, _ in everyone}) > 1:
         check_equal(
             group,
-            {"the checkpoint": repr(own[0][0].manifest)},
+            {"the checkpoint": repr(opened[0][0].manifest)},
             what="ranks see different checkpoints",
             fix="load from a directory that all machines share",
             device=registry.mesh.device,
         )
-    return *own[0], [faults for _, faults in everyone if faults is not None]
+    return *opened[0], [faults for _, faults in everyone if faults is not None]
 
 
 def _open_whole(directory: Path, group: Group | None, *, verifies: bool) -> StoredParts:

@@ -76,8 +76,8 @@ def _inputs_per_row(model: nn.Module) -> int:
 
 
 def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Equal runs of rows; a tensor with several rows for each row of labels gives them along, one row for all is
-    shared.
+    """Equal runs of rows, also of tensors in lists, tuples and transformers' outputs; a tensor with several rows for
+    each row of labels gives them along, one row for all is shared.
     """
 
     def part(value: Any, index: int) -> Any:

@@ -94,9 +94,10 @@ def _remove_trainer(path: Any) -> None:
 
 
 def _place_of(path: Any) -> Path:
-    """Where a checkpoint of that name lies: Lightning's tuners begin some with a dot, which is none of ours."""
+    """Where a checkpoint of that name lies: Lightning's tuners begin names with a dot, which our tags may not."""
     place = Path(path)
-    return place.with_name(place.name.lstrip("."))
+    name = place.name.lstrip(".")
+    return place.with_name(name) if name else place
 
 
 def _only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:

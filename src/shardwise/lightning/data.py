@@ -29,8 +29,8 @@ def seed_workers(loader: DataLoader[Any], mesh: Mesh) -> None:
 
 
 def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
-    """The loader, such that no data rank waits for batches that another does not have: as it is where all say that they
-    have the same number; else a copy that ends on all ranks where it ends on one.
+    """The loader, such that no data rank waits for batches that another does not have: of an `IterableDataset`, which
+    may have other numbers than it says, a copy that ends on all ranks as soon as it ends on one.
 
     Args:
         predicts: whether what is left out is an error.

@@ -127,7 +127,7 @@ class SplitLogits(DTensor):
 
 @register_sharding(torch.ops.aten._is_any_true.default)
 def _is_any_true(value: Any) -> list[Any]:
-    """What `torch.autograd.detect_anomaly` asks of every gradient, those of split logits among them: gathers them."""
+    """Gathers split logits' gradients for `torch.autograd.detect_anomaly`, which asks this of every gradient."""
     return [([Replicate()], [Replicate()])]
 
 

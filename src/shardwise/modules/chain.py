@@ -54,7 +54,7 @@ class Chain(nn.Module):
 
 
 def spread_evenly(layers: Sequence[nn.Module], num_stages: int) -> dict[nn.Module, int]:
-    """Layers to stages, as many each; what is left over goes to the last stage.
+    """Layers to stages, the same number to each; what is left over goes to the last stage.
 
     Raises:
         ConfigError: there are fewer layers than stages.

@@ -61,7 +61,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]
 def _check_group(
     optimizer: torch.optim.Optimizer, options: Mapping[str, Any], parameters: Sequence[Tensor], *, updates: bool
 ) -> None:
-    """The checks of one group of parameters, `updates` for whether it makes a step at all."""
+    """The checks of one group of parameters; with `updates`, also that a step changes it."""
     name, known, device = type(optimizer).__name__, _taken(optimizer, options), parameters[0].device
     dtype = parameters[0].dtype
     build = _builder(optimizer, known)
@@ -82,19 +82,19 @@ def _check_group(
         key = "dtensors", num_dims, _placements(entry), dtype
         checks[key] = functools.partial(_check_dtensors, name, build, entry, parameters[0])
     if any(map(_is_held_by_several, entries)):
-        checks["draws", dtype] = functools.partial(_check_draws_nothing, name, build, parameters[0])
+        checks["draws", parameters[0].ndim, dtype] = functools.partial(_check_draws_nothing, name, build, parameters[0])
     for key, check in checks.items():
         tried = type(optimizer), str(device), tuple(sorted((each, repr(value)) for each, value in known.items())), *key
         if tried in _PASSED:
             continue
         with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
             check()
-        if all(isinstance(value, _PLAIN) for value in known.values()):  # others need not be told by their words
+        if all(isinstance(value, _PLAIN) for value in known.values()):  # other values may differ and have the same repr
             _PASSED.add(tried)
 
 
 def _taken(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that its class is built with, and a rate with which something can be seen."""
+    """Those of `options` that its class is built with, with a learning rate whose updates can be seen."""
     taken = inspect.signature(type(optimizer).__init__).parameters
     known = {name: value for name, value in options.items() if name in taken and name != "params"}
     if known.get("lr") is not None:  # a schedule may start from 0

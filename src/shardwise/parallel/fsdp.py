@@ -6,6 +6,7 @@ In a pipeline each stage of a rank is a root of its own: torch's runtime gathers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, NoReturn
@@ -153,7 +154,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
 
 
 def _parts(root: nn.Module, units: Units, registry: Registry) -> Iterator[nn.Module]:
-    """What callers may run by itself: the models in the model and all else that is not inside of a unit, but layers."""
+    """What callers may run by itself: all modules with parameters that are not inside of a unit, except layers."""
     own = {module for unit in units.values() for module in unit}
     layers = set(map(root.get_submodule, outermost_layers(registry.plan.stacks)))
     inside = {each for module in own for each in module.modules() if each is not module} | layers | {root}
@@ -261,11 +262,11 @@ def _refuse_hooks(model: nn.Module) -> None:
     """Makes it an error to register one later."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
+            parameter.register_hook = functools.partial(_refuse_hook, name)  # type: ignore[method-assign]
 
-            def refuse(hook: Any, name: str = name) -> NoReturn:
-                raise _unsupported_hook(name)
 
-            parameter.register_hook = refuse  # type: ignore[method-assign]
+def _refuse_hook(name: str, hook: Any) -> NoReturn:
+    raise _unsupported_hook(name)
 
 
 def _unsupported_hook(name: str) -> UnsupportedError:

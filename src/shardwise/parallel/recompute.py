@@ -209,7 +209,7 @@ def _is_always_kept(operation: Any) -> bool:
 def _run_offloaded(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     host = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
-    def pack(value: Tensor) -> Any:  # masks and positions are all blocks' own
+    def pack(value: Tensor) -> Any:  # masks and positions are shared by all blocks
         return host.pack_hook(value) if value.requires_grad else value
 
     def unpack(kept: Any) -> Any:

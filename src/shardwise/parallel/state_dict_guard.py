@@ -151,9 +151,9 @@ def _has_partial_gradients(name: str, plan: SplitPlan) -> bool:
     if name == plan.head or any(region.fqn == name for region in plan.regions):
         return True
     sequence = plan.sequence
-    if sequence is None or not sequence.partial_after or name == plan.embedding:
+    if sequence is None or not sequence.partial_after or name in ("", plan.embedding):
         return False
-    return not any(stack.fqn == name or stack.fqn.startswith(f"{name}.") for stack in sequence.stacks) and name != ""
+    return not any(stack.fqn == name or stack.fqn.startswith(f"{name}.") for stack in sequence.stacks)
 
 
 def _guarded_backward(name: str, context: SplitContext) -> Callable[..., Any]:

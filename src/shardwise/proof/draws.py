@@ -133,8 +133,8 @@ class Redraws(TorchDispatchMode):
 def problems_of(
     given: Sequence[Redraws], found: Mapping[str, Tensor], train: Callable[[Sequence[Redraws]], Mapping[str, Tensor]]
 ) -> list[str]:
-    """What is wrong with what ranks drew. Draws that differ where ranks compute alike are, if anything depends on them:
-    DeBERTa drops from embeddings of positions also where no attention reads them.
+    """What is wrong with what ranks drew. Draws that differ where ranks compute alike count if the loss or a gradient
+    depends on them: DeBERTa drops from embeddings of positions also where no attention reads them.
 
     Args:
         given: with which the full model has been trained.

@@ -125,7 +125,7 @@ def _run_by_hand(
         parts = _parts(model, args, kwargs, num_microbatches)
         schedule = _schedule(pipeline, num_microbatches)
     placed = tree_map_only(Tensor, lambda each: each.to(mesh.device), parts)
-    has_targets = any(isinstance(kwargs.get(name), Tensor) for name in target_names(model))
+    has_targets = any(isinstance(parts[0].get(name), Tensor) for name in target_names(model))
     counts = [float(count_targets(model, part)) if has_targets else 1.0 for part in parts]
     total = sum(counts)
     weights = [count / total if total else 1 / num_microbatches for count in counts]
@@ -154,7 +154,7 @@ def _run_by_hand(
 
 
 def _schedule(pipeline: PipelineRunner | None, count: int) -> Schedule | None:
-    """The pipeline's own; where it takes no so few microbatches, one stage after the other."""
+    """The pipeline's schedule; where that does not take so few microbatches, one stage after the other."""
     if pipeline is None:
         return None
     return pipeline.schedule(count) if pipeline.takes(count) else pipeline.in_order(count)

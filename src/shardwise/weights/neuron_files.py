@@ -117,11 +117,10 @@ def _joined(
     for name in dict.fromkeys(name for _, state in states for name in state):
         held = [(path, state[name]) for path, state in states if name in state]
         first, layout = held[0][1], layouts.get(name)
+        shape = tuple(first.shape) if layout is None else layout.shape
         boxes = _runs(layout, [tuple(value.shape) for _, value in held]) if layout is not None else None
-        if len(held) != len(states) or (boxes is None and not all(torch.equal(value, first) for _, value in held)):
-            raise UnsupportedError(f"NxD's files of {len(states)} tp ranks: {name}", at=str(held[0][0]), **_NOT_SAID)
-        shape = tuple(first.shape) if layout is None or boxes is None else layout.shape
-        if layout is not None and shape != layout.shape:
+        are_copies = tuple(first.shape) == shape and all(torch.equal(value, first) for _, value in held)
+        if len(held) != len(states) or (boxes is None and not are_copies):
             raise UnsupportedError(f"NxD's files of {len(states)} tp ranks: {name}", at=str(held[0][0]), **_NOT_SAID)
         parts = zip(held, boxes, strict=True) if boxes is not None else [(held[0], full_box(shape))]
         chunks = [Chunk(box, path, functools.partial(_same, value)) for (path, value), box in parts]
