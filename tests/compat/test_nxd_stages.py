@@ -230,8 +230,19 @@ def losses_of_microbatches(mesh):
     for layer in whole.layers:
         passed = layer(passed)
     problems += differing("output", model.run_eval(inputs=batch["inputs"]), passed[0].detach(), 1e-5)
+    labels = torch.where(torch.arange(8) < 1, -100, batch["labels"])  # one target in the first microbatch
+    model.zero_grad()
+    model.run_train(batch["inputs"], labels)
+    whole(batch["inputs"], labels).backward()
+    expected = {name: each.grad for name, each in whole.named_parameters()}
+    for name, parameter in model.local_named_parameters():
+        problems += differing(name, parameter.grad, expected[name], 1e-4)
     said = []
-    for call in (lambda: model(**batch), lambda: model.run_train(**{name: value[:3] for name, value in batch.items()})):
+    for call in (
+        lambda: model(**batch),
+        lambda: model.run_train(**{name: value[:3] for name, value in batch.items()}),
+        lambda: model.run_train(batch["inputs"], torch.where(torch.arange(8) < 2, -100, labels)),
+    ):
         try:
             call()
         except ShardwiseError as error:
@@ -250,9 +261,10 @@ def losses_of_microbatches(mesh):
 def test_losses_of_microbatches_are_returned_on_every_rank(on_ranks, layout):
     first, second = on_ranks(losses_of_microbatches)
     assert first == second
-    problems, (forward, rows) = first
+    problems, (forward, rows, targets) = first
     assert problems == []
     assert "run_train" in forward and "3 rows do not divide into 4 microbatches" in rows
+    assert "a microbatch has no targets" in targets
 
 
 def of_numbers(mesh):

@@ -82,19 +82,26 @@ def run_microbatches(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches:
     """
     args, kwargs = named_inputs(args, kwargs)
     if registry_of(model).local_state:
-        return list(_run_by_hand(model, mesh, args, kwargs, num_microbatches)[0])
+        losses, weights = _run_by_hand(model, mesh, args, kwargs, num_microbatches)
+        with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
+            _check_losses(int(weights.count_nonzero()), num_microbatches)
+        return list(losses)
     step = _NotingStep(model, mesh, num_microbatches=num_microbatches)
     step(kwargs)
     losses = torch.zeros(num_microbatches, device=mesh.device)
     pipeline = runner_of(find_model(model))
     with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
         if pipeline is None or pipeline.is_last:
-            if len(step.seen) != num_microbatches:
-                raise BatchError("a microbatch has no targets", why="there is no loss of it", fix="leave it out")
+            _check_losses(len(step.seen), num_microbatches)
             losses += torch.stack(step.seen)
     if pipeline is not None:
         all_reduce_(losses, pipeline.group)
     return list(losses)
+
+
+def _check_losses(number: int, num_microbatches: int) -> None:
+    if number != num_microbatches:
+        raise BatchError("a microbatch has no targets", why="there is no loss of it", fix="leave it out")
 
 
 class _NotingStep(TrainStep):
@@ -112,7 +119,8 @@ class _NotingStep(TrainStep):
 def _run_by_hand(
     model: nn.Module, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
 ) -> tuple[Tensor, Tensor]:
-    """Forward and backward of all microbatches: their losses and weights, by targets or by rows.
+    """Forward and backward of all microbatches: their losses and weights, by targets or by rows. A weight is 0 where
+    there are no targets, and the loss then none.
 
     Communicates: one gather of a small object over all ranks, what the model does, over pp one all-reduce.
     """
