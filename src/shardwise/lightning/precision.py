@@ -92,7 +92,11 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
 def check_norms(exception: BaseException) -> None:
     """Raises `UnsupportedError` where an exception is torch's about Lightning's `grad_norm` over FSDP2's shards."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(exception.__traceback__)]
-    if grad_norm.__code__ in frames and isinstance(exception, RuntimeError) and not isinstance(exception, ShardwiseError):
+    if (
+        grad_norm.__code__ in frames
+        and isinstance(exception, RuntimeError)
+        and not isinstance(exception, ShardwiseError)
+    ):
         raise UnsupportedError(
             "lightning's grad_norm of a module over fsdp or ddp",
             why="it passes a list of DTensors to torch.tensor, which takes none",

@@ -20,8 +20,8 @@ __all__ = ["run_as_root"]
 
 
 def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Makes FSDP2 treat a call of one of `parts`, outside of a forward of `root`, as one of `root`. Call it after FSDP2 has
-    installed its hooks.
+    """Makes FSDP2 treat a call of one of `parts`, outside of a forward of `root`, as one of `root`. Call it after FSDP2
+    has installed its hooks.
     """
     running: list[nn.Module] = []
     state = cast(FSDPModule, root)._get_fsdp_state()
