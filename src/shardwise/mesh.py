@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -257,13 +257,11 @@ class Mesh:
         if self._watch is not None:
             self._watch.step += 1
 
-    @contextmanager
-    def within_step(self, name: str) -> Iterator[None]:
-        """A step of the pipeline of that name. Inside this rank ends if it waits for one that has failed in it, where
-        `open` started the processes: see [Note: a step that is abandoned].
+    def within_step(self, name: str) -> AbstractContextManager[None]:
+        """A step of the pipeline of that name. Where `open` started the processes, this rank ends if it waits in the
+        step for a rank that has failed in it: see [Note: a step that is abandoned].
         """
-        with self._watch.abandoned.within(name) if self._watch is not None else nullcontext():
-            yield
+        return nullcontext() if self._watch is None else self._watch.abandoned.within(name)
 
     def read_abandoned(self, name: str) -> str:
         """Which rank has left a step of that name by an error, with its traceback; "" where none is known."""

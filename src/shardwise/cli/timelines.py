@@ -61,6 +61,4 @@ def _write(measured: Timeline, directory: Path, step: int | None, console: Conso
     except OSError as error:
         logger.warning("the timeline of step %s is not written, training goes on: %s", step, error)
         return
-    console.print(
-        f"in step {step} ranks waited for a share of the time of {measured.attribute()} ({directory / 'timeline.svg'})"
-    )
+    console.print(f"in step {step} ranks waited {measured.attribute()} ({directory / 'timeline.svg'})")

@@ -127,12 +127,16 @@ def agree_on(
     what: str,
     fix: str,
 ) -> _Result:
-    """The first of what `make` returns on this rank. Where it raises on some rank, the lowest such rank's error is
-    raised on all, and where the texts that it returns as well are not the same on all, a RankError as by `check_equal`.
+    """Runs `make` and returns its result, once it has succeeded on every rank with the same description.
 
     Args:
-        make: does not communicate.
+        make: returns the result, which stays on this rank, and texts that describe it; does not communicate.
         doing: what it does, for the message of ranks that had no part in the fault.
+        what, fix: the error where descriptions differ.
+
+    Raises:
+        Exception: what `make` raised on the lowest rank where it did, on all of them.
+        RankError: descriptions differ; names the first that does, as `check_equal`.
 
     Communicates: one gather of a small object over the group, and another of everything where the texts differ.
     """

@@ -41,7 +41,7 @@ Group = dist.ProcessGroup
 
 _FIRST_BYTES, _LENGTH_BYTES = 512, 8
 _ROOM_BYTES = _FIRST_BYTES - _LENGTH_BYTES
-"""Of objects: what the first exchange carries of each, which is all of most."""
+"""How much of each pickled object the first all-gather carries; most fit."""
 
 # Without torch's functions around them, which wait for what they return when a graph is made of them. Whoever waits
 # once more hides the collective from inductor, which then fuses it with no product.

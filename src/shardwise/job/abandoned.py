@@ -21,8 +21,6 @@ import torch.distributed as dist
 
 __all__ = ["AbandonedSteps"]
 
-_LOOKS_TO_AWAIT = 2
-
 
 class AbandonedSteps:
     """What this rank knows of steps that another one has left; see [Note: a step that is abandoned].
@@ -36,7 +34,7 @@ class AbandonedSteps:
         self._store, self._rank = store, rank
         self._steps = ""  # the steps of a pipeline, by its name, that this rank is in
         self._number = 0
-        self._seen: tuple[object, int] = None, 0
+        self._seen: object = None  # where the last look found it waiting for an abandoned step
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
@@ -62,10 +60,11 @@ class AbandonedSteps:
         return ""
 
     def look(self, place: object, collective: str, end: Callable[[str], None]) -> None:
-        """Ends this process where it waits, and has at the last look, for a step that somebody has left.
+        """Ends this process if it waits in a step that another rank has left, and did in the same place at the last
+        look.
 
         Args:
-            place: what changes when its work goes on.
+            place: where it waits; another one when its work has gone on.
             collective: the function of `torch.distributed` that it is in, "" where it computes. With a GPU it waits for
                 collectives in any line that asks the device for something.
             end: is told why this rank ends.
@@ -73,10 +72,10 @@ class AbandonedSteps:
         collective = collective or ("work on its device" if torch.cuda.is_initialized() else "")
         name, here = self._steps, (self._number, place)
         if not name or not collective or not self._store.check([f"abandoned/{name}"]):
-            self._seen = None, 0
+            self._seen = None
             return
-        self._seen = here, self._seen[1] + 1 if self._seen[0] == here else 1
-        if self._seen[1] < _LOOKS_TO_AWAIT:
+        if self._seen != here:
+            self._seen = here
             return
         why = self._store.get(f"abandoned/{name}").decode()
         with suppress(dist.DistError):

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -131,10 +132,7 @@ class Watch:
             if error is None:
                 self._write_end("left", "")
             else:
-                self._write_failure(_in_words(error))
-
-    def _write_failure(self, text: str) -> None:
-        self._write_end("failed", text)
+                self._write_end("failed", _in_words(error))
 
     def _write_end(self, how: str, text: str) -> None:
         ended = replace(self._beat, step=self.step, ended=how, text=text)
@@ -168,7 +166,7 @@ class Watch:
         with suppress(dist.DistError):  # the store has ended, with rank 0 or its launcher: who waits for them is told
             while not self._stopped.wait(BEAT_SECONDS):
                 self._write(replace(self._look_here(), count=self._beat.count + 1))
-                self.abandoned.look(self._beat.place, self._beat.collective, self._write_failure)
+                self.abandoned.look(self._beat.place, self._beat.collective, partial(self._write_end, "failed"))
                 if self.place.rank < 2:
                     beats = within(QUIET_SECONDS, self._read)
                     if beats is not None:

@@ -143,7 +143,7 @@ class PipelineRunner:
         return build_in_order(self.plan.rank_of, num_microbatches)
 
     def within_step(self) -> AbstractContextManager[None]:
-        """All of a step: outside of `run` ranks wait for each other, too."""
+        """A whole training step or forward, of which `run` is a part: ranks wait for each other in all of it."""
         return self._registry.mesh.within_step(self._line.name)
 
     def run(
@@ -239,8 +239,9 @@ class PipelineRunner:
             except BaseException as error:
                 mesh, name = self._registry.mesh, self._line.name
                 told = mesh.read_abandoned(name) if _is_lost_connection(error) else ""
-                mesh.note_abandoned(name, error)
-                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0] if not told else _ends(told))
+                mesh.note_abandoned(name, error)  # before connections close, so that ranks that lose one find it
+                why = _first_and_last(told) if told else f"{type(error).__name__}: {error}".splitlines()[0]
+                self._line.hang_up(why)
                 if told:
                     raise RankError("another rank failed in a step of this pipeline", why=told) from error
                 raise
@@ -278,7 +279,9 @@ def measured_timeline(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Tim
 
 
 class _Receives(dict[Any, Any]):
-    """What the runtime has asked others to send, by stage and microbatch: it takes them out when it begins to wait."""
+    """The receives that the runtime has posted, by stage and microbatch. It takes one out when it begins to wait for
+    it, and that time is noted.
+    """
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         super().__init__()
@@ -294,7 +297,7 @@ def _is_lost_connection(error: BaseException) -> bool:
     return is_theirs and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
 
 
-def _ends(text: str) -> str:
+def _first_and_last(text: str) -> str:
     """The first and the last line of a traceback."""
     first, *_, last = text.splitlines()
     return f"{first} {last}"

@@ -57,7 +57,7 @@ class Round:
         seed: of the random streams (see `SplitContext.stage_stream`).
         outputs: of the last stage, by microbatch, where `keeps_outputs`.
         spans: when which action ran, in seconds of `time.perf_counter`, where `is_timed`.
-        asked_at: when this rank began to wait for the input of the next action; None where it had that.
+        asked_at: when this rank began to wait for the input of the next action; None where nothing was sent.
     """
 
     parts: Sequence[Microbatch]

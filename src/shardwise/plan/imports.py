@@ -42,7 +42,7 @@ def import_classes(class_paths: list[str]) -> list[type]:
         try:
             value = import_from_path(path)
         except ConfigError as error:
-            problems.append(f"{error.summary}" + (f" ({error.why})" if error.why else ""))
+            problems.append(error.summary + (f" ({error.why})" if error.why else ""))
             continue
         if isinstance(value, type):
             found.append(value)

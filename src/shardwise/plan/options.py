@@ -162,7 +162,8 @@ class Recompute:
             raise ConfigError(
                 f"Recompute mode {self.mode!r} with budget {self.budget}", fix='use mode="budget" and budget=0.5, say'
             )
-        if self.budget is not None and not 0 <= self.budget <= 1:
+        is_number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
+        if self.budget is not None and not (is_number and 0 <= self.budget <= 1):
             raise ConfigError(f"Recompute budget is {self.budget!r}", fix="use a share from 0 to 1")
 
 

@@ -65,7 +65,7 @@ class Attribution:
 
     def __str__(self) -> str:
         parts = f"uneven times {self.uneven:.1%}, between actions {self.between:.1%}, messages {self.messages:.1%}"
-        return f"{self.measured:.1%}: by the schedule {self.theory:.1%}, {parts}"
+        return f"{self.measured:.1%} of the time: by the schedule {self.theory:.1%}, {parts}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Timeline:
         return _replay(self.schedule, self._means())
 
     def attribute(self) -> Attribution:
-        """Where the bubble of a measured step comes from: the step is played again, first with mean times alone, then
+        """Where the bubble of a measured step comes from: the step is replayed, first with mean times alone, then
         with what was measured of each action, what lay between them, and the messages: that is the step itself.
         """
         lengths, between, messages = self._delays()

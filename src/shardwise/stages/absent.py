@@ -95,9 +95,7 @@ class Absent(Tensor):
             raise UnsupportedError(
                 f"{func} asks for the values of what another stage computes", why=str(error)
             ) from error
-        if (
-            func.namespace == "c10d"
-        ):  # on the meta device nothing is sent; what is gathered goes into the first argument
+        if func.namespace == "c10d":  # on meta nothing is sent; collectives write to their first argument
             tree_map_only(Tensor, lambda each: each if isinstance(each, Absent) else _overwritten(each), args[0])
             return out
         if changed is not None:

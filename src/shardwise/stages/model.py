@@ -146,7 +146,7 @@ class Stages:
         return self._shapes[key]
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
-        """Finds what crosses the cuts of a chain, of which nothing has been seen to run: what its layers are given."""
+        """Finds what crosses the cuts of a chain, which has not run before: what its layers are given."""
         order, last = self.plan.order, self.plan.starts[-1]
         run = StageRun(self, first=len(order.calls), last=last, received=())
         with torch.no_grad():

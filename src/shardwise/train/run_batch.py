@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -149,7 +150,7 @@ def _run_by_hand(
         return Microbatch(placed[number] | made_up, loss_of)
 
     microbatches = [microbatch(number) for number in range(num_microbatches)]
-    with gradients.together():
+    with pipeline.within_step() if pipeline is not None else nullcontext(), gradients.together():
         if pipeline is not None and schedule is not None:
             pipeline.run(microbatches, schedule)
         else:

@@ -43,5 +43,5 @@ def clip_grad_norm(
 def get_grad_norm(
     parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2, *args: Any, **options: Any
 ) -> Tensor:
-    """As `clip_grad_norm`, which clips nothing here."""
+    """The norm of the full gradients, as `clip_grad_norm` returns it; gradients stay as they are."""
     return clip_grad_norm(parameters, math.inf, norm_type)

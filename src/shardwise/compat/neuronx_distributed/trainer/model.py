@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ class NxDModel(Transparent):
 
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__(module)
-        self.__dict__ |= {"nxd_config": dict(nxd_config), "pp_enabled": current_mesh().size("pp") > 1}
+        self.__dict__.update(nxd_config=dict(nxd_config), pp_enabled=current_mesh().size("pp") > 1)
         lora = nxd_config["lora_config"]
         self.__dict__["lora_config"] = lora.as_saved() if lora is not None and lora.enable_lora else None
         self.train()
@@ -53,13 +52,11 @@ class NxDModel(Transparent):
         """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, on every rank, or
         with `return_mb_loss` a list of the microbatches'. See `shardwise.train.run_batch`.
         """
-        config = self.nxd_config["pipeline_config"] or {}
-        number, options = (
-            config.get("num_microbatches", 1),
-            {"averages": config.get("broadcast_and_average_loss", False)},
-        )
-        run: Any = run_microbatches if config.get("return_mb_loss") else functools.partial(run_batch, **options)
-        return run(self.local_module(), current_mesh(), *args, num_microbatches=number, **kwargs)
+        config, module, mesh = self.nxd_config["pipeline_config"] or {}, self.local_module(), current_mesh()
+        number, averages = config.get("num_microbatches", 1), config.get("broadcast_and_average_loss", False)
+        if config.get("return_mb_loss"):
+            return run_microbatches(module, mesh, *args, num_microbatches=number, **kwargs)
+        return run_batch(module, mesh, *args, num_microbatches=number, averages=averages, **kwargs)
 
     @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:

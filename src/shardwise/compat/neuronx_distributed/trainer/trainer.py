@@ -43,8 +43,7 @@ def initialize_parallel_model(
 
     Args:
         model_fn: returns the model, or with `manual_pp_partition` the list of its layers, the same on every rank.
-            `model_init_config` says how many ranks call it at a time,
-            and whether it builds on the meta device.
+            `model_init_config` says how many ranks call it at a time, and whether it builds on the meta device.
 
     Raises:
         ConfigError: `lora_config` or `pipeline_config` do not fit the model.
@@ -67,7 +66,7 @@ def initialize_parallel_model(
 
 
 def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
-    """What `model_fn` gave; a list of layers, which stages are made of by hand, as a model."""
+    """What `model_fn` returned, as a model: with `manual_pp_partition` it is a list of layers."""
     config = nxd_config["pipeline_config"] or {}
     return Chain(model, config.get("manual_pp_loss_fn")) if config.get("manual_pp_partition") else model
 
