@@ -1,7 +1,7 @@
 """Ranks simulated by threads of one process: exact, without a process group, for deriving and checking splits.
 
 Each thread runs one rank's copy of a model, one at a time: until it waits in a collective for the others, and with
-random streams of its own. So every run is the same as the last, and ranks that would wait for ever are found at once.
+random streams of its own. So every run is the same as the last, and ranks that would wait forever are found at once.
 gloo stays the judge; this is what makes trying out a split cost milliseconds.
 """
 

@@ -50,7 +50,7 @@ def end_together(loader: Any, mesh: Mesh, *, predicts: bool) -> Any:
         raise BatchError(
             "data ranks have different numbers of batches",
             why=", ".join(f"data rank {rank}: {length}" for rank, length in sorted(found.items()))
-            + "\nforwards meet, and some would wait for ever",
+            + "\nforwards communicate, and some ranks would wait forever",
             fix=f"give each of {mesh.data_size} data ranks as many batches, or use a layout without fsdp and ddp",
         )
     if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
@@ -85,8 +85,8 @@ class _EndsTogether:
         if self._predicts:
             raise BatchError(
                 f"predictions of which {what}",
-                why="forwards meet, and those of the other rank's rows would be missing",
+                why="forwards communicate, so the rank with more cannot predict the rest by itself",
                 fix="give every data rank as many batches, or use a layout without fsdp and ddp",
             )
         if self._mesh.rank == 0:
-            warnings.warn(f"{what}, which is left out: forwards meet, so all end together", stacklevel=2)
+            warnings.warn(f"{what}, which is left out: forwards communicate, so all end together", stacklevel=2)

@@ -79,7 +79,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.size > 1:
             raise UnsupportedError(
                 f"an attention_mask {list(mask.shape)} of a model that is split over tp={context.size}",
-                why="it has a row for each of all heads, and a rank computes with its own",
+                why="it has a mask for every head of the model, and a rank computes with its own heads alone",
                 fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
             )
         context.state.runs_model = True

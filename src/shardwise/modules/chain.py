@@ -71,8 +71,8 @@ def starts_of(layers: Sequence[nn.Module], num_stages: int, stages: Mapping[nn.M
     Raises:
         ConfigError: a layer has no stage, a stage no layer, or the stages do not follow one another.
     """
-    found = [stages.get(layer) for layer in layers]
-    if found != sorted(found, key=lambda each: -1 if each is None else each) or set(found) != set(range(num_stages)):
+    found: list[Any] = [stages.get(layer) for layer in layers]
+    if set(found) != set(range(num_stages)) or found != sorted(found):
         raise ConfigError(
             f"the stages of {len(layers)} layers are {found}",
             why=f"each of {num_stages} stages has layers that follow one another, from the first layer to the last",

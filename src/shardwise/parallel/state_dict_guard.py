@@ -112,7 +112,8 @@ class _RefusePickle:
 
 
 def guard_hooks(model: nn.Module, registry: Registry) -> None:
-    """Makes modules refuse hooks, to which a rank's part of heads, features or the sequence would look like all of it.
+    """Makes modules refuse hooks, to which a rank's part of heads, features or the sequence would look like all of it,
+    and backward hooks, to which one rank's term of a gradient would look like the sum.
 
     During a forward they accept them: transformers installs its own there, for what `install_outputs` makes full.
     """

@@ -45,7 +45,7 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             "a transform of torch.func around a split model",
-            why="collectives take no part in it",
+            why="the collectives of a split model cannot be transformed",
             fix="call loss.backward(), after which parameter.grad is complete",
         )
     if host_device(group, context.device).type == "cpu":
