@@ -135,8 +135,12 @@ def rows_of(batch: dict[str, torch.Tensor], mesh: shardwise.Mesh) -> dict[str, t
     return {name: value[mesh.data_rank * rows :][:rows] for name, value in batch.items()}
 
 
-def checkpoint_layers(model: nn.Module, *, enable: bool = True) -> None:
-    """Lets transformers itself run layers again in backward, or no longer; it renamed this on the way to 5.23."""
+def checkpoint_layers(model: nn.Module, *options: Any, enable: bool = True) -> None:
+    """Lets transformers itself run layers again in backward, or no longer; it renamed this on the way to 5.23.
+
+    Args:
+        options: those of `torch.utils.checkpoint`, as a mapping.
+    """
     end = "enable" if enable else "disable"
     change = getattr(model, f"activation_checkpointing_{end}", None) or getattr(model, f"gradient_checkpointing_{end}")
-    change()
+    change(*options)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.parameters.registry import entry_of
-from tests.families import rows_of, tiny_batch, tiny_model
+from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -242,6 +242,15 @@ def head_by_itself(pair):
     return pair.gradient_problems()
 
 
+def layers_run_again(pair):
+    """transformers' checkpointing with torch's older function, which calls layers in backward."""
+    for model in (pair.full, pair.split):
+        model.train().enable_input_require_grads()
+        checkpoint_layers(model, {"use_reentrant": True})
+    pair.backward(0)
+    return pair.gradient_problems()
+
+
 def embedding_by_itself(pair):
     """What the embedding gives is changed, and passed to the model."""
     for model in (pair.full, pair.split):
@@ -340,7 +349,7 @@ ALONE = (head_by_itself, embedding_by_itself)
 CASES = {
     "tp2": EVERYWHERE + AT_TP,
     "fsdp2.tp2": EVERYWHERE,
-    "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart),
+    "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
     "pp2": (positions_that_restart, parts_of_stages),
 }

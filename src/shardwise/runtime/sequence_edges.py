@@ -19,6 +19,7 @@ from shardwise.comm.collectives import gather_full, gather_to_region, scatter_fr
 from shardwise.errors import LayoutError
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
 from shardwise.runtime.context import SplitContext, ends_missing
+from shardwise.runtime.modes import is_in_backward
 
 __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
 
@@ -40,7 +41,11 @@ def install_stack(layers: nn.ModuleList, stack: str, context: SplitContext, *, p
         return map_first(output, lambda x: _gather_sequence(x, length, context, partial_after=partial_after))
 
     def enter(x: Tensor) -> Tensor:
-        if partial_after and x.requires_grad and not (torch.compiler.is_compiling() or context.is_in_forward):
+        if (
+            partial_after
+            and x.requires_grad
+            and not (torch.compiler.is_compiling() or context.is_in_forward or is_in_backward())
+        ):
             raise LayoutError(
                 f"the layers of {stack} are called one by one, with sequence parallelism",
                 why="what follows them is to leave gradients that are partial, which a caller's own code does not",
