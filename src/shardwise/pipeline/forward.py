@@ -72,8 +72,9 @@ class Pipelined:
 
         Raises:
             BatchError: ranks were given different arguments.
-            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold; or torch.compile
-                is to make one graph of it all.
+            UnsupportedError: hidden states, attentions or caches are asked for that other ranks hold; a gradient of
+                what an argument that is no tensor holds; a training forward of a hand-written model; or it is called
+                inside of torch.compile or torch.utils.checkpoint.
 
         Communicates: over tp and pp, one all-gather of 16 bytes a rank; in training, over all ranks, one of 24 bytes
             where there are several data ranks; what the stages do; the output, over pp.
@@ -89,7 +90,7 @@ class Pipelined:
             raise UnsupportedError(
                 f"a {type(model).__name__} in stages inside of torch.utils.checkpoint",
                 why="it would run the schedule anew, while ranks wait for gradients",
-                fix="pass recompute=shardwise.Recompute() where the model is split: it recomputes every block",
+                fix='split it with recompute=shardwise.Recompute(mode="full"), which recomputes every block',
             )
         runner = runner_of(model)
         assert runner is not None
