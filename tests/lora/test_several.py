@@ -45,6 +45,7 @@ def exchange_files(mesh, layout, place):
     for mode in ("only", "with_base", "merged"):
         shards = {"max_shard_bytes": 100_000} if mode == "merged" else {}  # of which every rank writes some
         shardwise.export_pretrained(model, out / mode, adapter=mode, **shards)
+    fail_alone(model, mesh, out)
     free = model(**tiny_batch(model)).loss.detach()
     theirs = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(place / "base", attn_implementation="eager"), out / "only"
@@ -67,6 +68,20 @@ def exchange_files(mesh, layout, place):
     for name, value in expected.items():
         problems += differing(name, merged[name], value, 1e-6)
     return problems + sorted(set(merged) ^ set(expected))
+
+
+def fail_alone(model, mesh, out):
+    """One rank cannot compute what it is to write: all raise its error, and nobody waits."""
+    kind = next(type(each) for each in model.modules() if hasattr(each, "get_delta_weight"))
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == mesh.shape.world_size - 1:
+            patch.setattr(kind, "get_delta_weight", no_room)
+        with pytest.raises(LoadError, match="no room"):
+            shardwise.export_pretrained(model, out / "failed", adapter="merged", max_shard_bytes=100_000)
+
+
+def no_room(*_):
+    raise MemoryError("no room")
 
 
 def equal_files(one, other):

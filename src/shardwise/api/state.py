@@ -111,7 +111,7 @@ def export_pretrained(
         names = base_tensors(model, merged=mode == "merged")
         base = Base(names=names, add=lambda staging: _write_adapters(model, staging / "adapter", states))
         if mode == "merged":
-            base = Base(names=names, change=Merger(model).merge)
+            base = Base(names=names, change=Merger(model).change_of)
     inner = find_model(model)
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
 

@@ -32,19 +32,22 @@ from shardwise.weights.write import PlannedShards
 __all__ = ["Base", "Export"]
 
 
+Change = Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Base:
     """What is written of a model with adapters.
 
     Attributes:
         names: name of each tensor without adapters, to the model's own.
-        change: makes the tensor to be written from the model's name of one and the full tensor, which only the rank has
-            that writes it; called on all ranks alike. None: tensors are written as they are.
+        change: gives, by the model's name of a tensor, what makes the tensor to be written of the full one; all ranks
+            ask alike, and the one that writes it calls what it is given. None: tensors are written as they are.
         add: writes what lies beside the weights into a directory; called on rank 0.
     """
 
     names: Mapping[str, str]
-    change: Callable[[str, Tensor | None], Tensor | None] | None = None
+    change: Callable[[str], Change] | None = None
     add: Callable[[Path], None] = lambda directory: None
 
 
@@ -113,25 +116,27 @@ class Export:
         for each in itertools.zip_longest(*queues.values()):
             yield from ((group, rank) for rank, group in zip(queues, each, strict=True) if group is not None)
 
-    def _write(self, group: ExportGroup, state: dict[str, Tensor]) -> None:
-        for name, tensor in group.build(state):
+    def _write(self, group: ExportGroup, state: dict[str, tuple[Tensor, Change | None]]) -> None:
+        made: dict[str, Tensor] = {}
+        for name in list(state):
+            full, change = state.pop(name)
+            made[name] = full if change is None else change(full)
+            del full  # before the next one is made
+        for name, tensor in group.build(made):
             self._shards.write(name, tensor)
             del tensor  # before the next one is made
 
-    def _full(self, name: str, target: int) -> Tensor:
-        """The full tensor on the rank `target`, in host memory; an empty one elsewhere."""
+    def _full(self, name: str, target: int) -> tuple[Tensor, Change | None]:
+        """The full tensor on the rank `target`, in host memory, and how it changes; an empty one elsewhere."""
         own = self._base.names[name]
         entry = self._entries.get(own)
-        full: Tensor | None
         if entry is not None:
             full = self._put_together(entry.fqn, self._wholes[name], target)
         else:
             value = self._values[own]
             assert value is not None, "buffers are on every rank"
             full = computed_buffer(own, value, self._registry).cpu()
-        if self._base.change is not None:
-            full = self._base.change(own, full if target == self._rank else None)
-        return torch.empty(0) if full is None else full
+        return full, None if self._base.change is None else self._base.change(own)
 
     def _put_together(self, fqn: str, whole: Tensor, target: int) -> Tensor:
         is_target, group = target == self._rank, self._mesh.group()

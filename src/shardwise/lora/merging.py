@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from shardwise.runtime.adapter_facts import places_in
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
 
 __all__ = ["Merger", "base_tensors"]
+
+Change = Callable[[Tensor], Tensor]
 
 
 def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
@@ -87,22 +91,21 @@ class Merger:
                     self._wrappers.setdefault(entry.fqn, []).append((own, wrapper))
 
     @torch.no_grad()
-    def merge(self, fqn: str, full: Tensor | None) -> Tensor | None:
-        """`full`, a parameter of that name, with what its adapters add; None on ranks that have None.
+    def change_of(self, fqn: str) -> Change:
+        """What adds to the full parameter of that name what its adapters add.
 
-        Communicates: over all axes, all-gathers of the adapters' parameters.
+        Communicates: over all axes, all-gathers of the adapters' parameters; nothing when it is called.
         """
-        for own, wrapper in self._wrappers.get(self._registry.tied.get(fqn, fqn), ()):
-            for adapter in wrapper.active_adapters:
-                if own == "bias":
-                    added = self._added_bias(wrapper, adapter)
-                else:
-                    added = self._added_weight(wrapper, adapter, full)
-                if full is not None and added is not None:
-                    full = full + added.to(full.dtype)
-        return full
+        wrappers = self._wrappers.get(self._registry.tied.get(fqn, fqn), ())
+        added = [self._added(*each, adapter) for each in wrappers for adapter in each[1].active_adapters]
+        return functools.partial(_with_added, added=[each for each in added if each is not None])
 
-    def _added_weight(self, wrapper: Any, adapter: str, full: Tensor | None) -> Tensor | None:
+    def _added(self, own: str, wrapper: Any, adapter: str) -> Change | None:
+        """What an adapter adds to a full bias or weight, from the latter; None: nothing."""
+        if own == "bias":
+            has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
+            bias = self._full(wrapper.lora_B[adapter], "bias") if has_bias else None
+            return None if bias is None else lambda full: bias * wrapper.scaling[adapter]
         parts: dict[str, dict[str, Any]] = {}
         for kind in ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"):
             held = getattr(wrapper, kind)
@@ -110,15 +113,7 @@ class Merger:
                 is_module = isinstance(held[adapter], nn.Module)
                 value = self._full(held[adapter], "weight") if is_module else self._full(held, adapter)
                 parts[kind] = {adapter: SimpleNamespace(weight=value) if is_module else value}
-        if not parts or full is None:
-            return None
-        whole = _Whole(wrapper, parts, full)
-        return type(wrapper).get_delta_weight(whole, adapter)
-
-    def _added_bias(self, wrapper: Any, adapter: str) -> Tensor | None:
-        has_bias = adapter in wrapper.lora_B and getattr(wrapper.lora_B[adapter], "bias", None) is not None
-        found = self._full(wrapper.lora_B[adapter], "bias") if has_bias else None
-        return None if found is None else found * wrapper.scaling[adapter]
+        return (lambda full: type(wrapper).get_delta_weight(_Whole(wrapper, parts, full), adapter)) if parts else None
 
     def _full(self, owner: nn.Module, own: str) -> Tensor | None:
         parameter, entry = owner._parameters.get(own), entries_of(owner).get(own)
@@ -126,6 +121,13 @@ class Merger:
             return None if parameter is None else parameter.detach().cpu()
         local, dtype = None if parameter is None else parameter.detach(), self._dtypes.get(entry.fqn)
         return canonical_tensor(local, entry.layout, self._registry.mesh, dtype=dtype)
+
+
+@torch.no_grad()
+def _with_added(full: Tensor, added: Sequence[Change]) -> Tensor:
+    for change in added:
+        full = full + change(full).to(full.dtype)
+    return full
 
 
 class _Whole:
