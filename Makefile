@@ -67,10 +67,10 @@ contract: $(READY)
 pure: $(READY)
 	$(PY) -m pytest -q -m pure
 
-# Ranks that wait for each other leave cores idle: four tests at a time on two cores. Those that share ranks or a module's fixture stay
+# Ranks that wait for each other leave cores idle: three tests at a time on two cores. Those that share ranks or a module's fixture stay
 # together (tests/conftest.py); the largest groups begin.
 test: check
-	$(PY) -m pytest -q -m 'not pure' --numprocesses 4 --dist loadgroup
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup
 
 demo: $(READY)
 	$(PY) examples/demo.py
@@ -109,7 +109,7 @@ lines: $(READY)
 	$(PY) -m coverage report
 
 cost: $(READY)
-	$(PY) -m pytest -q -m 'not pure' --numprocesses 4 --dist loadgroup -p tests.cost
+	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup -p tests.cost
 
 clean:
 	rm -rf .venv build dist htmlcov .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
