@@ -262,6 +262,7 @@ def embedding_by_itself(pair):
 
 def positions_that_restart(pair):
     """Beside the cache that it builds, the unsplit model takes such a row for one."""
+    pair.both(lambda model: model.train())
     for batch in pair.batches:
         batch["position_ids"] = torch.cat([torch.arange(4), torch.arange(5)]).expand(ROWS, -1)
     pair.backward(0)

@@ -27,6 +27,8 @@ def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
     state = cast(FSDPModule, root)._get_fsdp_state()
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is root:
+            running.clear()  # of what Ctrl-C has interrupted
         running.append(module)
         if len(running) > 1 or module is root:
             return None
