@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 
 import torch
@@ -251,6 +251,16 @@ class Mesh:
         group = new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)
         calm_gloo_loops()
         return group
+
+    @contextmanager
+    def represented(self, stand_in: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> Iterator[None]:
+        """Inside, `group` gives what `stand_in` makes of the groups."""
+        own = self._groups
+        self._groups = {axes: stand_in(group) for axes, group in own.items()}
+        try:
+            yield
+        finally:
+            self._groups = own
 
     def note_step(self) -> None:
         """Notes that this rank begins another training step, for messages about ranks that do not come to one."""

@@ -181,6 +181,8 @@ def fsdp2(mesh, kind, family, plan):
         *(("the document's", "llama", plan) for plan in PLANS),
         ("the document's", "qwen3", "styles"),  # norms within heads: theirs drift apart
         ("the document's", "gpt2", "of the model"),  # no plan is declared: theirs raises
+        ("the document's", "glm4", "of the model"),  # gate and up in one: theirs computes another loss
+        ("the document's", "olmo2", "of the model"),  # norms across heads: theirs raises
         (
             "the document's",
             "mixer",

@@ -1,8 +1,7 @@
-"""Each row of the list of NxD's faults, and the test that shows that ours is right."""
+"""What of the list of NxD's faults (`test_bug_lists`) has no test elsewhere."""
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import pytest
@@ -15,40 +14,6 @@ from shardwise.errors import ConfigError
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
-
-PROVED = {
-    1: ("bfloat16 gradients of inputs are not summed", "nxd_layers", "test_layers_compute_what_torchs_own_do"),
-    2: ("max_grad_norm is ignored with ZeRO-1", "trainer", "test_the_documents_sample_continues_at_other_degrees"),
-    3: ("a resume with ZeRO-1 loses the weights", "trainer", "test_the_documents_sample_continues_at_other_degrees"),
-    4: ("generators crash clipping", "parallel_layers", "test_a_hand_written_model_trains_as_the_unsplit_one"),
-    5: ('norm_type "inf" crashes', "parallel_layers", "test_groups_saving_and_what_is_refused"),
-    6: ("label smoothing is wrong", "parallel_layers", "test_cross_entropy"),
-    7: ("ignored targets count, logits are overwritten", "parallel_layers", "test_cross_entropy"),
-    8: ("grouped heads cannot have biases", "nxd_layers", "test_layers_compute_what_torchs_own_do"),
-    9: ("the norm of fused heads", "parallel_layers", "test_a_hand_written_model_trains_as_the_unsplit_one"),
-    10: ("frozen fused heads crash", "nxd_layers", "test_layers_compute_what_torchs_own_do"),
-    11: ("LoraConfig has no enable_lora", "nxd_training", "test_adapters_train_and_are_saved_in_three_modes"),
-    12: ("sharded adapters cannot be reloaded", "nxd_training", "test_adapters_train_and_are_saved_in_three_modes"),
-    13: ("lora_only trains no bias", "nxd_training", "test_adapters_train_and_are_saved_in_three_modes"),
-    14: (
-        "adapters drift with sequence parallelism",
-        "nxd_training",
-        "test_adapters_train_and_are_saved_in_three_modes",
-    ),
-    15: ("the first argument of the model is lost", "trainer", "test_the_documents_sample_continues_at_other_degrees"),
-    16: ("async_save is frozen, and sees later weights", "nxd_bugs", "test_every_save_is_of_its_own_time_and_kind"),
-    17: ("num_kept_ckpts=0 deletes what was saved", "nxd_bugs", "test_every_save_is_of_its_own_time_and_kind"),
-    18: ("ZeRO-1 at other data degrees", "trainer", "test_the_documents_sample_continues_at_other_degrees"),
-    19: ("pad_model changes the function", "nxd_layers", "test_padded_heads_change_nothing"),
-    20: ("xm.optimizer_step divides by all", "parallel_layers", "test_a_hand_written_model_trains_as_the_unsplit_one"),
-}
-"""The number of the row: what is wrong there, and the module and test that would be red with it."""
-
-
-@pytest.mark.parametrize("row", PROVED)
-def test_every_row_has_its_test(row):
-    _, module, test = PROVED[row]
-    assert callable(getattr(importlib.import_module(f"tests.compat.test_{module}"), test))
 
 
 def saves(mesh, directory):

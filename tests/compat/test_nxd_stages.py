@@ -129,6 +129,10 @@ class Numbers(nn.Module):
             x = layer(x)
         return x.sum()
 
+    def to(self, *args, **options):
+        self.moved = sum(each.numel() for each in self.parameters())
+        return super().to(*args, **options)
+
 
 class Unsplit(nn.Module):
     def __init__(self, shares):
@@ -268,7 +272,7 @@ def test_losses_of_microbatches_are_returned_on_every_rank(on_ranks, layout):
 
 
 def of_numbers(mesh):
-    """Gradients of a model without labels are the mean of its microbatches', as theirs."""
+    """Gradients of a model without labels are the mean of its microbatches', as theirs; it is cut, then moved."""
     parallel_state.initialize_model_parallel(1, 2)
     options = {"transformer_layer_cls": nn.Sequential, "num_microbatches": 4, "output_loss_value_spec": True}
     model = NxDPPModel(Numbers(), auto_partition=True, input_names=["x"], **options)
@@ -279,23 +283,29 @@ def of_numbers(mesh):
     problems = differing("loss", loss, whole(x).detach() / 4, 1e-5)
     for name, parameter in model.local_named_parameters():
         problems += differing(name, parameter.grad, expected[name], 1e-4)
+    built = nxd.initialize_parallel_model(model.nxd_config, Numbers)
+    moved = [each.local_module().moved for each in (model, built)]
     parallel_state.destroy_model_parallel()
-    return problems
+    return problems, [numel / sum(each.numel() for each in whole.parameters()) for numel in moved]
 
 
 @pytest.mark.parametrize("layout", ["tp2"])
 def test_a_model_of_numbers_is_cut(on_ranks, layout):
-    assert on_ranks(of_numbers) == [[], []]
+    assert on_ranks(of_numbers) == [([], [0.5, 0.5])] * 2
 
 
 def not_cut(mesh):
-    """A model that no made-up batch runs, stages that do not follow one another, and weights of two shapes."""
+    """A model that no made-up batch runs, one that fails on one rank, stages in no order, weights of two shapes."""
     parallel_state.initialize_model_parallel(1, 2)
     said = []
+    failing = Words(parallel=True)
+    if mesh.rank == 0:
+        failing.head = nn.Identity()
     scattered = {"manual_pp_partition": True, "manual_pp_stage_partition_fn": lambda given, _: dict.fromkeys(given, 1)}
     different = [(nn.Linear(2, 3), "weight"), (nn.Linear(3, 2), "weight")]
     for call in (
         lambda: NxDPPModel(nn.Sequential(nn.Conv1d(7, 4, 3), nn.Linear(4, 4))),
+        lambda: NxDPPModel(failing),
         lambda: NxDPPModel(layers(), **scattered),
         lambda: NxDPPModel(layers()[:1], manual_pp_partition=True),
         lambda: PipelineStageModule.mark_weight_sharing(different, "ends"),
@@ -312,5 +322,5 @@ def not_cut(mesh):
 def test_what_cannot_be_cut_says_so_on_every_rank(on_ranks, layout):
     first, second = on_ranks(not_cut)
     assert first == second
-    parts = ["by hand", "follow one another", "2 stages for 1 layers", "(3, 2) and (2, 3)"]
+    parts = ["by hand", "of the inputs", "follow one another", "2 stages for 1 layers", "(3, 2) and (2, 3)"]
     assert len(first) == len(parts) and all(part in text for part, text in zip(parts, first, strict=True)), first

@@ -1,9 +1,8 @@
-"""Each row of the list of Optimum Neuron's limits and faults, and the test that shows that ours is right."""
+"""What of the list of Optimum Neuron's limits and faults (`test_bug_lists`) has no test elsewhere."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -19,31 +18,6 @@ from tests.families import tiny_model
 from tests.oracle import differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
-
-PROVED = {
-    1: ("a class by hand for every model", "optimum_neuron", "test_architectures_that_no_document_names"),
-    2: ("the process is patched", "optimum_bugs", "test_nothing_of_the_process_is_changed"),
-    3: ("the config is changed", "optimum_neuron", "test_it_trains_as_the_unsplit_model"),
-    4: ("fake names among the weights", "optimum_neuron", "test_lazy_loading_of_one_rank_and_its_sizes"),
-    5: ("the table says True, the code raises", "optimum_neuron", "test_support_is_what_the_checks_say"),
-    6: ("parameters are ignored", "optimum_neuron", "test_the_small_print"),
-    7: ("sizes must divide", "optimum_neuron", "test_it_trains_as_the_unsplit_model"),
-    8: ("checkpoints of one layout", "optimum_neuron", "test_the_small_print"),
-    9: ("tiled keys permute queries", "optimum_neuron", "test_it_trains_as_the_unsplit_model"),
-    10: ("pipelines give the loss alone", "optimum_neuron", "test_stages_train_as_the_unsplit_model"),
-    11: ("no way back, no full state", "optimum_bugs", "test_full_tensors_and_the_whole_model_come_back"),
-    12: ("ignored labels count", "optimum_bugs", "test_ignored_labels_count_nothing_and_logits_stay"),
-    14: ("norms of heads drift", "optimum_neuron", "test_it_trains_as_the_unsplit_model"),
-    15: ("adapters drift with sequence parallelism", "optimum_neuron", "test_the_small_print"),
-    17: ("several files and few keys", "optimum_neuron", "test_the_small_print"),
-}
-"""The number of the row: what is wrong there, and the module and test that would be red with it."""
-
-
-@pytest.mark.parametrize("row", PROVED)
-def test_every_row_has_its_test(row):
-    _, module, test = PROVED[row]
-    assert callable(getattr(importlib.import_module(f"tests.compat.test_{module}"), test))
 
 
 def of_the_process():

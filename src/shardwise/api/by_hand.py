@@ -52,7 +52,8 @@ def build_in_turns(
     on_meta: bool = False,
     fill: Callable[[nn.Module, torch.device], Any] | None = None,
 ) -> nn.Module:
-    """The model that `build` gives, on the mesh's device; only so many ranks build theirs at the same time.
+    """The model that `build` gives, on the mesh's device, or on the CPU where it is still to be cut into stages; only
+    so many ranks build theirs at the same time.
 
     Args:
         build: does not communicate.
@@ -72,15 +73,16 @@ def build_in_turns(
     turn, num_turns = mesh.rank // ranks_at_a_time, -(-mesh.shape.world_size // ranks_at_a_time)
     model = run_in_turns(built, mesh.group(), turn=turn, num_turns=num_turns, doing="building the model")
     assert model is not None
+    device = torch.device("cpu") if mesh.size("pp") > 1 else mesh.device
     if on_meta and fill is not None:
-        model.to_empty(device=mesh.device)
+        model.to_empty(device=device)
         for module in model.modules():
-            fill(module, mesh.device)
+            fill(module, device)
         if isinstance(model, PreTrainedModel):
             model.tie_weights()
     elif on_meta:
         initialize_meta(model)
-    return model.to(mesh.device)
+    return model.to(device)
 
 
 def adopt_model(
@@ -92,7 +94,8 @@ def adopt_model(
     order: LayerOrder | None = None,
     pipeline: Pipeline | None = None,
 ) -> Registry:
-    """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp.
+    """Makes a hand-written model known, in place: every parameter gets an entry, divided or replicated over tp, and
+    what this rank holds goes to the mesh's device.
 
     Args:
         model: with `shardwise.modules.split_module` modules over `mesh`, and any others; a parameter with the attribute
@@ -125,6 +128,7 @@ def adopt_model(
     if stages is not None:
         apply_stages(model, registry)
     attach_registry(model, registry)
+    model.to(mesh.device)
     apply_recomputation(model, registry, recompute or Recompute())
     if policy is not None:
         apply_data_parallelism(model, registry, policy)

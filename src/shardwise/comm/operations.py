@@ -54,7 +54,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 def host_device(group: Group, device: torch.device) -> torch.device:
     """Where small values that the host needs are summed: on the host if the group can, else on `device`."""
-    return torch.device("cpu") if "cpu:" in str(dist.get_backend_config(group)) else device
+    is_simulated = not group.group_name  # torch knows no backend of it
+    return torch.device("cpu") if is_simulated or "cpu:" in str(dist.get_backend_config(group)) else device
 
 
 @contextmanager

@@ -10,7 +10,8 @@ See `shardwise.api.by_hand` for the model around them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shardwise.comm.collectives import (
     gather_to_region,
     split_full,
 )
+from shardwise.comm.simulated import LoneGroup
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import canonical_tensor, local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entry_of, mark, named_entries
@@ -41,6 +43,7 @@ __all__ = [
     "mark_replicated",
     "new_linear",
     "own_features",
+    "running_alone",
 ]
 
 Init = Callable[[Tensor], Any]
@@ -126,6 +129,23 @@ class SplitModule(nn.Module):
             x = x.to(reduce_dtype)
         x = copy_to_region(x, group) if sequence_dim is None else gather_to_region(x, group, dim=sequence_dim)
         return x.to(dtype)
+
+
+@contextmanager
+def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
+    """Inside, the divided modules of `model` and of its copies, and whoever asks `mesh` for a group, communicate with
+    nobody: as if the other ranks held what this one holds. For shapes, and for comparisons with itself.
+    """
+    contexts = {id(module._split): module._split for module in model.modules() if isinstance(module, SplitModule)}
+    groups = {key: context.group for key, context in contexts.items()}
+    with mesh.represented(lambda group: LoneGroup(group.rank(), group.size())):
+        try:
+            for context in contexts.values():
+                context.group = mesh.group("tp")
+            yield
+        finally:
+            for key, context in contexts.items():
+                context.group = groups[key]
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:

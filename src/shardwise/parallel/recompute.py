@@ -30,7 +30,7 @@ from shardwise.plan.structure import LayerStack, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
 
-__all__ = ["apply_recomputation", "recompute_classes", "recompute_of"]
+__all__ = ["apply_recomputation", "recompute_classes"]
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
@@ -75,20 +75,6 @@ class Recomputed:
         """As the module's own, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
-
-
-def recompute_of(model: nn.Module, asked: Any) -> Recompute:
-    """What one value says: None, "full" (every block), or a module class or several.
-
-    Raises:
-        ConfigError: it is none of these, or the model has no such module.
-    """
-    if asked is None or asked == "full":
-        return Recompute(mode=asked or "none")
-    classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
-    if not all(isinstance(each, type) for each in classes):
-        raise ConfigError(f"activation_checkpoint_config is {asked!r}", fix='use None, "full", or module classes')
-    return recompute_classes(model, classes)
 
 
 def recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Recompute:

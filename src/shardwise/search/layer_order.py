@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shardwise.comm.agree import gather_from_all
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.mesh import Mesh
+from shardwise.modules.split_module import running_alone
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import upwards
@@ -76,19 +79,34 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     return order
 
 
-def layer_order_by_hand(model: nn.Module, *, layers: Collection[str] = ()) -> LayerOrder:
+def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
     """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
-    first of `guess_batches` that it takes.
+    first of `guess_batches` that it takes; on rank 0 alone, since code that fails on one rank only must let no other
+    one wait.
 
     Args:
-        model: real; it may hold modules that are divided over tp.
+        model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
         layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
 
     Raises:
         PlanError: it cannot be cut into stages, or does not run on this batch.
 
-    Communicates: what its divided modules do, forward and backward.
+    Communicates: one gather of a small object over all ranks.
     """
+    group = mesh.group()
+
+    def find() -> dict[str, Any] | None:
+        if group is not None and group.rank():
+            return None
+        with running_alone(model, mesh):
+            return _found_by_hand(model, layers).to_json()
+
+    found = gather_from_all(group, "finding the layers of the model", find)[0]
+    assert found is not None
+    return LayerOrder.from_json(found)
+
+
+def _found_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
     try:
         with seeded(), torch.enable_grad():
             own = copy.deepcopy(model)

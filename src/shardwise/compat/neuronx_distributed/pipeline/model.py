@@ -16,7 +16,7 @@ __all__ = ["NxDPPModel"]
 
 
 class NxDPPModel(NxDModel):
-    """A model that is cut into the stages of a pipeline, in place; this rank holds its own stages.
+    """A model that is cut into the stages of a pipeline, in place; this rank holds its own stages, on its device.
 
     Args:
         module: a model, real, the same on every rank, not split yet; with `manual_pp_partition` the list of its layers.
@@ -38,4 +38,4 @@ class NxDPPModel(NxDModel):
         mesh = current_mesh()
         if nxd_config is None:
             nxd_config = neuronx_distributed_config(mesh.size("tp"), mesh.size("pp"), pipeline_config=pipeline_config)
-        super().__init__(split_model(as_model(module, nxd_config).to(mesh.device), nxd_config), nxd_config)
+        super().__init__(split_model(as_model(module, nxd_config), nxd_config), nxd_config)

@@ -148,9 +148,10 @@ def _check_values(factor: Any, activation_checkpoint_config: Any, lora_config: A
         raise ConfigError(f"lora_config cannot be a {type(lora_config).__name__}", fix="use modules.lora.LoraConfig")
     if type(factor) is not int or factor < 1:
         raise ConfigError(f"sequential_move_factor is {factor!r}", why="it counts processes", fix="use 1 to 32")
-    if isinstance(activation_checkpoint_config, str) and activation_checkpoint_config != "full":
+    asked = activation_checkpoint_config
+    classes = asked if isinstance(asked, tuple | list | set) else [asked]
+    if asked not in (None, "full") and not all(isinstance(each, type) for each in classes):
+        near = did_you_mean(str(asked), ["full"])
         raise ConfigError(
-            f"activation_checkpoint_config is {activation_checkpoint_config!r}"
-            + did_you_mean(activation_checkpoint_config, ["full"]),
-            fix='use None, "full", a module class or several',
+            f"activation_checkpoint_config is {asked!r}{near}", fix='use None, "full", a module class or several'
         )

@@ -24,8 +24,8 @@ from shardwise.modules.split_module import SplitModule
 from shardwise.modules.transparent import seen_through
 from shardwise.optim.optimizer import divided_groups
 from shardwise.optim.wrapped_optimizer import CompletingOptimizer
-from shardwise.parallel.recompute import recompute_of
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline
+from shardwise.parallel.recompute import recompute_classes
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.runtime.adapters import find_model
 from shardwise.search.layer_order import find_layer_order, layer_order_by_hand
@@ -77,7 +77,9 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     if lora is not None and lora.enable_lora:
         model = seen_through(LoRAModel(model, lora.as_saved()))
     base = find_model(model)
-    recompute = recompute_of(base, nxd_config["activation_checkpoint_config"])
+    asked = nxd_config["activation_checkpoint_config"]
+    classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
+    recompute = Recompute(mode=asked or "none") if asked in (None, "full") else recompute_classes(base, classes)
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
         if nxd_config["pad_model"]:
@@ -118,7 +120,7 @@ def order_of(model: nn.Module, config: Mapping[str, Any]) -> tuple[LayerOrder, P
     """The layers of a hand-written model as they run, and how it is cut: see `layer_order_by_hand`."""
     kind = config.get("transformer_layer_cls")
     named = [name for name, each in model.named_modules() if isinstance(kind, type) and isinstance(each, kind)]
-    order = model.order() if isinstance(model, Chain) else layer_order_by_hand(model, layers=named)
+    order = model.order() if isinstance(model, Chain) else layer_order_by_hand(model, current_mesh(), layers=named)
     return order, pipeline_of(model, config, order)
 
 
