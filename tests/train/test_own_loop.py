@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.errors import GradientError, LayoutError, UnsupportedError
 from shardwise.parameters.registry import entry_of
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -340,19 +340,81 @@ def two_models(pair):
     return pair.gradient_problems() + other.gradient_problems()
 
 
+def counted_parameters(pair):
+    """The model's, not this rank's."""
+    pair.both(lambda model: model.lm_head.requires_grad_(requires_grad=False))
+    expected, found = pair.both(lambda model: model.num_parameters())
+    assert found == expected
+    asked = [{"only_trainable": True}, {"exclude_embeddings": True}]
+    if pair.mesh.size("pp") == 1:
+        assert len({tuple(model.num_parameters(**each) for each in asked) for model in (pair.full, pair.split)}) == 1
+    else:
+        with pytest.raises(UnsupportedError, match="does not have the modules of other stages"):
+            pair.split.num_parameters(only_trainable=True)
+        pair.split.tie_weights()
+    return []
+
+
+def interrupted_backward(pair):
+    """Ctrl-C in a backward, and then another batch."""
+    step = shardwise.TrainStep(pair.split, pair.mesh)
+    step(rows_of(pair.batches[0], pair.mesh))
+    interrupt = pair.split.model.layers[0].register_full_backward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(rows_of(pair.batches[1], pair.mesh))
+    interrupt.remove()
+    pair.split.zero_grad()
+    step(rows_of(pair.batches[2], pair.mesh))
+    pair.full(**pair.batches[2]).loss.backward()
+    return pair.gradient_problems()
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def nothing_to_train(pair):
+    """Steps that make no gradient: there are no targets anywhere, gradients are off, nothing is trained."""
+    rows = rows_of(pair.batches[0], pair.mesh)
+    step = shardwise.TrainStep(pair.split, pair.mesh)
+    assert float(step(rows | {"labels": torch.full_like(rows["labels"], -100)}).loss) == 0
+    assert all(parameter.grad is None for parameter in pair.split.parameters())
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), pytest.raises(UnsupportedError, match=f"a training step under torch.{mode.__name__}"):
+            step(rows)
+    pair.split.requires_grad_(requires_grad=False)
+    with pytest.raises(GradientError, match="depends on nothing that is trained"):
+        step(rows)
+    with torch.inference_mode():
+        pair.full.lm_head.weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(UnsupportedError, match=r"made under torch\.inference_mode"):
+        shardwise.parallelize(pair.full, pair.mesh)
+    return []
+
+
+def untied_later(pair):
+    """What was found for one parameter does not hold for two."""
+    model = shardwise.parallelize(tiny_model("qwen3", tie_word_embeddings=True, num_hidden_layers=1), pair.mesh)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(LayoutError, match="were one parameter when the model was split, and are two now"):
+        shardwise.TrainStep(model, pair.mesh)
+    return []
+
+
 EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
-    mask_for_each_head,
+    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later),
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {
     "tp2": EVERYWHERE + AT_TP,
     "fsdp2.tp2": EVERYWHERE,
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
-    "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-    "pp2": (positions_that_restart, parts_of_stages),
+    "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients)
+    + (interrupted_backward, nothing_to_train),
+    "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }
 
 

@@ -215,6 +215,7 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
             "the adapters": str(facts.adapters),
             "the class": type(model).__qualname__,
             "the options": repr(spec),
+            "which parameters are trained": str([name for name, value in model.named_parameters() if value.requires_grad]),
         }
         | {f"module {name!r}": str(replace(module, attributes={})) for name, module in facts.modules.items()}
         | {f"the config's {name}": repr(value) for name, value in config.items()}

@@ -26,7 +26,7 @@ from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import outermost_layers, parent_of, upwards
 from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.gathered import follow_requires_grad, free_after_evaluation
+from shardwise.runtime.gathered import follow_requires_grad, forget_interrupted, free_after_evaluation
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 
@@ -148,6 +148,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
     _shard((root,), registry, kept_replicated, frees=False)
     root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
     if registry.stages is None:  # a stage is a root that computes several microbatches
+        root.register_forward_pre_hook(lambda root, _: forget_interrupted(root), prepend=True)
         root.register_forward_hook(free_after_evaluation, always_call=True)
         run_as_root(root, _parts(root, units, registry))
     _tune(root, units, registry)

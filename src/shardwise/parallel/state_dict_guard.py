@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, NoReturn
@@ -12,7 +13,15 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, named_entries, registry_of
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    canonical_entries,
+    entry_of,
+    find_parameters,
+    named_entries,
+    registry_of,
+)
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
@@ -69,7 +78,10 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
-            module.save_pretrained = _refuse_saving
+            module.save_pretrained = module.push_to_hub = _refuse_saving
+            module.num_parameters = MethodType(_num_parameters, module)
+            if registry.stages is not None:
+                module.tie_weights = _keep_ties
 
 
 def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -197,6 +209,32 @@ def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries
             state[f"{prefix}{name}"] = given[id(entry)]
 
 
+def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002 - transformers' signature
+    """As transformers' own, of the full parameters: the same on every rank.
+
+    Raises:
+        UnsupportedError: a part is asked for of a model in stages, where this rank does not know what others train.
+    """
+    held = {name: parameter for name, parameter, _ in find_parameters(model)}
+    entries = canonical_entries(model)
+    if (only_trainable or exclude_embeddings) and entries.keys() - held.keys():
+        raise UnsupportedError(
+            "num_parameters of a part of a model in stages",
+            why="this rank does not have the modules of other stages",
+            fix="ask before shardwise.parallelize splits the model, or for all of them",
+        )
+    left_out = {name for name, parameter in held.items() if only_trainable and not parameter.requires_grad}
+    if exclude_embeddings:
+        left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    shapes = {name: parameter.shape for name, parameter in held.items()}
+    shapes |= {name: entry.layout.shape for name, entry in entries.items()}
+    return sum(math.prod(shape) for name, shape in shapes.items() if name not in left_out)
+
+
+def _keep_ties(*args: Any, **kwargs: Any) -> None:
+    """Nothing is left to tie: stages know what they share, and hold one of the two at most."""
+
+
 def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
         "resize_token_embeddings on a split model",
@@ -207,7 +245,7 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
-        "save_pretrained of a split model",
+        "save_pretrained or push_to_hub of a split model",
         why="this rank holds parts of its parameters, and other ranks may not have called",
         fix="call shardwise.export_pretrained(model, directory) on every rank",
     )

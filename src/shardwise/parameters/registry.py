@@ -307,6 +307,7 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
     """
     seen: set[int] = set()
     names: dict[int, str] = {}
+    held: set[int] = set()
     for name, module in model.named_modules():
         entries = entries_of(module)
         for own in dict.fromkeys((*entries, *module._parameters)):
@@ -318,7 +319,18 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
                 seen.add(id(parameter))
                 if entry is not None and entry_of(parameter) is not entry:
                     mark(parameter, entry)
+                if entry is not None and id(entry) in held:
+                    raise _untied(f"{name}.{own}" if name else own, fqn)
+                held.add(id(entry))
                 yield fqn, parameter, entry
+
+
+def _untied(name: str, first: str) -> LayoutError:
+    return LayoutError(
+        f"{name} and {first} were one parameter when the model was split, and are two now",
+        why="what is known of the one, where its parts are and how its gradient is summed, was found for both together",
+        fix="untie them before shardwise.parallelize splits the model",
+    )
 
 
 def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:

@@ -9,13 +9,20 @@ carried over, and an optimizer that was built over them is an error.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["follow_requires_grad", "free", "free_after_evaluation", "gathered_parameters", "param_groups"]
+__all__ = [
+    "follow_requires_grad",
+    "forget_interrupted",
+    "free",
+    "free_after_evaluation",
+    "gathered_parameters",
+    "param_groups",
+]
 
 
 def free(unit: FSDPModule) -> None:
@@ -25,6 +32,23 @@ def free(unit: FSDPModule) -> None:
             _follow(unit)
             unit.reshard()
             return
+
+
+def forget_interrupted(root: nn.Module) -> None:
+    """Lets FSDP2 forget a forward or backward that ended in an exception, with what it had not yet reduced; only where
+    this torch can, and not inside of a backward, which recomputes.
+    """
+    state = cast(FSDPModule, root)._get_fsdp_state()
+    states = state._state_ctx.all_states
+    if not hasattr(state, "_reset_iter_state") or torch._C._current_graph_task_id() != -1:
+        return
+    if state._is_root and any(each._training_state.name != "IDLE" for each in states):
+        state._reset_iter_state()
+        for group in (group for each in states for group in each._fsdp_param_groups):
+            for held in group.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
 
 def follow_requires_grad(root: nn.Module) -> None:

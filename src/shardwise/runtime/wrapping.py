@@ -37,7 +37,15 @@ _REMEDY = (
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raises `UnsupportedError` where a model that is to be split is, or holds, one that torch has wrapped."""
+    """Raises `UnsupportedError` where a model that is to be split is, or holds, one that torch has wrapped, or was made
+    under `torch.inference_mode`.
+    """
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise UnsupportedError(
+            f"a {type(model).__name__} that was made under torch.inference_mode()",
+            why="autograd takes none of its parameters",
+            fix="make or load it outside, or under torch.no_grad()",
+        )
     for module in model.modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
             kind = "DistributedDataParallel" if isinstance(module, DistributedDataParallel) else "FSDP"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.data.batch import check_batch, count_targets, flops_of, split_rows
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
@@ -108,6 +108,8 @@ class TrainStep:
         Raises:
             BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
                 `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
+            UnsupportedError: gradients are switched off.
+            GradientError: the loss depends on nothing that is trained.
             IndexError: a token id or a target is outside the vocabulary.
 
         Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the numbers
@@ -141,9 +143,10 @@ class TrainStep:
         self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor, *, num_tokens: int
     ) -> None:
         """Forward and backward of all microbatches; adds their losses to `total`."""
+        if not num_tokens:  # which all ranks know
+            return
         if self._schedule is not None:
-            if num_tokens:  # which all ranks know
-                self._run_pipeline(parts, weights, scale, total)
+            self._run_pipeline(parts, weights, scale, total)
             return
         with self._gradients.together(), compared_already(self._registry.context):
             for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
@@ -155,16 +158,18 @@ class TrainStep:
         """The microbatches, on the device, their numbers of targets, and over all ranks' batches that number and the
         operations.
         """
-        fault: BatchError | None = None
+        fault: ShardwiseError | None = None
         rows, counts, kilo_flops = 0, [0], 0
         try:
             also: dict[str, Any] = {"model.training": self.model.training}
             also |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
+            also |= {"gradients": torch.is_grad_enabled()}
             check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
+            _check_gradients()
             rows = check_batch(self.model, batch, self.num_microbatches)
             counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
             kilo_flops = flops_of(batch, self._registry.plan.work) // 1000
-        except BatchError as error:
+        except ShardwiseError as error:
             if self.mesh.data_size == 1:
                 raise
             fault = error
@@ -176,7 +181,7 @@ class TrainStep:
                 part["attention_mask"] = known.mask
         return parts, counts, num_tokens, kilo_flops * 1e3
 
-    def _sum_over_data(self, counts: list[int], fault: BatchError | None) -> list[int]:
+    def _sum_over_data(self, counts: list[int], fault: ShardwiseError | None) -> list[int]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
         world = self.mesh.group()
         if self.mesh.data_size == 1 or world is None:
@@ -204,6 +209,12 @@ class TrainStep:
             self._knows_rows = False
             del part["attention_mask"]
             loss = self.model(**self._arguments(part, weight)).loss
+        if not loss.requires_grad:
+            raise GradientError(
+                "the loss depends on nothing that is trained",
+                why="requires_grad is False of all parameters that it depends on",
+                fix="train some, or call the model itself, under torch.no_grad(), where only the loss is wanted",
+            )
         self._weighted(loss, weight, scale).backward()
         return loss.detach().float() * weight
 
@@ -232,6 +243,16 @@ class TrainStep:
 
         with self._gradients.together():
             self._pipeline.run([microbatch(*each) for each in zip(parts, weights, strict=True)], self._schedule)
+
+
+def _check_gradients() -> None:
+    if not torch.is_grad_enabled():
+        mode = "torch.inference_mode()" if torch.is_inference_mode_enabled() else "torch.no_grad()"
+        raise UnsupportedError(
+            f"a training step under {mode}",
+            why="a step computes gradients",
+            fix="call it outside, or the model itself where only the loss is wanted",
+        )
 
 
 def _place(value: Any, device: torch.device) -> Any:
