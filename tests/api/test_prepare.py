@@ -62,6 +62,12 @@ def frozen_buffer(rank):
     return model
 
 
+def frozen_on_rank_1(rank):
+    model = tiny_model("llama", num_hidden_layers=1)
+    model.lm_head.requires_grad_(requires_grad=not rank)
+    return model
+
+
 @pytest.mark.single
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "ddp2.fsdp2.tp4"])
 @pytest.mark.parametrize("family", ["llama", "olmo2", "phi3", "mixtral", "deepseek_v3", "cohere2"])
@@ -83,6 +89,7 @@ def test_what_was_decided_prints_as_json_and_parses_back(family, layout):
         (new_head, "the values of model.embed_tokens.weight"),
         (wider_on_rank_1, "module 'model.layers.0.mlp.gate_proj'"),
         (frozen_buffer, "the values of extra"),
+        (frozen_on_rank_1, "requires_grad of lm_head.weight"),
         (other_experts_on_rank_1, "the config's num_experts_per_tok"),
     ],
 )

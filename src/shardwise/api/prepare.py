@@ -215,10 +215,10 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
             "the adapters": str(facts.adapters),
             "the class": type(model).__qualname__,
             "the options": repr(spec),
-            "which parameters are trained": str([name for name, value in model.named_parameters() if value.requires_grad]),
         }
         | {f"module {name!r}": str(replace(module, attributes={})) for name, module in facts.modules.items()}
         | {f"the config's {name}": repr(value) for name, value in config.items()}
+        | {f"requires_grad of {name}": str(value.requires_grad) for name, value in model.named_parameters()}
         | {f"the values of {name}": value for name, value in values.items()}
     )
 
