@@ -412,8 +412,10 @@ CASES = {
     "tp2": EVERYWHERE + AT_TP,
     "fsdp2.tp2": EVERYWHERE,
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
-    "fsdp2": (closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients)
-    + (interrupted_backward, nothing_to_train),
+    "fsdp2": (
+        *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
+        *(interrupted_backward, nothing_to_train),
+    ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }
 
