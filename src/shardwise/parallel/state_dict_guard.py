@@ -226,7 +226,7 @@ def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embe
     left_out = {name for name, parameter in held.items() if only_trainable and not parameter.requires_grad}
     if exclude_embeddings:
         left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    shapes = {name: parameter.shape for name, parameter in held.items()}
+    shapes: dict[str, tuple[int, ...]] = {name: tuple(parameter.shape) for name, parameter in held.items()}
     shapes |= {name: entry.layout.shape for name, entry in entries.items()}
     return sum(math.prod(shape) for name, shape in shapes.items() if name not in left_out)
 
