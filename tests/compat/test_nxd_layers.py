@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ COLUMN = {**LINEAR, "gather_output": (True, False), "sequence": (None, 0, 1)}
 ROW = {**LINEAR, "input_is_parallel": (True, False), "reduce_output": (True, False), "sequence": (None, 0, 1)}
 EMBEDDING = {**INPUTS, "features": (8, 7), "rows": (12, 11), "by_features": (False, True), "padding": (None, 0, 10)}
 GROUPED = {**INPUTS, "bias": (True, False), "fused": (True, False), "gather_output": (True, False), "frozen": (0, 1)}
+GROUPED |= {"heads": (2, 3), "copies": (1, 2, 4), "known": ("at once", "by the config", "by head_dim")}
 
 
 def pairwise(choices):
@@ -196,33 +199,40 @@ def embedding(cell):
 
 
 def grouped(cell):
-    """Four query heads of two features over two key/value heads; frozen weights still pass gradients on."""
-    tp = parallel_state.get_tensor_model_parallel_size()
-    reference = nn.ModuleList(nn.Linear(6, size, cell["bias"], dtype=cell["dtype"]) for size in (8, 4, 4))
+    """Four query heads of two features over each key/value head; frozen weights still pass gradients on."""
+    tp, heads, copies = parallel_state.get_tensor_model_parallel_size(), cell["heads"], cell["copies"]
+    while not cell["gather_output"] and heads * copies % tp:
+        copies *= 2
+    reference = nn.ModuleList(
+        nn.Linear(6, size, cell["bias"], dtype=cell["dtype"]) for size in (8 * heads, 2 * heads, 2 * heads)
+    )
     layer = GQAQKVColumnParallelLinear(
         6,
-        [8, 4],
+        [8 * heads, 2 * heads],
         cell["bias"],
         cell["gather_output"],
         dtype=cell["dtype"],
-        kv_size_multiplier=max(1, tp // 2),
+        kv_size_multiplier=copies,
         fuse_qkv=cell["fused"],
-        num_heads=2,
+        **({"num_heads": heads} if cell["known"] == "at once" else {}),
     )
     layer.load_state_dict(joined(reference, lambda each: each.state_dict(), cell["fused"]))
     layer.requires_grad_(not cell["frozen"])
     model = nn.ModuleDict({"qkv": layer})
+    model.head_dim = 2 if cell["known"] == "by head_dim" else None
+    model.config = SimpleNamespace(num_key_value_heads=heads) if cell["known"] == "by the config" else None
     move_model_to_device(model, "cpu")
     full = values(cell, 6).detach().clone().requires_grad_()
     x = full.detach().clone().requires_grad_()
     problems, total, wanted_total = [], 0.0, 0.0
-    for name, out, each, split in zip("qkv", layer(x), reference, layer.splits, strict=True):
+    for name, out, each in zip("qkv", layer(x), reference, strict=True):
         wanted = each(full)
+        if not cell["gather_output"]:  # of the document: heads are replicated, and divided over tp
+            wanted = (
+                wanted if name == "q" else wanted.unflatten(-1, (heads, 2)).repeat_interleave(copies, -2).flatten(-2)
+            )
         weight = torch.randn_like(wanted)
-        pieces = split.pieces[parallel_state.get_tensor_model_parallel_rank()]
-        index = torch.tensor([i for start, stop in pieces for i in range(start, stop)])
-        share = 1 if name == "q" or cell["gather_output"] else max(1, tp // 2)  # holders of one head
-        mine = (wanted, weight) if cell["gather_output"] else (wanted[..., index], weight[..., index] / share)
+        mine = (wanted, weight) if cell["gather_output"] else (part(wanted, -1), part(weight, -1))
         problems += off(name, out, mine[0], cell)
         total, wanted_total = total + (out * mine[1]).sum(), wanted_total + (wanted * weight).sum()
     total.backward()
@@ -301,16 +311,17 @@ def wrong_copies(mesh):
     """Copies that would give queries the keys of other heads."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=4)
     said = []
+    build = functools.partial(GQAQKVColumnParallelLinear, 6, gather_output=False)
 
     def known_late():
-        model = nn.ModuleDict({"qkv": GQAQKVColumnParallelLinear(6, [8, 4], kv_size_multiplier=4)})
-        model.config = type("Config", (), {"num_key_value_heads": 2})()
+        model = nn.ModuleDict({"qkv": build([8, 4], kv_size_multiplier=2)})
+        model.config = SimpleNamespace(num_attention_heads=2)
         move_model_to_device(model, "cpu")
 
     for call in (
-        lambda: GQAQKVColumnParallelLinear(6, [8, 4], kv_size_multiplier=4, num_heads=2),
-        lambda: GQAQKVColumnParallelLinear(6, [8, 6], num_heads=3),
-        lambda: GQAQKVColumnParallelLinear(6, [8, 4], kv_size_multiplier=2).eval()(torch.randn(1, 6)),
+        lambda: build([8, 4], kv_size_multiplier=4, num_heads=2),
+        lambda: build([6, 6], num_heads=3),
+        lambda: build([8, 4], kv_size_multiplier=2).eval()(torch.randn(1, 6)),
         known_late,
     ):
         try:
@@ -344,7 +355,7 @@ def test_copies_of_heads_that_do_not_fit_are_refused(on_ranks, layout):
             "4 copies (kv_size_multiplier) of 2 key/value heads",
             "1 copies (kv_size_multiplier) of 3 key/value heads",
             said[2],
-            "4 copies (kv_size_multiplier) of 2 key/value heads",
+            "2 copies (kv_size_multiplier) of 1 key/value heads",
         ]
         assert said[2].startswith("kv_size_multiplier 2 is taken at its word")
-        assert "use kv_size_multiplier 2" in said[0] and "use a divisor or a multiple of 3 ranks" in said[1]
+        assert "use kv_size_multiplier 2" in said[0] and "divides the 3 query heads" in said[1]

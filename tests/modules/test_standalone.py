@@ -12,7 +12,8 @@ from torch import nn
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import ConfigError, LayoutError, UnsupportedError
 from shardwise.modules.embedding import StandaloneEmbedding
-from shardwise.modules.linears import ColumnLinear, GroupedProjections, RowLinear
+from shardwise.modules.grouped import GroupedProjections
+from shardwise.modules.linears import ColumnLinear, RowLinear
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import entry_of
 from shardwise.tiny.simulate import SimulatedMesh

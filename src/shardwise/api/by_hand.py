@@ -20,7 +20,7 @@ from shardwise.api.prepare import open_subgroups
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.estimate.cuts import cut
 from shardwise.mesh import Mesh
-from shardwise.modules.linears import GroupedProjections
+from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import SplitModule, context_of, layout_of
 from shardwise.optim.gradients import track_gradients
 from shardwise.optim.optimizer import watch_optimizers
@@ -116,7 +116,7 @@ def adopt_model(
     """
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
-        _note_heads(model)
+    note_heads(model, mesh)
     facts = read_facts(model)
     stages = cut(order, facts, pipeline, pp_size=mesh.size("pp")) if order is not None else None
     policy = policy or (FsdpPolicy(zero_stage=1) if stages is not None else None)
@@ -140,14 +140,6 @@ def adopt_model(
     if mesh.shape.world_size > 1:
         refuse_wrapping(model)
     return registry
-
-
-def _note_heads(model: nn.Module) -> None:
-    """Holds modules with copies of keys and values against the model's config, where it has one."""
-    num_heads = getattr(getattr(model, "config", None), "num_key_value_heads", None)
-    for module in model.modules():
-        if type(num_heads) is int and isinstance(module, GroupedProjections) and module.num_heads is None:
-            module.note_heads(num_heads)
 
 
 def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:

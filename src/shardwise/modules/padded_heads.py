@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.modules.linears import ColumnLinear, GroupedProjections, RowLinear
+from shardwise.modules.grouped import GroupedProjections
+from shardwise.modules.linears import ColumnLinear, RowLinear
 from shardwise.modules.split_module import SplitModule
-from shardwise.parameters.canonical import canonical_tensor
-from shardwise.parameters.registry import entries_of
 from shardwise.sharding.placement import Split
 
 __all__ = ["pad_heads"]
@@ -74,12 +73,5 @@ def _divide(module: SplitModule, num_heads: int) -> None:
     starts = [min(coord * width, old.size) for coord in range(old.parts + 1)]
     pieces = tuple(((start, stop),) if stop > start else () for start, stop in itertools.pairwise(starts))
     for name in tuple(module.placements):
-        entry, parameter = entries_of(module)[name], module._parameters[name]
-        assert parameter is not None
-        full = canonical_tensor(parameter.detach(), entry.layout, entry.registry.mesh)
-        assert full is not None
-        device, needs_gradient = parameter.device, parameter.requires_grad
-        split = Split(module.placements[name].dim, pieces)
-        module.add_parameter(name, full.to(parameter.dtype), split, device=device)
-        module._parameters[name].requires_grad_(needs_gradient)  # type: ignore[union-attr]
+        module.divide_again(name, Split(module.placements[name].dim, pieces))
     module.padded_width = width

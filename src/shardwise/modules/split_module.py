@@ -99,6 +99,18 @@ class SplitModule(nn.Module):
         entry = ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional)
         attach_entry(self, name, entry)
 
+    def divide_again(self, name: str, split: Split) -> None:
+        """Divides a parameter otherwise, in place.
+
+        Communicates: over tp, one all-gather of it.
+        """
+        mesh, parameter = self._provisional.mesh, self.get_parameter(name)
+        full = self.full_value(parameter)
+        layout = layout_of(full.shape, split, mesh)
+        parameter.data = local_tensor(full, layout, mesh.coords).to(parameter)
+        self.placements[name] = split
+        attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional))
+
     def full_value(self, own: nn.Parameter) -> Tensor:
         """The full tensor, on the CPU, of which a parameter of this module is this rank's part.
 
@@ -106,7 +118,7 @@ class SplitModule(nn.Module):
         """
         entry = entry_of(own)
         assert entry is not None
-        full = canonical_tensor(own.detach(), entry.layout, entry.registry.mesh)
+        full = canonical_tensor(own.detach().to(entry.registry.mesh.device), entry.layout, entry.registry.mesh)
         assert full is not None
         return full
 
@@ -192,21 +204,19 @@ def new_linear(
     return weight, torch.empty(out_features, dtype=dtype).uniform_(-bound, bound)
 
 
-def gather_features(x: Tensor, split: Split, context: SplitContext, *, every: int = 1) -> Tensor:
-    """All ranks' features, in the order of the full tensor; of every `every` neighbours, which hold the same, one's."""
+def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
+    """All ranks' features, in the order of the full tensor."""
     if context.group is None:
         return x
     sizes = [split.local_size_of(coord) for coord in range(split.parts)]
     joined = gather_full(x, context.group, dim=x.ndim - 1, sizes=sizes)
-    parts = joined.split(sizes, dim=-1)[::every] if every > 1 else None
-    order = _order(split, every)
-    joined = torch.cat(parts, dim=-1) if parts is not None else joined
+    order = _order(split)
     return joined if order is None else joined[..., torch.tensor(order, device=x.device)]
 
 
-def _order(split: Split, every: int) -> list[int] | None:
+def _order(split: Split) -> list[int] | None:
     """Where the features of the full tensor are in the joined parts; None where they are in order."""
-    joined = [index for pieces in split.pieces[::every] for start, stop in pieces for index in range(start, stop)]
+    joined = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
     if joined == list(range(len(joined))):
         return None
     return sorted(range(len(joined)), key=joined.__getitem__)

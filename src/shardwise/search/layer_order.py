@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.comm.agree import gather_from_all
 from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
 from shardwise.mesh import Mesh
+from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import running_alone
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
@@ -91,9 +92,10 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
     Raises:
         PlanError: it cannot be cut into stages, or does not run on this batch.
 
-    Communicates: one gather of a small object over all ranks.
+    Communicates: one gather of a small object over all ranks; before it as `note_heads`.
     """
     group = mesh.group()
+    note_heads(model, mesh)
 
     def find() -> dict[str, Any] | None:
         if group is not None and group.rank():

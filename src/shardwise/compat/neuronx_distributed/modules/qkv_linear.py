@@ -11,7 +11,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.layers import mark, ow
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
-from shardwise.modules.linears import GroupedProjections
+from shardwise.modules.grouped import GroupedProjections
 
 __all__ = ["GQAQKVColumnParallelLinear"]
 
@@ -23,13 +23,13 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         output_size: features of query, and of key and value: `[q, kv]`. Also spelled `output_sizes`.
         gather_output: return full features, keys and values once each (theirs returned their copies, too).
         dtype, device, init_method: may also follow `gather_output` in this order, as in the package.
-        kv_size_multiplier: how many ranks hold the same keys and values: tp / key/value heads where tp is larger, else
-            1.
+        kv_size_multiplier: how many copies of every key/value head are divided over tp: any that divides the query
+            heads of one, with which the heads divide; see `shardwise.modules.grouped`.
         options: `init_method`, `sequence_dimension`, `reduce_dtype`, `keep_master_weight`, as of the other layers, and
-            `head_dim`, with which heads that ranks would hold in parts are found at once.
+            `num_heads`, of keys, where no config or `head_dim` of the model says it.
 
     Raises:
-        ConfigError: `output_size` is no pair, or tp is not a multiple of `kv_size_multiplier`.
+        ConfigError: `output_size` is no pair, or the copies do not divide so.
         LayoutError: from forward, in training, where no model sums the gradients of keys that several ranks hold.
     """
 
