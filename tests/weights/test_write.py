@@ -1,5 +1,5 @@
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,13 @@ from shardwise.weights.write import PretrainedWriter
 pytestmark = pytest.mark.single
 
 
+def opened(directory: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int = 10**9) -> PretrainedWriter:
+    planned = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    return PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned)
+
+
 def write(directory: Path, tensors: dict[str, torch.Tensor], max_shard_bytes: int = 10**9) -> None:
-    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes) as writer:
+    with opened(directory, tensors, max_shard_bytes) as writer:
         for name, tensor in tensors.items():
             writer.add(name, tensor)
         writer.finish({"total_parameters": 7})
@@ -56,7 +61,7 @@ def test_from_pretrained_reads_what_was_written(tmp_path: Path, max_shard_bytes:
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=99
     )
     model = AutoModelForCausalLM.from_config(config)
-    with PretrainedWriter(tmp_path / "new" / "out", max_shard_bytes=max_shard_bytes) as writer:
+    with opened(tmp_path / "new" / "out", model.state_dict(), max_shard_bytes) as writer:
         config.save_pretrained(writer.staging)
         for name, tensor in model.state_dict().items():
             writer.add(name, tensor)
@@ -92,7 +97,7 @@ def test_an_existing_directory_keeps_its_other_files_and_loses_old_weights(tmp_p
     (target / "notes").mkdir()
     (target / "notes" / "why.txt").write_text("kept")
     (target / "config.json").write_text("old")
-    with PretrainedWriter(target, max_shard_bytes=100) as writer:
+    with opened(target, {"a": torch.ones(4)}) as writer:
         (writer.staging / "config.json").write_text("new")
         writer.add("a", torch.ones(4))
         writer.finish()
@@ -113,15 +118,19 @@ def fail_twice(writer: PretrainedWriter) -> None:
 
 def fail_dtype(writer: PretrainedWriter) -> None:
     writer.add("c", torch.zeros(2, dtype=torch.complex128))
+
+
+def fail_too_early(writer: PretrainedWriter) -> None:
     writer.finish()
 
 
-@pytest.mark.parametrize("fail", [fail_before_finish, fail_twice, fail_dtype])
+@pytest.mark.parametrize("fail", [fail_before_finish, fail_twice, fail_dtype, fail_too_early])
 def test_a_failure_leaves_the_target_as_it_was(tmp_path: Path, fail: Callable[[PretrainedWriter], None]) -> None:
     target = tmp_path / "out"
     write(target, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
     before = files_in(target)
-    with PretrainedWriter(target, max_shard_bytes=16) as writer:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.zeros(2, dtype=torch.complex128)}
+    with opened(target, tensors, max_shard_bytes=16) as writer:
         writer.add("a", torch.ones(4))
         writer.add("b", torch.ones(4))
         with pytest.raises((KeyError, LoadError)):
@@ -135,12 +144,11 @@ def test_a_disk_that_takes_no_more_leaves_the_target_as_it_was(tmp_path: Path) -
     write(target, {"a": torch.zeros(4)})
     before = files_in(target)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with PretrainedWriter(target, max_shard_bytes=2**20) as writer:
-        writer.add("a", torch.zeros(2**18))
+    with opened(target, {"a": torch.zeros(2**18)}) as writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
         try:
             with pytest.raises(LoadError, match="cannot write out.*[\\s\\S]*File too large"):
-                writer.finish()
+                writer.add("a", torch.zeros(2**18))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert files_in(target) == before
@@ -164,7 +172,7 @@ def test_a_failure_in_the_moves_leaves_the_target_as_it_was(
             raise OSError(28, "No space left on device")
         return rename(path, to)
 
-    with PretrainedWriter(target, max_shard_bytes=100) as writer:
+    with opened(target, {"a": torch.ones(4)}) as writer:
         writer.add("a", torch.ones(4))
         monkeypatch.setattr(Path, "rename", failing)
         with pytest.raises(LoadError, match="No space left"):
@@ -178,7 +186,7 @@ def test_a_crash_between_the_moves_is_healed_by_the_next_writer(tmp_path: Path) 
     write(target, {"a": torch.zeros(4)})
     before = files_in(target)
     target.rename(tmp_path / ".out.replaced")
-    with PretrainedWriter(target, max_shard_bytes=100):
+    with opened(target, {}):
         pass
     assert files_in(target) == before
     assert names_in(tmp_path) == ["out"]
@@ -192,18 +200,11 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
     assert names_in(tmp_path / "real") == ["model.safetensors"]
 
 
-def test_memory_is_bounded_by_a_shard(tmp_path: Path) -> None:
-    with PretrainedWriter(tmp_path / "out", max_shard_bytes=64) as writer:
-        for position in range(10):
-            writer.add(str(position), torch.zeros(8))
-            assert sum(tensor.nbytes for tensor in writer._tensors.values()) <= 64
-
-
 def test_what_a_writer_refuses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LoadError, match="is a file"):
-        PretrainedWriter(tmp_path / "file", max_shard_bytes=1)
+        opened(tmp_path / "file", {})
     with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
-        PretrainedWriter(tmp_path / "out", max_shard_bytes=0)
-    with PretrainedWriter(tmp_path / "out", max_shard_bytes=1) as writer, pytest.raises(LoadError, match="no tensor"):
+        opened(tmp_path / "out", {}, max_shard_bytes=0)
+    with opened(tmp_path / "out", {}) as writer, pytest.raises(LoadError, match="no tensor"):
         writer.finish()

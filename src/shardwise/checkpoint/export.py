@@ -57,7 +57,7 @@ def write_pretrained(
     try:
         staging = all_gather_objects(writer and writer.staging, group)[0]
         writers = [rank for rank, sees in enumerate(all_gather_objects(staging.is_dir(), group)) if sees]
-        own = writer.planned if writer is not None else None
+        own = writer.shards if writer is not None else None
         shards = own or PlannedShards(staging, planned, max_shard_bytes=max_shard_bytes)
         with Export(model, wholes, base, shards) as export:
             fault = export.write(groups, writers)

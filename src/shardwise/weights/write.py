@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.staging import StagedDirectory
@@ -63,7 +61,7 @@ class PlannedShards:
 
     def path(self, number: int) -> Path:
         """Where a shard is until it has its name."""
-        return _shard_path(self._staging, number)
+        return self._staging / f".shard-{number}"
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the next tensor of its shard; with the last one the shard is flushed to disk.
@@ -94,35 +92,30 @@ class PlannedShards:
 class PretrainedWriter:
     """Writes a model directory; a context manager that leaves the target as it was when something fails.
 
-    Memory is bounded by one shard, or with `planned` by one tensor. Other files of the model (config, tokenizer) go
-    into `staging` before `finish`.
+    It holds one tensor at a time. Other files of the model (config, tokenizer) go into `staging` before `finish`.
 
-        with PretrainedWriter("out", max_shard_bytes=5 * 10**9) as writer:
+        with PretrainedWriter("out", max_shard_bytes=5 * 10**9, planned=[(name, tensor.dtype, tensor.shape)]) as writer:
             config.save_pretrained(writer.staging)
-            writer.add("model.embed_tokens.weight", tensor)
+            writer.add(name, tensor)
             writer.finish()
 
     Args:
         directory: The target. What else it holds is kept; older weights of the same names are replaced or removed.
         max_shard_bytes: Of tensors per file; a larger tensor has a file to itself.
-        planned: Name, dtype and shape of every tensor that will be added, in that order: each is written when it comes.
+        planned: Name, dtype and shape of every tensor that will be added, in that order.
+
+    Attributes:
+        staging: where everything is until `finish`.
+        shards: the files of weights in it.
 
     Raises:
         ConfigError: `max_shard_bytes` is not positive.
         LoadError: the target is a file, or the directory next to it cannot be made.
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned] | None = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
         if max_shard_bytes <= 0:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
-        self._max_shard_bytes = max_shard_bytes
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._tensors_bytes = 0
-        self._names: set[str] = set()
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
         try:
             self._staged = StagedDirectory(directory)
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
@@ -132,9 +125,7 @@ class PretrainedWriter:
                 fix="pass a directory that can be made",
             ) from error
         self._target, self.staging = self._staged.target, self._staged.path
-        self.planned: PlannedShards | None = None
-        if planned is not None:
-            self.planned = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
+        self.shards = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
 
     def __enter__(self) -> "PretrainedWriter":
         return self
@@ -144,50 +135,32 @@ class PretrainedWriter:
 
     def abort(self) -> None:
         """Throw away what was written. Nothing happens after `finish`."""
-        self._tensors.clear()
-        if self.planned is not None:
-            self.planned.close()
+        self.shards.close()
         self._staged.abort()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a full tensor; held until its shard is full, then written, or written at once where it was planned.
+        """Write the next full tensor.
 
         Raises:
-            LoadError: `name` was added before, or the shard cannot be written.
+            LoadError: another one was planned, or it cannot be written.
         """
-        if name in self._names:
-            raise LoadError(f"{name!r} is written twice", at=str(self._target))
-        if self.planned is not None:
-            with self._writing():
-                self.planned.write(name, tensor)
-            self._names.add(name)
-            return
-        if self._tensors and self._tensors_bytes + tensor.nbytes > self._max_shard_bytes:
-            with self._writing():
-                self._write_shard()
-        self._names.add(name)
-        self._tensors[name] = tensor
-        self._tensors_bytes += tensor.nbytes
+        with self._writing():
+            self.shards.write(name, tensor)
 
     def finish(self, metadata: Mapping[str, int | str] | None = None) -> None:
-        """Write the last shard and the index, and move everything into place.
+        """Write the index, and move everything into place.
 
         Args:
             metadata: For the index file, besides `total_size`; transformers writes `total_parameters`.
 
         Raises:
-            LoadError: nothing was added, or a file cannot be written; the target is then as it was.
+            LoadError: a tensor was not added, or a file cannot be written; the target is then as it was.
         """
-        if self.planned is not None:
-            self._shards, self._total_bytes = self.planned.names, self.planned.total_bytes
-            lost = [number for number in range(len(self._shards)) if not self.planned.path(number).exists()]
-            if lost:
-                raise LoadError(f"{self._shards[lost[0]][0]!r} was planned and not added", at=str(self._target))
-        if not self._tensors and not self._shards:
-            raise LoadError("no tensor was added", at=str(self._target))
+        lost = [names[0] for number, names in enumerate(self.shards.names) if not self.shards.path(number).exists()]
+        if lost or not self.shards.names:
+            what = f"{lost[0]!r} was planned and not added" if lost else "no tensor was planned"
+            raise LoadError(what, at=str(self._target))
         with self._writing():
-            if self._tensors:
-                self._write_shard()
             self._name_shards(metadata or {})
             self._take_other_files()
             self._staged.commit()
@@ -196,37 +169,21 @@ class PretrainedWriter:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (SafetensorError, OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
+        except (OSError, KeyError) as error:  # KeyError: a dtype that the format does not have
             self.abort()
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=str(error)) from error
 
-    def _shard_path(self, position: int) -> Path:
-        return _shard_path(self.staging, position)
-
-    def _write_shard(self) -> None:
-        written: dict[str, torch.Tensor] = {}
-        storages: set[int] = set()
-        for name, tensor in self._tensors.items():
-            value = tensor.detach().cpu().contiguous()
-            storage = value.untyped_storage().data_ptr()
-            written[name] = value.clone() if storage in storages else value  # each name has a copy of its own in a file
-            storages.add(storage)
-        save_file(written, self._shard_path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append(list(self._tensors))
-        self._total_bytes += self._tensors_bytes
-        self._tensors, self._tensors_bytes = {}, 0
-
     def _name_shards(self, metadata: Mapping[str, int | str]) -> None:
-        count = len(self._shards)
-        if count == 1:
-            self._shard_path(0).rename(self.staging / "model.safetensors")
+        shards = self.shards.names
+        if len(shards) == 1:
+            self.shards.path(0).rename(self.staging / "model.safetensors")
             return
         weight_map: dict[str, str] = {}
-        for position, names in enumerate(self._shards):
-            file_name = f"model-{position + 1:05d}-of-{count:05d}.safetensors"
-            self._shard_path(position).rename(self.staging / file_name)
+        for number, names in enumerate(shards):
+            file_name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+            self.shards.path(number).rename(self.staging / file_name)
             weight_map.update(dict.fromkeys(names, file_name))
-        index = {"metadata": {**metadata, "total_size": self._total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {**metadata, "total_size": self.shards.total_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
@@ -241,10 +198,6 @@ class PretrainedWriter:
                 shutil.copytree(entry, ours, symlinks=True, copy_function=_link)
             else:
                 _link(entry, ours)
-
-
-def _shard_path(staging: Path, number: int) -> Path:
-    return staging / f".shard-{number}"
 
 
 def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
