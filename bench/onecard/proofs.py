@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import shardwise
 from onecard.measuring import synchronize
+from onecard.reads import ReadCount
 from onecard.setting import QUICK, Setting
 from onecard.training import ours
 from shardwise.data.batch import split_rows
 from shardwise.proof.parity import measure
-from shardwise.proof.reads import ReadCount
 from shardwise.ranks.spawn import spawn
 from shardwise.train.step import TrainStep
 

@@ -216,7 +216,7 @@ def _try_adapters(case: Case, given: tuple[Any, bool]) -> tuple[str, str, float]
         return "refused", f"PEFT's model does not run, unsplit: {type(error).__name__}: {one_line(error)}", 0.0
     facts = read_facts(tiny)
     plan = plan_for(tiny, spec, tp_size=shape.tp_size, facts=facts)
-    decided = decide_split(plan, tiny, facts, shape, sequence_parallel=spec.sequence_parallel)
+    decided = decide_split(plan, tiny, facts, shape, spec)
     trial = trial_of(tiny, tp_size=shape.tp_size, drops=drops)
     verdict = trial.run(plan, sequence_parallel=spec.sequence_parallel, in_training=True)
     own = [each for fqn, each in decided.parameters.items() if ".lora_" in fqn]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from shardwise.proof.parity import Tolerance
 from shardwise.search.layer_order import find_layer_order
-from shardwise.search.staged import gradients_of, stages_of, train_in_stages
+from shardwise.search.staged import train_in_stages
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import copied, objective_of
 from sweep.known import default_config, model_class
+from sweep.stages import gradients_of, stages_of
 
 __all__ = ["prove_every_cut"]
 

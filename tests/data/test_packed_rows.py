@@ -9,10 +9,10 @@ import torch
 import transformers
 
 import shardwise
+from bench.onecard.reads import ReadCount
 from shardwise.data.rows import segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
-from shardwise.proof.reads import ReadCount
 from shardwise.search.apart import find_apart
 from shardwise.train.step import TrainStep
 from tests.families import tiny_model

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.sweep.stages import gradients_of, stages_of
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError, UnsupportedError
 from shardwise.parallel.apply import apply_plan
@@ -21,7 +22,7 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
-from shardwise.search.staged import gradients_of, stages_of, train_in_stages
+from shardwise.search.staged import train_in_stages
 from shardwise.stages.absent import Absent
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.tiny.objective import copied
@@ -130,7 +131,7 @@ def test_split_modules_whose_features_are_full_outside(monkeypatch):
 def test_sizes_of_what_other_stages_hold_are_those_of_this_rank_s_part():
     model = tiny_model("gpt2")
     order, facts, shape = find_layer_order(model), read_facts(model), MeshShape(pp_size=2, tp_size=2)
-    plan = decide_split(plan_for(model, ParallelSpec(), tp_size=2), model, facts, shape, order=order)
+    plan = decide_split(plan_for(model, ParallelSpec(), tp_size=2), model, facts, shape, ParallelSpec(), order=order)
 
     def rank(group):
         apply_plan(own := copy.deepcopy(model), StageMesh(group, num_stages=2, stage=1), plan, ParallelSpec())
@@ -145,7 +146,7 @@ def test_a_cut_inside_of_a_split_sequence_is_crossed_by_a_part_of_it():
     order = find_layer_order(model)
     shape = MeshShape(pp_size=2, tp_size=2)
     rules = plan_for(model, spec, tp_size=2)
-    plan = decide_split(rules, model, read_facts(model), shape, sequence_parallel=True, order=order)
+    plan = decide_split(rules, model, read_facts(model), shape, spec, order=order)
 
     def rank(group):
         copied = copy.deepcopy(model)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from bench.onecard.reads import ReadCount
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
-from shardwise.proof.reads import ReadCount
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.step import StepResult

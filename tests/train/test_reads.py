@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import shardwise
+from bench.onecard.reads import ReadCount
 from shardwise.errors import GradientError
 from shardwise.optim.gradients import gradients_of
-from shardwise.proof.reads import ReadCount
 from shardwise.train.loop import TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig
 from shardwise.train.step import TrainStep
