@@ -79,8 +79,8 @@ _REFUSED = {
 """Options of `from_pretrained` that a model which is to be split cannot have, and why."""
 
 
-class _Door:
-    """What stands before `PreTrainedModel.from_pretrained` while anybody loads lazily."""
+class _Patch:
+    """Replaces `PreTrainedModel.from_pretrained` while some thread loads lazily."""
 
     def __init__(self) -> None:
         self._lock, self._number = threading.Lock(), 0
@@ -88,12 +88,12 @@ class _Door:
         self._own: Any = None
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         with self._lock:
             self._number += 1
             if self._number == 1:
                 self._before = PreTrainedModel.__dict__["from_pretrained"]
-                self._own = classmethod(_at_the_door(self._before))
+                self._own = classmethod(_choosing_by_caller(self._before))
                 PreTrainedModel.from_pretrained = self._own
         try:
             yield
@@ -104,10 +104,10 @@ class _Door:
                     PreTrainedModel.from_pretrained = self._before
 
 
-_DOOR = _Door()
+_PATCH = _Patch()
 
 
-def _at_the_door(before: Any) -> Callable[..., Any]:
+def _choosing_by_caller(before: Any) -> Callable[..., Any]:
     @functools.wraps(before.__func__)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **options: Any) -> Any:
         chosen = build_lazily if _IS_LAZY.get() else before.__func__
@@ -133,7 +133,7 @@ def loading_lazily() -> Iterator[None]:
     """Inside, and in this thread alone, `from_pretrained` of transformers' models reads no weights, and every
     `nn.Linear` and `nn.Embedding` is built on the meta device; `split_lazily` gives them their values.
     """
-    with _DOOR.open(), _MetaModules():
+    with _PATCH.installed(), _MetaModules():
         token = _IS_LAZY.set(True)
         try:
             yield
@@ -179,7 +179,7 @@ def build_lazily(
     assert filling.found is not None
     if generation is not None:
         model.generation_config = generation
-    _let_wait(model, filling)
+    _attach_filling(model, filling)
     model._weight_map = {
         fqn: filling.index[each.keys[0]].path for fqn, each in filling.found.tensors.items() if each.keys
     }
@@ -193,8 +193,8 @@ def build_lazily(
     return (model, info) if wants_info else model
 
 
-def _let_wait(model: PreTrainedModel, filling: Filling) -> None:
-    """Makes `filling` that of the model, and what cannot be done on the meta device possible, or an error."""
+def _attach_filling(model: PreTrainedModel, filling: Filling) -> None:
+    """Attaches `filling` to the model, and makes what cannot be done on the meta device possible, or an error."""
     model.__dict__[_FILLING] = filling
     model.__dict__["resize_token_embeddings"] = MethodType(_resize, model)
     model.register_load_state_dict_pre_hook(_refuse_state)

@@ -53,7 +53,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """The same of the prompt."""
     response_key: str = "response"
-    """The same of the response, which is learned with the end token behind it."""
+    """The same of the response, which is learned with the end token after it."""
     messages_key: str = "messages"
     """The same of the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]`."""
     tools_key: str = "tools"

@@ -133,7 +133,7 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
 def read_files(
     files: Sequence[Path], read_file: Callable[[Path], Iterator[Item]]
 ) -> tuple[int, list[tuple[str, int, int, int]], Callable[[Callable[[int], None]], Iterator[Item]]]:
-    """How to read files one behind the other.
+    """How to read files one after the other.
 
     Args:
         files: UTF-8, in this order.

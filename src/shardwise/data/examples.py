@@ -97,7 +97,7 @@ def encode_examples(records: Iterable[Record], encoder: ExampleEncoder) -> Itera
 
 
 class _PlainPrompts:
-    """Prompt and response one behind the other, encoded apart, as the prompt will be where the model answers it."""
+    """Prompt and response one after the other, encoded apart, as the prompt will be where the model answers it."""
 
     def __init__(self, tokenizer: Any, keys: Mapping[str, str]) -> None:
         self._tokenizer, self._keys = tokenizer, keys

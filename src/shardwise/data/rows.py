@@ -1,11 +1,11 @@
 """Rows of tokens: a stream that is cut, or documents that keep to themselves, padded or packed.
 
 # [Note: packed rows]
-Several documents share a row, one behind the other, and none may see another. Positions restart at 0 in each, from
+Several documents share a row, one after the other, and none may see another. Positions restart at 0 in each, from
 which transformers' models make the mask (`masking_utils.find_packed_sequence_indices`: where no attention mask is given
 and no cache is kept); models that need a mask besides are given one of four dims. What is left of a row is filled with
 padding, which is one more document without targets. The first token of a document is no target: what stands before it
-is another's. Whether a model keeps documents apart is tried (`tiny/packed.py`), not known by its name.
+is another's. Whether a model keeps documents apart is tried (`search/apart.py`), not known by its name.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class DocumentRows:
         if not kept.any():
             raise BatchError(
                 f"none of {len(ends):,} documents is left",
-                why=f"all have more than {seq_length:,} tokens and are dropped, or their first target is behind them",
+                why=f"all have more than {seq_length:,} tokens and are dropped, or their first target comes later",
                 fix="use a larger data.seq_length, or shorter prompts",
             )
         self._starts, self._lengths = starts[kept], np.minimum(lengths[kept], seq_length)
@@ -225,7 +225,7 @@ def pack_documents(lengths: NDArray[np.int64], seq_length: int) -> list[list[int
 def segment_inputs(
     lengths: Sequence[Sequence[int]], width: int, *, apart: Apart, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """The inputs that keep documents of these `lengths`, in each row one behind the other, apart."""
+    """The inputs that keep documents of these `lengths`, in each row one after the other, apart."""
     if apart == "padded without mask":
         return {}
     filled = [[*row, *([width - sum(row)] if sum(row) < width else [])] for row in lengths]

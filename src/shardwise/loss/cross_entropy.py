@@ -266,7 +266,7 @@ class _HeadCrossEntropy(torch.autograd.Function):
 def _through(
     steps: Steps, logits: Tensor, targets: _Targets, log_total: Tensor, incoming: Tensor, rows: slice
 ) -> Tensor:
-    """The gradient of what the head makes of some rows, behind which `steps` are done."""
+    """The gradient of what the head makes of some rows, after which `steps` are done."""
     if not steps:
         return targets.gradient(logits.float(), log_total, incoming, rows).to(logits.dtype)
     with torch.enable_grad():

@@ -25,7 +25,7 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What a checkpoint may lack, and what it may hold in vain.
+    """What a checkpoint may lack, and what it may hold that the model does not have.
 
     Attributes:
         missing: patterns of parameters that start at random values where the checkpoint has none.

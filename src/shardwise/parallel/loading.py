@@ -35,7 +35,7 @@ def find_weights(
     """What the checkpoint has for each parameter and persistent buffer of `model`, which is not split yet.
 
     Args:
-        allowed: what the checkpoint may lack or hold in vain.
+        allowed: what the checkpoint may lack, or hold that the model does not have.
         key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
 
     Raises:

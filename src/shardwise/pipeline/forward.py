@@ -89,7 +89,7 @@ class Pipelined:
         if is_checkpointed():
             raise UnsupportedError(
                 f"a {type(model).__name__} in stages inside of torch.utils.checkpoint",
-                why="it would run the schedule anew, while ranks wait for gradients",
+                why="it would run the schedule again, while ranks wait for gradients",
                 fix='split it with recompute=shardwise.Recompute(mode="full"), which recomputes every block',
             )
         runner = runner_of(model)

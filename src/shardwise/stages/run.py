@@ -147,7 +147,7 @@ class StageRun:
         # At every cut, of a run that computes nothing.
         self.seen: list[tuple[Travelling, ...]] = [() for start in stages.plan.starts[1:] if start < skipped]
         self.numbers: dict[str, int] = {}
-        self.given: dict[int, tuple[Crossing, ...]] = {}  # of such a run, what a chain's layers behind cuts are given
+        self.given: dict[int, tuple[Crossing, ...]] = {}  # of such a run, what a chain's layers after cuts are given
         wanted = {crossing.anchor for at in (first, last) for crossing in self.crossings(at)}
         self.measures = first >= len(self.order.calls)
         if self.measures:
