@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +51,8 @@ def split_and_train(model: nn.Module, batch: Mapping[str, Any], spec: ParallelSp
         model,
         read_facts(model),
         MeshShape(pp_size=num_stages, tp_size=2),
-        sequence_parallel=spec.sequence_parallel,
+        replace(spec, pipeline=Pipeline(layers=tuple(range(num_stages)))),
         order=order,
-        pipeline=Pipeline(layers=tuple(range(num_stages))),
     )
 
     def rank(group: SimulatedGroup) -> tuple[float, dict[str, Tensor]]:

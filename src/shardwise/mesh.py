@@ -204,6 +204,11 @@ class Mesh:
         return self._coords[axis]
 
     @property
+    def position(self) -> int:
+        """This rank's number in the mesh, from 0: what `shape.coords` takes."""
+        return self.shape.rank(**self._coords)
+
+    @property
     def coords(self) -> dict[str, int]:
         """This rank's position on every axis."""
         return dict(self._coords)

@@ -135,8 +135,8 @@ def rules_of(model, num_ranks, sequence_parallel):
 
 def train(mesh, count, model, rules, sequence_parallel):
     """The loss and all gradients of one step, and how many collectives its forward and backward took."""
-    decided = decide_split(rules, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
     spec = ParallelSpec(sequence_parallel=sequence_parallel)
+    decided = decide_split(rules, model, read_facts(model), mesh.shape, spec)
     tracked = track_gradients(model, apply_plan(model, mesh, decided, spec))
     start = count()
     loss = objective_of(model(**tiny_batch(model)))

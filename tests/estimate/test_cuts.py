@@ -48,7 +48,7 @@ def model(num_layers: int, vocab_size: int, *, tied: bool = False) -> tuple[Laye
     ],
 )
 def test_stages_cost_alike(num_layers, vocab_size, pp_size, starts):
-    found = cut(*model(num_layers, vocab_size), None, pp_size=pp_size)
+    found = cut(*model(num_layers, vocab_size), Pipeline(), pp_size=pp_size)
     assert (found.starts, found.rank_of, found.schedule) == (starts, tuple(range(pp_size)), "1f1b")
 
 
@@ -58,7 +58,7 @@ def test_experts_cost_what_is_held_and_what_a_token_is_multiplied_with(top_k, se
     order, facts = model(12, 1)
     experts = ModuleFacts(kind="other", parameters={"weight": (8, WIDTH, WIDTH)}, attributes={"top_k": top_k})
     facts = replace(facts, modules={**facts.modules, "layers.0": experts})
-    assert cut(order, facts, None, pp_size=2).starts == (0, second)
+    assert cut(order, facts, Pipeline(), pp_size=2).starts == (0, second)
 
 
 def test_the_balance_is_the_best_of_all_cuts():
@@ -141,7 +141,7 @@ def test_options_that_fit_no_pipeline(pipeline, layout, recompute, says):
 
 
 def test_options_that_fit():
-    check_pipeline(None, MeshShape.parse("tp2"), Recompute(mode="full"))
+    check_pipeline(Pipeline(), MeshShape.parse("tp2"), Recompute(mode="full"))
     for name in SCHEDULES:
         check_pipeline(Pipeline(schedule=name), MeshShape.parse("pp4"), Recompute())
         check_pipeline(Pipeline(schedule=name), MeshShape(), Recompute())

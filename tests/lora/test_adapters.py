@@ -58,7 +58,7 @@ def verdict(model, *, tp_size=2, sequence_parallel=False, in_training=False):
 def decided(model, *, tp_size=2):
     facts = read_facts(model)
     plan = plan_for(model, ParallelSpec(), tp_size=tp_size, facts=facts)
-    return decide_split(plan, model, facts, MeshShape(tp_size=tp_size))
+    return decide_split(plan, model, facts, MeshShape(tp_size=tp_size), ParallelSpec())
 
 
 MODES = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm.simulated import run_ranks
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import _batches, _full_tensors, _Part, canonical_tensor, local_tensor, owned_parts
+from shardwise.parameters.canonical import _batches, _full_tensors, _Part, canonical_tensor, local_tensor
 from shardwise.parameters.registry import ParameterEntry, Registry
 from shardwise.sharding.layout import Layout
 from shardwise.topology.axes import AXES
@@ -73,7 +73,8 @@ def test_a_whole_tensor_comes_back_from_its_parts(layout):
         )
         registry = cast(Registry, SimpleNamespace(mesh=mesh))
         entry = ParameterEntry(fqn="weight", layout=layout, gradient="full", registry=registry)
-        return [] if local is None else [part.flatten() for part in owned_parts(local, entry)]
+        parts = [local if place is None else local[place] for place in entry.owned_slices] if local is not None else []
+        return [part.flatten() for part in parts]
 
     owned = [part for parts in run_ranks(run, shape.world_size) for part in parts]
     everything = torch.cat(owned) if owned else full.new_empty(0)

@@ -84,7 +84,8 @@ def on_split_models(run, family="llama", num_ranks=2, **overrides):
 
     def on_rank(group):
         model, mesh = models[group.rank()], SimulatedMesh(group)
-        apply_plan(model, mesh, decide_split(rules, model, facts, mesh.shape), ParallelSpec())
+        spec = ParallelSpec()
+        apply_plan(model, mesh, decide_split(rules, model, facts, mesh.shape, spec), spec)
         return run(model)
 
     return run_ranks(on_rank, num_ranks)

@@ -69,7 +69,8 @@ def exchanges(tiny, batch, plan, change=lambda model: None):
     def rank(group):
         model = copy.deepcopy(tiny)
         mesh = SimulatedMesh(group)
-        apply_plan(model, mesh, decide_split(plan, model, read_facts(model), mesh.shape), ParallelSpec())
+        spec = ParallelSpec()
+        apply_plan(model, mesh, decide_split(plan, model, read_facts(model), mesh.shape, spec), spec)
         change(model)
         model.train()(input_ids=batch["input_ids"])
         return group.num_exchanges

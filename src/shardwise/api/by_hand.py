@@ -37,6 +37,7 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
@@ -118,7 +119,7 @@ def adopt_model(
         check_unsplit(model)
     note_heads(model, mesh)
     facts = read_facts(model)
-    stages = cut(order, facts, pipeline, pp_size=mesh.size("pp")) if order is not None else None
+    stages = cut(order, facts, pipeline or Pipeline(), pp_size=mesh.size("pp")) if order is not None else None
     policy = policy or (FsdpPolicy(zero_stage=1) if stages is not None else None)
     plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
     if policy is not None:
@@ -151,7 +152,7 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            fqn = f"{name}.{own}" if name else own
+            fqn = fqn_of(name, own)
             first = names.setdefault(id(parameter), fqn)
             if first != fqn:
                 tied[fqn] = first

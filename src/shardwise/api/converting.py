@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ from shardwise.weights.write import PretrainedWriter
 
 __all__ = ["convert_to_hf", "convert_weights_to_hf", "meta_model", "open_anywhere"]
 
+_SHARD_BYTES = 5 * 10**9
+
 
 def open_anywhere(path: str | os.PathLike[str], tag: str | None = None) -> StoredParts:
     """Opens a checkpoint by the directory of checkpoints and a tag (by default the newest), or by its own directory.
@@ -46,7 +47,6 @@ def convert_to_hf(
     directory: str | os.PathLike[str],
     *,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
     tokenizer: Any = None,
 ) -> None:
     """Writes the model of a checkpoint for `from_pretrained`, tensor by tensor: it holds one in memory at a time (those
@@ -56,7 +56,6 @@ def convert_to_hf(
         stored: the checkpoint.
         directory: where to; it appears complete or not at all.
         dtype: of floating-point tensors; by default as they were saved.
-        max_shard_bytes: of tensors per file.
         tokenizer: saved with the weights.
 
     Raises:
@@ -86,13 +85,9 @@ def convert_to_hf(
         stored.drop()
         return found
 
-    with _writer(model, tensors, directory, max_shard_bytes, read) as writer:
-        if (stored.directory / "generation_config.json").is_file() and model.can_generate():
-            transformers.GenerationConfig.from_pretrained(stored.directory).save_pretrained(writer.staging)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(writer.staging)
-        ties = stored.index.tied
-        writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in ties)})
+    has_own = (stored.directory / "generation_config.json").is_file() and model.can_generate()
+    generation = transformers.GenerationConfig.from_pretrained(stored.directory) if has_own else None
+    _write(model, tensors, directory, read, tied=stored.index.tied, companions=(generation, tokenizer))
 
 
 def convert_weights_to_hf(
@@ -101,7 +96,6 @@ def convert_weights_to_hf(
     *,
     config: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5 * 10**9,
     tokenizer: Any = None,
 ) -> None:
     """As `convert_to_hf`, for whatever `shardwise.load` loads weights from: a checkpoint of DCP, of transformers'
@@ -129,31 +123,30 @@ def convert_weights_to_hf(
         def read(name: str) -> torch.Tensor:
             return lazies[name].read(dtype=tensors[name].dtype)
 
-        with _writer(model, tensors, directory, max_shard_bytes, read) as writer:
-            if tokenizer is not None:
-                tokenizer.save_pretrained(writer.staging)
-            ties = model.all_tied_weights_keys
-            writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in ties)})
+        _write(model, tensors, directory, read, tied=model.all_tied_weights_keys, companions=(tokenizer,))
 
 
-@contextmanager
-def _writer(
+def _write(
     model: Any,
     tensors: Mapping[str, torch.Tensor],
     directory: str | os.PathLike[str],
-    max_shard_bytes: int,
     read: Callable[[str], torch.Tensor],
-) -> Iterator[PretrainedWriter]:
-    """A writer that has written the weights and the config of `model`; what the block adds goes beside them."""
+    *,
+    tied: Collection[str],
+    companions: Iterable[Any],
+) -> None:
+    """Writes weights, which `read` gives by name, and config of `model`, and whatever of the `companions` there is."""
     groups = plan_export(model, tensors)
     planned = [each for group in groups for each in group.described]
-    with PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) as writer:
+    with PretrainedWriter(directory, max_shard_bytes=_SHARD_BYTES, planned=planned) as writer:
         for group in groups:
             _write_group(group, read, writer)
         dtypes = [value.dtype for value in tensors.values() if value.dtype.is_floating_point]
         model.config.dtype = next(iter(dtypes), model.config.dtype)
-        model.config.save_pretrained(writer.staging)
-        yield writer
+        for each in (model.config, *companions):
+            if each is not None:
+                each.save_pretrained(writer.staging)
+        writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in tied)})
 
 
 def _write_group(group: ExportGroup, read: Callable[[str], torch.Tensor], writer: PretrainedWriter) -> None:

@@ -20,6 +20,7 @@ from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
 from shardwise.parallel.materialize import draw_values, initialize_missing, record_missing
 from shardwise.parameters.registry import Registry
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution
@@ -102,7 +103,7 @@ class Filling:
                 if value is None or id(value) not in wanted:
                     continue
                 if id(value) not in made:
-                    full = self._full(f"{name}.{own}" if name else own, seed).to(value.dtype)
+                    full = self._full(fqn_of(name, own), seed).to(value.dtype)
                     made[id(value)] = nn.Parameter(full, requires_grad=value.requires_grad)
                 module._parameters[own] = made[id(value)]
 

@@ -103,9 +103,8 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     check_unsplit(model)
     facts = read_facts(model)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
-    return _resolve(
-        rules, find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None, model, facts, shape, spec
-    )
+    order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
+    return decide_split(rules, model, facts, shape, spec, order=order)
 
 
 def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
@@ -133,21 +132,6 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
         check_layers(spec.pipeline, len(find_layer_order(without_adapters(model)).calls), pp_size=shape.pp_size)
 
 
-def _resolve(
-    rules: Plan, order: LayerOrder | None, model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec
-) -> SplitPlan:
-    return decide_split(
-        rules,
-        model,
-        facts,
-        shape,
-        sequence_parallel=spec.sequence_parallel,
-        order=order,
-        pipeline=spec.pipeline,
-        units=spec.fsdp.units,
-    )
-
-
 def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
     """`decide`, by rank 0 for all ranks, whose models and options are the same."""
     if mesh.shape.world_size == 1:
@@ -168,7 +152,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
 
     def resolve() -> tuple[SplitPlan, dict[str, str]]:
         as_run = None if order_found is None else LayerOrder.from_json(order_found)
-        plan = _resolve(Plan.from_json(rules_found), as_run, model, facts, mesh.shape, spec)
+        plan = decide_split(Plan.from_json(rules_found), model, facts, mesh.shape, spec, order=as_run)
         return plan, _parts_of(plan)
 
     facts = agree_on(

@@ -25,7 +25,7 @@ from shardwise.loss.label_use import note_label_use
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of, read_config
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.options import ParallelSpec, Pipeline
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.draws import Redraws
 from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
@@ -127,7 +127,7 @@ def _tiny_config(config: PreTrainedConfig, model_class: Any, spec: ParallelSpec,
     """The tiny model's, which has a layer for every stage of a pipeline."""
     if shape.pp_size == 1:
         return shrink_config(config, without_dropout=True)
-    pipeline = spec.pipeline or Pipeline()
+    pipeline = spec.pipeline
     if pipeline.layers is not None:  # which are those of the whole model
         return shrink_config(config, without_dropout=True, num_layers=None)
     num_stages = len(smallest_schedule(pipeline, shape.pp_size).rank_of)
@@ -251,7 +251,7 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
 def _draws_in_order(spec: ParallelSpec, mesh: Mesh) -> bool:
     """Whether a rank drops for one microbatch after the other: of several stages it would not be known which did."""
     pp_size = mesh.shape.pp_size
-    return pp_size == 1 or len(smallest_schedule(spec.pipeline or Pipeline(), pp_size).rank_of) == pp_size
+    return pp_size == 1 or len(smallest_schedule(spec.pipeline, pp_size).rank_of) == pp_size
 
 
 def _splitter(spec: ParallelSpec, dtype: torch.dtype | None = None) -> Callable[[nn.Module, Mesh], nn.Module]:

@@ -13,7 +13,7 @@ from shardwise.checkpoint.tree import encode_tree
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import state_tensors
 from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
-from shardwise.sharding.boxes import Box, intersect, move
+from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Held, Replicate
 from shardwise.weights.tensor_file import DTYPES
@@ -114,15 +114,11 @@ def slices_of(
 ) -> tuple[tuple[Box, tuple[slice, ...]], ...]:
     """Boxes of the canonical tensor that this rank holds, each with where its elements are in the local tensor."""
     pieces = (*layout.pieces(coords), *layout.owned(coords))
-    return tuple((box, _slices(_local_box(box, pieces))) for box in boxes)
+    return tuple((box, slices(_local_box(box, pieces))) for box in boxes)
 
 
 def _local_box(box: Box, pieces: tuple[Piece, ...]) -> Box:
     return next(move(box, piece.full, piece.local) for piece in pieces if intersect(box, piece.full) == box)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class OptimizerLoad:
             stored is not None and stored.layout == held.layout and self._stored.manifest.layout == str(mesh.shape)
         )
         if "ranks" in facts and is_same:
-            return f"{key}@{mesh.shape.rank(**mesh.coords)}"
+            return f"{key}@{mesh.position}"
         raise LoadError(
             f"the optimizer's state {key.removeprefix('optimizer/')} fits no layout but its own",
             at=str(self._stored.directory),

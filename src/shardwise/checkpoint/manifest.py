@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.schema import check_index, check_manifest
 from shardwise.errors import LayoutError, LoadError
-from shardwise.sharding.boxes import Box, volume
+from shardwise.sharding.boxes import Box, full_box, volume
 from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout
 
@@ -227,7 +227,7 @@ def _check_tensor(key: str, tensor: StoredTensor, num_files: int, path: Path) ->
         if not (fits and within):
             raise LoadError(f"{key} of shape {list(tensor.shape)} has a part {part}", at=str(path))
     held = sum(volume(part.box) for part in tensor.parts)
-    if held != volume(tuple((0, size) for size in tensor.shape)):
+    if held != volume(full_box(tensor.shape)):
         raise LoadError(f"the parts of {key} hold {held} elements; its shape is {list(tensor.shape)}", at=str(path))
 
 

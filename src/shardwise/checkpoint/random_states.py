@@ -82,7 +82,7 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
     place = _place(mesh)
     own = {key.removeprefix(f"{place}/"): value for key, value in saved.items() if key.startswith(f"{place}/")}
     if dict(saved_axes) != random_axes(mesh) or "torch" not in own:
-        _begin_anew(mesh, saved)
+        _restart_streams(mesh, saved)
         return
     torch.set_rng_state(own["torch"].clone())
     *keys, position, has_gauss = own["numpy"].tolist()
@@ -95,7 +95,7 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
         torch.cuda.set_rng_state(own["cuda"].clone(), mesh.device)
 
 
-def _begin_anew(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
+def _restart_streams(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:
     digest = hashlib.sha256(f"{mesh.data_rank}".encode())
     for key in sorted(saved):
         if key.endswith("/torch"):

@@ -26,7 +26,6 @@ from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
 from shardwise.comm.agree import check_same, compare_later, gather_from_all
 from shardwise.errors import ConfigError
-from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapters import is_adapter
@@ -115,7 +114,7 @@ def prepare_save(
     everyone: list[dict[str, Any]] = gather_from_all(
         mesh.group(),
         "preparing the checkpoint",
-        lambda: {"held": look(), "rank": _position(mesh), "same": _describe_request(seen[0])},
+        lambda: {"held": look(), "rank": mesh.position, "same": _describe_request(seen[0])},
     )
     check_same(everyone, what="ranks ask for different checkpoints")
     everyone.sort(key=lambda each: each["rank"])
@@ -134,13 +133,13 @@ def _make_job(
     job = SaveJob(
         request=own.request,
         mesh=mesh,
-        rank=_position(mesh),
+        rank=mesh.position,
         content="trained" if division.is_partial else "all",
         model_name=type(split).__name__,
         optimizer=(own.optimizer.class_name, {}) if own.optimizer is not None else None,
         tied=dict(registry.tied),
         values={**own.values, **({"base": division.base} if division.is_partial else {})},
-        companions={**_companions(split), **companions} if _position(mesh) == 0 else {},
+        companions={**_companions(split), **companions} if mesh.position == 0 else {},
         versions=_versions(),
     )
     for name, portions in division.portions.items():
@@ -243,7 +242,7 @@ def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: Sequen
     """Which rank writes what of the parameters and buffers that are saved, decided alike on every rank."""
     left_out = _left_out([each["held"] for each in everyone])
     portions = _divide_portions(registry, [each["held"] for each in everyone], left_out)
-    rank, coords = _position(registry.mesh), registry.mesh.coords
+    rank, coords = registry.mesh.position, registry.mesh.coords
     own = {
         name: slices_of(held[name].layout, coords, [portion.box for portion in each if portion.rank == rank])
         for name, each in portions.items()
@@ -272,11 +271,6 @@ def _divide_portions(
                 holders.setdefault(name, []).append(rank)  # of buffers the first rank's: others may have counted more
     layouts = {name: layout for name, layout in layouts.items() if name not in left_out}
     return divide_boxes(layouts, shape, holders=holders)
-
-
-def _position(mesh: Mesh) -> int:
-    """This rank's number in the mesh."""
-    return mesh.shape.rank(**mesh.coords)
 
 
 def _companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:

@@ -24,6 +24,7 @@ from shardwise.comm.operations import Group, host_device, receive_, send
 from shardwise.errors import LoadError, ShardwiseError
 from shardwise.parameters.canonical import computed_buffer, state_names
 from shardwise.parameters.registry import find_parameters, local_part, named_entries, registry_of
+from shardwise.sharding.boxes import slices
 from shardwise.sharding.division import Portion, divide_boxes
 from shardwise.weights.conversion import ExportGroup
 from shardwise.weights.tensor_file import as_bytes
@@ -69,7 +70,7 @@ class Export:
         written = set(base.names.values())
         self._layouts = {entry.fqn: entry.layout for name, entry in self._entries.items() if name in written}
         self._portions = divide_boxes(self._layouts, self._mesh.shape)
-        self._rank = self._mesh.shape.rank(**self._mesh.coords)
+        self._rank = self._mesh.position
         self._thread = ThreadPoolExecutor(1, "shardwise-export")
         self._writing: Future[None] | None = None
 
@@ -142,7 +143,7 @@ class Export:
         is_target, group = target == self._rank, self._mesh.group()
         full = torch.empty(whole.shape if is_target else 0, dtype=whole.dtype)
         for portion in self._portions[fqn]:
-            place = tuple(slice(start, stop) for start, stop in portion.box)
+            place = slices(portion.box)
             if portion.rank == self._rank:
                 part = self._part(fqn, portion)
                 if is_target:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.manifest import Index, Manifest, Part, StoredTensor, part_name
 from shardwise.errors import LayoutError, LoadError
-from shardwise.sharding.boxes import Box, full_box, shape_of
+from shardwise.sharding.boxes import full_box, shape_of, slices
 from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy, Source, copies
 from shardwise.weights.tensor_file import crc_of
@@ -93,7 +93,7 @@ class StoredParts:
         stored = self.index.tensors.get(key)
         if stored is None:
             raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
-        sources = [Source(part, part.box, tuple((0, size) for size in shape_of(part.box))) for part in stored.parts]
+        sources = [Source(part, part.box, full_box(shape_of(part.box))) for part in stored.parts]
         try:
             found = copies(sources, wanted)
         except LayoutError as error:
@@ -107,7 +107,7 @@ class StoredParts:
         stored = self.index.tensors[key]
         for each in planned:
             part = self._map(key, stored, each.source.key)  # type: ignore[arg-type]
-            out[_slices(each.target_box)] = part[_slices(each.source_box)].to(out.device)
+            out[slices(each.target_box)] = part[slices(each.source_box)].to(out.device)
 
     def read(self, key: str, *, dtype: torch.dtype | None = None) -> Tensor:
         """A whole tensor, in memory of its own; of its own dtype, or of another."""
@@ -188,7 +188,3 @@ def _open_file(path: Path, header_crc: int) -> Any:
         raise
     except OSError as error:
         raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

@@ -12,7 +12,7 @@ from shardwise.cli.config_file import config_error, read_config
 from shardwise.cli.importing import importing
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
-from shardwise.plan.options import ParallelSpec, Pipeline, Precision, Recompute
+from shardwise.plan.options import ParallelSpec, Precision, Recompute
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import describe_schedule, draw_svg
 from shardwise.schedule.timeline import timeline
@@ -106,7 +106,7 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
         raise ConfigError(f"--timeline with the layout {shape}", why="it has no pipeline", fix="use a layout with pp")
     if file.suffix not in (".svg", ".json"):
         raise ConfigError(f"--timeline {file} is no .svg and no .json", fix="write --timeline steps.svg")
-    chosen = spec.pipeline or Pipeline()
+    chosen = spec.pipeline
     schedule = build_schedule(
         chosen.schedule,
         pp_size=shape.pp_size,

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.comm.operations import (
     Group,
@@ -38,6 +40,7 @@ from shardwise.comm.operations import (
 
 __all__ = [
     "all_gather_padded",
+    "as_dtensor",
     "copy_to_region",
     "gather_full",
     "gather_to_region",
@@ -104,6 +107,14 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
         kept = [joined[rank * largest : rank * largest + size] for rank, size in enumerate(sizes)]
         joined = torch.cat(kept)
     return _unviewed(joined.movedim(0, dim)) if dim % x.ndim else joined
+
+
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The tensor of the full `shape` of which `local` is this rank's part, perhaps unevenly. Communicates nothing."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _gather(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -36,22 +36,21 @@ Cost = Callable[[int, int], int]
 """What a stage costs that begins with one segment and ends before another."""
 
 
-def check_pipeline(pipeline: Pipeline | None, shape: MeshShape, recompute: Recompute) -> None:
+def check_pipeline(pipeline: Pipeline, shape: MeshShape, recompute: Recompute) -> None:
     """Raises `ConfigError` where the options fit no pipeline of this shape, whatever the model."""
-    chosen = pipeline or Pipeline()
     if shape.pp_size == 1:
-        build_schedule(chosen.schedule, pp_size=1, num_microbatches=2)
-        if chosen.layers is not None or chosen.num_stages_per_rank not in (None, 1):
+        build_schedule(pipeline.schedule, pp_size=1, num_microbatches=2)
+        if pipeline.layers is not None or pipeline.num_stages_per_rank not in (None, 1):
             raise ConfigError(
                 f"the layout {shape} has no pipeline to cut",
-                why=f"pp_size is 1, and {chosen} says where stages begin",
+                why=f"pp_size is 1, and {pipeline} says where stages begin",
                 fix='give the layout a pp axis, such as "pp2", or leave out layers and num_stages_per_rank',
             )
         return
-    schedule = smallest_schedule(chosen, shape.pp_size)
+    schedule = smallest_schedule(pipeline, shape.pp_size)
     if schedule.splits_backward and recompute.mode != "none":
         raise ConfigError(
-            f"recomputation ({recompute.mode}) with the schedule {chosen.schedule}",
+            f"recomputation ({recompute.mode}) with the schedule {pipeline.schedule}",
             why="it splits the backward in two, and a block would be computed again for each of its weights",
             fix='use the schedule "1f1b" or "interleaved_1f1b", or Recompute(mode="none")',
         )
@@ -82,11 +81,11 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
     )
 
 
-def fewest_microbatches(pipeline: Pipeline | None, shape: MeshShape) -> int:
+def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
     """The fewest microbatches, of at least one a rank of pp, that the schedule takes; 1 without a pipeline."""
     if shape.pp_size == 1:
         return 1
-    schedule = smallest_schedule(pipeline or Pipeline(), shape.pp_size)
+    schedule = smallest_schedule(pipeline, shape.pp_size)
     number = len(schedule.rank_of) // shape.pp_size
     return next(count for count in itertools.count(shape.pp_size) if takes(schedule.name, shape.pp_size, count, number))
 
@@ -102,12 +101,11 @@ def takes(name: str, pp_size: int, num_microbatches: int, num_stages_per_rank: i
     return True
 
 
-def check_layers(pipeline: Pipeline | None, num_segments: int, *, pp_size: int) -> None:
+def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None:
     """Raises `ConfigError` where a model that runs so many layers has too few for its stages, or `layers` does not fit
     them.
     """
-    chosen = pipeline or Pipeline()
-    num_stages = len(smallest_schedule(chosen, pp_size).rank_of)
+    num_stages = len(smallest_schedule(pipeline, pp_size).rank_of)
     if num_stages > num_segments:
         raise ConfigError(
             f"{num_stages} stages for a model that runs {num_segments} layers",
@@ -115,25 +113,24 @@ def check_layers(pipeline: Pipeline | None, num_segments: int, *, pp_size: int) 
             why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
             fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
         )
-    if chosen.layers is not None:
-        _given_starts(chosen.layers, num_segments)
+    if pipeline.layers is not None:
+        _given_starts(pipeline.layers, num_segments)
 
 
-def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline | None, *, pp_size: int) -> PipelinePlan:
+def cut(order: LayerOrder, facts: ModelFacts, pipeline: Pipeline, *, pp_size: int) -> PipelinePlan:
     """How the model with these facts is cut into stages.
 
     Raises:
         ConfigError: there are more stages than layers run, or `layers` does not fit them.
     """
-    chosen = pipeline or Pipeline()
-    rank_of = tuple(smallest_schedule(chosen, pp_size).rank_of.values())
+    rank_of = tuple(smallest_schedule(pipeline, pp_size).rank_of.values())
     num_stages, num_segments = len(rank_of), len(order.calls)
     check_layers(pipeline, num_segments, pp_size=pp_size)
-    if chosen.layers is None:
+    if pipeline.layers is None:
         starts = balance(_cost(order, facts), num_segments, num_stages)
     else:
-        starts = _given_starts(chosen.layers, num_segments)
-    return PipelinePlan(order=order, schedule=chosen.schedule, starts=starts, rank_of=rank_of)
+        starts = _given_starts(pipeline.layers, num_segments)
+    return PipelinePlan(order=order, schedule=pipeline.schedule, starts=starts, rank_of=rank_of)
 
 
 def balance(cost: Cost, num_segments: int, num_stages: int) -> tuple[int, ...]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shardwise.comm.collectives import copy_to_region, gather_full, scale_gradient
+from shardwise.comm.collectives import as_dtensor, copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.loss.deferred_logits import DeferredLogits
 from shardwise.loss.logits import SplitLogits, as_logits
@@ -53,15 +52,7 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
 
     def finish(local: Tensor) -> Tensor:
         shape = (*local.shape[:-1], vocabulary_size)
-        split = DTensor.from_local(
-            local,
-            context.mesh,
-            [Shard(local.ndim - 1)],
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=torch.empty(shape, device="meta").stride(),
-        )
-        return as_logits(split, context)
+        return as_logits(as_dtensor(local, context.mesh, [Shard(local.ndim - 1)], shape), context)
 
     head.register_forward_pre_hook(enter)
     head.register_forward_hook(leave)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -14,7 +13,7 @@ from shardwise.parallel.sequence_parallel import is_direct
 from shardwise.plan.adapters import stages_with_adapters, with_adapters
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.options import Pipeline
+from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
@@ -30,31 +29,28 @@ def decide_split(
     model: nn.Module,
     facts: ModelFacts,
     shape: MeshShape,
+    spec: ParallelSpec,
     *,
-    sequence_parallel: bool = False,
     order: LayerOrder | None = None,
-    pipeline: Pipeline | None = None,
-    units: Sequence[str] | None = None,
 ) -> SplitPlan:
     """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
 
     Args:
         facts: read off the model.
+        spec: what was asked for; `rules` stand in place of its plan.
         order: of the layers of its base as they run; needed where the shape has several ranks along pp.
-        pipeline: how it is cut into stages; the default `Pipeline` where None.
-        units: what data parallelism gathers together, as in `FsdpPolicy`.
 
     Raises:
-        ConfigError: the model cannot be cut as `pipeline` says.
+        ConfigError: the model cannot be cut as its pipeline says.
         PlanError: the rules cannot be followed; lists every problem.
         UnsupportedError: a module that they split over its features is no norm that can be.
     """
-    resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=sequence_parallel)
+    resolved = resolve(rules, facts, tp_size=shape.tp_size, sequence_parallel=spec.sequence_parallel)
     stages = None
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
-        stages = stages_with_adapters(cut(order, facts, pipeline, pp_size=shape.pp_size), facts)
-    plan = with_data_axes(with_adapters(resolved, facts), facts, shape, stages, units=units)
+        stages = stages_with_adapters(cut(order, facts, spec.pipeline, pp_size=shape.pp_size), facts)
+    plan = with_data_axes(with_adapters(resolved, facts), facts, shape, stages, units=spec.fsdp.units)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }

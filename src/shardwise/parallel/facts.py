@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, upwards
+from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, upwards
 from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
@@ -55,7 +55,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
             inputs=_inputs(module),
         )
         for own in parameters:
-            fqn = f"{name}.{own}" if name else own
+            fqn = fqn_of(name, own)
             first = canonical.setdefault(id(module._parameters[own]), fqn)
             if first != fqn:
                 tied[fqn] = first

@@ -23,7 +23,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
-from shardwise.plan.structure import outermost_layers, parent_of, upwards
+from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
 from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.gathered import follow_requires_grad, forget_interrupted, free_after_evaluation
@@ -133,7 +133,7 @@ def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.
     units = {module for unit in registry.plan.units for module in unit}
     owners = dict.fromkeys(map(parent_of, _managed(model, stage, registry)))
     loose = [owner for owner in owners if not units.intersection(upwards(owner))]
-    outermost = [owner for owner in loose if not any(owner.startswith(f"{other}.") for other in loose)]
+    outermost = [owner for owner in loose if not is_within(parent_of(owner), loose)]
     return list(map(model.get_submodule, outermost))
 
 

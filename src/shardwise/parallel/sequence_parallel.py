@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.parameters.registry import Registry
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import parent_of
+from shardwise.plan.structure import is_within, parent_of
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import in_eval_mode
 from shardwise.runtime.sequence_edges import install_full, install_owner, install_parts, install_stack
@@ -40,7 +40,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
         return model
     context.partial_after = plan.partial_after
     for fqn in plan.full_sequence:
-        stack_around = next(stack.fqn for stack in plan.stacks if fqn.startswith(f"{stack.fqn}."))
+        stack_around = next(stack.fqn for stack in plan.stacks if is_within(fqn, (stack.fqn,)))
         install_full(model.get_submodule(fqn), fqn, stack_around, context)
     for stack in plan.stacks:
         layers: Any = model.get_submodule(stack.fqn)

@@ -14,7 +14,7 @@ from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import parent_of, upwards
+from shardwise.plan.structure import is_within, parent_of, upwards
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
@@ -125,7 +125,7 @@ def _names_of(inputs: Iterable[str], module: str) -> set[str]:
 def _install_local(modules: Mapping[str, nn.Module], plan: SplitPlan, context: SplitContext) -> None:
     for fqn, (dim, num_heads) in plan.inputs.items():
         owner, _, argument = fqn.rpartition(".")
-        enters = not any(f"{owner}.".startswith(f"{region.fqn}.") for region in plan.regions)
+        enters = not is_within(owner, (region.fqn for region in plan.regions))
         install_sliced(modules[owner], argument, dim=dim, num_heads=num_heads, enters=enters, context=context)
     for fqn in sorted(plan.local_sizes):
         owner, _, argument = fqn.rpartition(".")

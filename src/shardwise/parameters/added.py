@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
 from shardwise.plan.decision import SplitPlan
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import is_adapter, unwrapped
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Replicate
@@ -64,7 +65,7 @@ def adopt_parameters(model: nn.Module) -> None:
         for own, parameter in module._parameters.items():
             if parameter is None or not parameter.requires_grad or knows(module, own):
                 continue
-            fqn = f"{name}.{own}" if name else own
+            fqn = fqn_of(name, own)
             entry = entry_of(parameter)
             if entry is None and given[name] == "split":
                 refused.append(fqn)

@@ -19,14 +19,14 @@ from shardwise.comm.operations import (
 )
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import (
-    ParameterEntry,
     Registry,
     canonical_entries,
     entries_of,
     local_part,
     registry_of,
 )
-from shardwise.sharding.boxes import Box
+from shardwise.plan.structure import fqn_of
+from shardwise.sharding.boxes import shape_of, slices
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.placement import Held, Replicate
 
@@ -36,7 +36,6 @@ __all__ = [
     "computed_buffer",
     "dtypes_of",
     "local_tensor",
-    "owned_parts",
     "state_names",
     "state_tensors",
 ]
@@ -57,7 +56,7 @@ def state_names(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str,
         for own, value in values.items():
             is_known = value is not None or own in entries_of(module)
             if is_known and own not in module._non_persistent_buffers_set:
-                found[f"{name}.{own}" if name else own] = value
+                found[fqn_of(name, own)] = value
     return found
 
 
@@ -76,10 +75,9 @@ def computed_buffer(name: str, value: Tensor, registry: Registry) -> Tensor:
     return value
 
 
-def state_tensors(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Those of `state_names` that this rank holds."""
-    found = state_names(model, remove_duplicate=remove_duplicate)
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in state_names(model).items() if value is not None}
 
 
 def canonical_tensors(
@@ -271,7 +269,7 @@ def _gathered(
         for coord, shape in enumerate(of_coords):
             part = own[coord][: torch.Size(shape).numel()].view(shape)
             for piece in layout.owned({layout.steps[0].axis: coord}):
-                full[_slices(piece.full)] = part[_slices(piece.local)]
+                full[slices(piece.full)] = part[slices(piece.local)]
         found.append(full)
     return found
 
@@ -280,19 +278,9 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
     """This rank's part of a full tensor, as a tensor that owns its storage."""
     pieces = layout.pieces(coords)
     shape = layout.local_shape(coords)
-    if len(pieces) == 1 and tuple(stop - start for start, stop in pieces[0].full) == shape:
-        return full[_slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
+    if len(pieces) == 1 and shape_of(pieces[0].full) == shape:
+        return full[slices(pieces[0].full)].clone(memory_format=torch.contiguous_format)
     local = full.new_empty(shape)
     for piece in pieces:
-        local[_slices(piece.local)] = full[_slices(piece.full)]
+        local[slices(piece.local)] = full[slices(piece.full)]
     return local
-
-
-def owned_parts(local: Tensor, entry: ParameterEntry) -> list[Tensor]:
-    """Views of what this rank is the owner of: over all ranks, every canonical element exactly once."""
-    value = local_part(local)
-    return [value if place is None else value[place] for place in entry.owned_slices]
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

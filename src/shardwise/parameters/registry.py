@@ -23,14 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from shardwise.comm.collectives import as_dtensor
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import FsdpPolicy, Precision
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.casting import Casting
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.uses import Uses
 from shardwise.runtime.wrapping import refuse_flattening
+from shardwise.sharding.boxes import slices
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Chunk, Held, Split
 from shardwise.stages.model import Stages
@@ -118,7 +121,7 @@ class ParameterEntry:
     def owned_slices(self) -> tuple[tuple[slice, ...] | None, ...]:
         """Where that is in this rank's tensor; None: it is all of it."""
         shape = self.layout.local_shape(self.registry.mesh.coords)
-        found = [tuple(slice(start, stop) for start, stop in piece.local) for piece in self.owned]
+        found = [slices(piece.local) for piece in self.owned]
         return tuple(None if [each.stop - each.start for each in own] == list(shape) else own for own in found)
 
     @functools.cached_property
@@ -167,8 +170,7 @@ class ParameterEntry:
         placements: list[Replicate | Shard] = [Replicate()] * data_mesh.ndim
         if self.chunk is not None:
             placements[-1] = Shard(self.chunk.dim)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, data_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        return as_dtensor(local, data_mesh, placements, shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterEntry:
         registry = copy.deepcopy(self.registry, memo)  # with all of its entries, this one perhaps among them
@@ -263,7 +265,7 @@ def note_parameters(model: nn.Module, registry: Registry) -> None:
     for name, module in model.named_modules():
         own = (each for each, parameter in module._parameters.items() if parameter is not None)
         entries = module.__dict__.setdefault(_ENTRIES, {})
-        entries |= {each: registry.entry(f"{name}.{each}" if name else each) for each in own}
+        entries |= {each: registry.entry(fqn_of(name, each)) for each in own}
 
 
 def attach_registry(model: nn.Module, registry: Registry) -> None:
@@ -273,7 +275,7 @@ def attach_registry(model: nn.Module, registry: Registry) -> None:
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is not None:
-                attach_entry(module, own, registry.entry(f"{name}.{own}" if name else own))
+                attach_entry(module, own, registry.entry(fqn_of(name, own)))
 
 
 def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
@@ -312,7 +314,7 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
         entries = entries_of(module)
         for own in dict.fromkeys((*entries, *module._parameters)):
             entry, parameter = entries.get(own), module._parameters.get(own)
-            fqn = f"{name}.{own}" if name else own
+            fqn = fqn_of(name, own)
             if entry is not None:
                 fqn = names.setdefault(id(entry), fqn)
             if parameter is not None and id(parameter) not in seen:
@@ -338,7 +340,7 @@ def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
     and those of parameters that other stages hold: the same on every rank.
     """
     return {
-        f"{name}.{own}" if name else own: entry
+        fqn_of(name, own): entry
         for name, module in model.named_modules(remove_duplicate=False)
         for own, entry in entries_of(module).items()
     }

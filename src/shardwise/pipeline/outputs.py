@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.agree import meet
+from shardwise.comm.collectives import as_dtensor
 from shardwise.comm.operations import Group, broadcast_, broadcast_object
 from shardwise.errors import RankError, UnsupportedError
 from shardwise.loss.logits import as_logits
@@ -153,16 +154,7 @@ class _Receiver:
             local = self.change(local)
         if slot.placements is None:
             return local
-        stride = torch.empty(slot.full_shape, device="meta").stride()
-        whole = DTensor.from_local(
-            local,
-            self.context.mesh,
-            slot.placements,
-            run_check=False,
-            shape=torch.Size(slot.full_shape),
-            stride=stride,
-        )
-        return as_logits(whole, self.context)
+        return as_logits(as_dtensor(local, self.context.mesh, slot.placements, slot.full_shape), self.context)
 
 
 def _rebuild(described: Any, receiver: _Receiver) -> Any:
@@ -279,6 +271,5 @@ def _stacked(parts: Sequence[DTensor]) -> Tensor:
     """Split logits one below the other."""
     first = parts[0]
     local = torch.cat([part.to_local().detach() for part in parts])
-    shape = torch.Size((sum(part.shape[0] for part in parts), *first.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, first.device_mesh, first.placements, run_check=False, shape=shape, stride=stride)
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+    return as_dtensor(local, first.device_mesh, first.placements, shape)

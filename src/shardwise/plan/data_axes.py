@@ -28,7 +28,7 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.match import match
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of, upwards
+from shardwise.plan.structure import ModelFacts, is_within, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, Held, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
@@ -129,7 +129,7 @@ def find_units(facts: ModelFacts, chosen: Sequence[str] | None = None) -> tuple[
     owned = _owned(facts)
     candidates = [layer for layer in outermost_layers(facts.stacks) if owned[layer]]
     for end in _ends(facts):
-        if not any(f"{end}.".startswith(f"{each}.") for each in candidates):
+        if not is_within(end, candidates):
             candidates.append(end)
     if chosen is not None:
         candidates = _chosen(chosen, [module for module, own in owned.items() if module and own])
@@ -152,7 +152,7 @@ def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
             + did_you_mean(idle[0], modules)
         )
     found = [module for module in modules if any(match(pattern, module) for pattern in patterns)]
-    return [module for module in found if not any(module.startswith(f"{other}.") for other in found)]
+    return [module for module in found if not is_within(parent_of(module), found)]
 
 
 def _ends(facts: ModelFacts) -> Iterator[str]:

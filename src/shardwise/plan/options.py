@@ -256,7 +256,7 @@ class ParallelSpec:
         precision: the dtypes of parameters, computation and gradient reduction; None keeps every tensor's own.
         recompute: what backward computes again.
         compilation: how `torch.compile` compiles every block; None runs eagerly.
-        pipeline: how layers are divided into stages along pp; the default `Pipeline` where None.
+        pipeline: how layers are divided into stages along pp.
 
     Raises:
         ConfigError: options exclude each other.
@@ -268,7 +268,7 @@ class ParallelSpec:
     precision: Precision | None = None
     recompute: Recompute = field(default_factory=Recompute)
     compilation: Compile | None = None
-    pipeline: Pipeline | None = None
+    pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
         mode, backend = self.recompute.mode, self.compilation.backend if self.compilation is not None else "eager"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
+from shardwise.plan.structure import is_within
 
 __all__ = ["Crossing", "LayerOrder", "PipelinePlan", "Returned"]
 
@@ -21,11 +22,11 @@ class Crossing:
     """A tensor that depends on parameters, made in one segment and used in a later one: it travels.
 
     Attributes:
-        anchor: where it is found when the segment behind the cut begins (see `shardwise.stages.anchors`):
+        anchor: where it is found when the segment after the cut begins (see `shardwise.stages.anchors`):
             `input:PATH` in the arguments of that layer's call, `output:FQN:NUMBER:PATH` in what call number NUMBER of
             the module FQN returned, `glue:CALLS:NUMBER:PATH` in what an operation around the layers returned.
         needs_gradient: whether a gradient comes back for it.
-        is_written: whether it is changed in place behind the cut.
+        is_written: whether it is changed in place after the cut.
     """
 
     anchor: str
@@ -86,7 +87,7 @@ class LayerOrder:
                 )
             starts.add(max(number for number, call in enumerate(self.calls) if call == name) + 1)
         if len(self.calls) in starts:
-            raise ConfigError(f"a pipeline cut after {self.calls[-1]}, the last layer", why="nothing is left behind it")
+            raise ConfigError(f"a pipeline cut after {self.calls[-1]}, the last layer", why="nothing is left after it")
         return tuple(sorted(starts))
 
     def to_json(self) -> dict[str, Any]:
@@ -183,7 +184,7 @@ class PipelinePlan:
     def coord_computing(self, name: str) -> int:
         """The coordinate on pp of the first stage that computes with a buffer, and has what a forward left in it."""
         module = name.rpartition(".")[0]
-        inside = any(name.startswith(f"{layer}.") for layer in self.order.calls)
+        inside = is_within(name, self.order.calls)
         beside = (min(found) for used, found in self.order.uses.items() if found and used.startswith(f"{module}."))
         return self.rank_of[self._stage_around(name) if inside else self.stage_of(min(beside, default=0))]
 

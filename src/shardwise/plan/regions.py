@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.rule import ParameterRule, RegionRule
-from shardwise.plan.structure import ModelFacts, parent_of, upwards
+from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
 
 __all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_deferred_sums", "find_regions", "region_around"]
 
@@ -56,13 +56,13 @@ def find_regions(
     for name, rule in parameters.items():
         if name not in facts.modules and parameters.get(parent_of(name)) is rule:
             continue  # the weight or bias of a module that the same rule governs
-        if rule.style in COLUMN_STYLES and not _is_in_any(name, said):
+        if rule.style in COLUMN_STYLES and not is_within(name, said):
             region = _enclosing(name, facts, rows)
             regions.setdefault(region.fqn, region)
         elif rule.style == "colwise_gather_output":
             regions.setdefault(name, Region(fqn=name, edge="gather"))
     for name, region_rule in given.items():
-        if region_rule.style == "moe_tp_experts" and not _is_in_any(name, said):
+        if region_rule.style == "moe_tp_experts" and not is_within(name, said):
             _widen_to_experts_block(name, facts, regions)
     outermost = [fqn for fqn in regions if region_around(parent_of(fqn), regions) is None]
     order = {name: position for position, name in enumerate(facts.modules)}
@@ -132,7 +132,3 @@ def _widen_to_experts_block(experts: str, facts: ModelFacts, regions: dict[str, 
         regions[experts] = Region(fqn=experts, edge="output")
     else:
         regions[block] = Region(fqn=block, edge="output")
-
-
-def _is_in_any(name: str, modules: frozenset[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)

@@ -15,7 +15,7 @@ from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, complet
 from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions
 from shardwise.plan.sequence_plan import SequencePlan, find_sequence
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import Heads, ModelFacts, parent_of
+from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["resolve"]
@@ -129,7 +129,7 @@ def _parameters(
         try:
             (aliases if fqn in tied else planned)[fqn] = rules.plan(fqn, shape, sequence)
         except PlanError as problem:
-            if not any(module.startswith(f"{attention}.") for attention in outside):
+            if not is_within(parent_of(module), outside):
                 problems.append(problem)
     for alias, there in aliases.items():
         canonical = planned.get(tied[alias])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.errors import PlanError
 from shardwise.plan.regions import Region
 from shardwise.plan.rule import InputRule, SequenceRule
-from shardwise.plan.structure import LayerStack, ModelFacts
+from shardwise.plan.structure import LayerStack, ModelFacts, is_within
 
 __all__ = ["NoStackError", "SequencePlan", "Stack", "find_sequence", "stacks_with_regions"]
 
@@ -54,13 +54,13 @@ class SequencePlan:
 
     def stack_of(self, module: str) -> str | None:
         """The stack of whose sequence `module` is given a part; None outside, and in what is given all of it."""
-        if any(_is_within(module, each) for each in self.full_sequence):
+        if is_within(module, self.full_sequence):
             return None
-        return next((stack.fqn for stack in self.stacks if _is_within(module, stack.fqn)), None)
+        return next((stack.fqn for stack in self.stacks if is_within(module, (stack.fqn,))), None)
 
     def sees_a_part(self, parameter: str, module: str) -> bool:
         """Whether the gradient of a parameter of `module` is partial because of the sequence."""
-        if any(_is_within(module, each) for each in self.full_sequence):
+        if is_within(module, self.full_sequence):
             return False
         return self.stack_of(module) is not None or parameter in self.after or module in self.after
 
@@ -108,7 +108,7 @@ def stacks_with_regions(facts: ModelFacts, regions: Sequence[Region]) -> list[La
     return [
         stack
         for stack in facts.stacks
-        if not stack.within and any(_is_within(region.fqn, stack.fqn) for region in regions)
+        if not stack.within and any(is_within(region.fqn, (stack.fqn,)) for region in regions)
     ]
 
 
@@ -124,9 +124,5 @@ def _implied(facts: ModelFacts, regions: Sequence[Region], *, head: str | None) 
     after = order[order.index(stacks[0]) + 1 :] if head is not None else []
     return SequencePlan(
         stacks=(Stack(fqn=stacks[0], partial_after=head is not None),),
-        after=frozenset(name for name in after if not _is_within(name, stacks[0])),
+        after=frozenset(name for name in after if not is_within(name, stacks)),
     )
-
-
-def _is_within(fqn: str, ancestor: str) -> bool:
-    return f"{fqn}.".startswith(f"{ancestor}.")

@@ -17,6 +17,8 @@ __all__ = [
     "LayerStack",
     "ModelFacts",
     "ModuleFacts",
+    "fqn_of",
+    "is_within",
     "outermost_layers",
     "parent_of",
     "upwards",
@@ -171,7 +173,7 @@ class ModelFacts:
         """Every parameter as (FQN, module FQN, own name, canonical shape), tied aliases included."""
         for module, facts in self.modules.items():
             for name, shape in facts.parameters.items():
-                yield (f"{module}.{name}" if module else name), module, name, shape
+                yield fqn_of(module, name), module, name, shape
 
     def attributes(self) -> dict[str, int]:
         """FQN of every integer attribute that a module's forward reads, to its value."""
@@ -211,3 +213,13 @@ def upwards(fqn: str) -> Iterator[str]:
 def parent_of(fqn: str) -> str:
     """`a.b` for `a.b.c`, the empty name for a top-level one."""
     return fqn.rpartition(".")[0]
+
+
+def fqn_of(module: str, name: str) -> str:
+    """`a.b` for what the module `a` calls `b`; the model itself has the empty name."""
+    return f"{module}.{name}" if module else name
+
+
+def is_within(fqn: str, modules: Iterable[str]) -> bool:
+    """Whether `fqn` names one of these modules, or something inside of one."""
+    return f"{fqn}.".startswith(tuple(f"{module}." for module in modules))

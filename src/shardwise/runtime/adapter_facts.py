@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter
+from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, fqn_of
 from shardwise.runtime.adapters import base_of, has_adapters, is_adapter, is_saved_copy, unwrapped
 
 __all__ = ["Place", "describe_adapter", "names_in_base", "places_in", "read_adapters", "without_adapters"]
@@ -54,13 +54,13 @@ def places_in(model: nn.Module) -> Iterator[Place]:
             if child is None:
                 continue
             if not is_wrapper:
-                yield from walk(child, _joined(fqn, own), _joined(base, own), is_copy=is_copy)
+                yield from walk(child, fqn_of(fqn, own), fqn_of(base, own), is_copy=is_copy)
             elif child is inner:
-                yield from walk(child, _joined(fqn, own), base, is_copy=is_copy)
+                yield from walk(child, fqn_of(fqn, own), base, is_copy=is_copy)
             elif own == "modules_to_save":
                 for name, copied in child._modules.items():
                     assert copied is not None
-                    yield from walk(copied, f"{_joined(fqn, own)}.{name}", base, is_copy=True)
+                    yield from walk(copied, f"{fqn_of(fqn, own)}.{name}", base, is_copy=True)
 
     yield from walk(model, "", "", is_copy=False)
 
@@ -68,7 +68,7 @@ def places_in(model: nn.Module) -> Iterator[Place]:
 def names_in_base(model: nn.Module) -> dict[str, str]:
     """FQN of every parameter and buffer that is no adapter's, trained copies included, to its name in the base."""
     return {
-        _joined(place.fqn, own): _joined(place.base, own)
+        fqn_of(place.fqn, own): fqn_of(place.base, own)
         for place in places_in(model)
         if not place.is_wrapper
         for own, value in (*place.module._parameters.items(), *place.module._buffers.items())
@@ -90,7 +90,7 @@ def read_adapters(model: nn.Module) -> AdapterFacts | None:
             instances[place.base] = (*instances.get(place.base, ()), place.fqn)
         for own, value in place.module._parameters.items():
             if value is not None:
-                bases[_joined(place.fqn, own)] = _joined(place.base, own)
+                bases[fqn_of(place.fqn, own)] = fqn_of(place.base, own)
     within = {id(place.module): place.fqn for place in places}
     adapted = tuple(_adapted(place, within) for place in places if place.is_wrapper and not is_saved_copy(place.module))
     return AdapterFacts(adapted=adapted, instances=instances, bases=bases, tied=_tied(model))
@@ -122,7 +122,7 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
     own = tuple(_own_parameters(place.fqn, wrapper))
     return Adapted(
         module=place.base,
-        weight=_joined(within[id(base)], weight),
+        weight=fqn_of(within[id(base)], weight),
         in_dim=in_dim,
         out_dim=out_dim,
         own=own,
@@ -132,7 +132,7 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
 
 def describe_adapter(fqn: str, wrapper: nn.Module, adapter: str) -> Adapted:
     """What one adapter in `wrapper`, of that name, adds, as `read_adapters` says it of all."""
-    within = {id(module): _joined(fqn, name) for name, module in wrapper.named_modules()}
+    within = {id(module): fqn_of(fqn, name) for name, module in wrapper.named_modules()}
     adapted = _adapted(Place(fqn, wrapper, fqn, is_wrapper=True), within)
     depth = fqn.count(".") + 2
     return replace(adapted, own=tuple(each for each in adapted.own if each.fqn.split(".")[depth] == adapter))
@@ -160,7 +160,7 @@ def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
         for name, value in named:
             in_dim, out_dim = _DIMS.get(container, (None, None))
             yield AdapterParameter(
-                fqn=f"{_joined(fqn, container)}.{name}", shape=tuple(value.shape), in_dim=in_dim, out_dim=out_dim
+                fqn=f"{fqn_of(fqn, container)}.{name}", shape=tuple(value.shape), in_dim=in_dim, out_dim=out_dim
             )
 
 
@@ -182,10 +182,6 @@ def _tied(model: nn.Module) -> dict[str, str]:
     tied = {}
     for fqn, module in model.named_modules():
         for own, value in module._parameters.items():
-            if value is not None and first.setdefault(id(value), _joined(fqn, own)) != _joined(fqn, own):
-                tied[_joined(fqn, own)] = first[id(value)]
+            if value is not None and first.setdefault(id(value), fqn_of(fqn, own)) != fqn_of(fqn, own):
+                tied[fqn_of(fqn, own)] = first[id(value)]
     return tied
-
-
-def _joined(fqn: str, own: str) -> str:
-    return f"{fqn}.{own}" if fqn else own

@@ -12,6 +12,7 @@ from shardwise.schedule.timeline import Timeline
 
 __all__ = ["describe_schedule", "draw_svg", "draw_text"]
 
+_WIDTH = 120  # letters of a line of text
 _MAX_CELLS, _MAX_PIXELS = 2000, 10_000  # of a line, of a picture: short actions of long steps get less than they need
 _LEFT, _TOP, _ROW, _BAR = 180, 64, 40, 28  # pixels: where bars begin, and the heights of a row and of its bar
 _LOOKS = {
@@ -22,8 +23,8 @@ _LOOKS = {
 }
 
 
-def draw_text(timeline: Timeline, *, width: int = 120) -> str:
-    """A line a rank: an action fills cells for as long as it takes, a dot is a cell of waiting. Folded at `width`."""
+def draw_text(timeline: Timeline) -> str:
+    """A line a rank: an action fills cells for as long as it takes, a dot is a cell of waiting; folded."""
     shortest, label = _sizes(timeline)
     unit, cell = max(shortest, timeline.duration / _MAX_CELLS), label + 1
 
@@ -40,7 +41,7 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
         lines.append("".join(line))
     names = [f"rank {rank}  " for rank in range(len(lines))]
     margin = max(map(len, names))
-    fold = max(1, (width - margin) // cell) * cell
+    fold = max(1, (_WIDTH - margin) // cell) * cell
     blocks = (
         (name.ljust(margin) + line[first : first + fold] for name, line in zip(names, lines, strict=True))
         for first in range(0, len(lines[0]), fold)

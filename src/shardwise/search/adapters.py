@@ -47,7 +47,7 @@ def try_adapters(
         "sequence_parallel": sequence_parallel,
     }
     path = path_of(base, "adapters", described)
-    if read_kept(path) is not None:
+    if read_kept(path, bool):
         return
     name = type(base).__name__
     with seeded():

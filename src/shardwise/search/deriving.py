@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.data.batch import split_rows
-from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.resolve import resolve
@@ -31,7 +31,7 @@ from shardwise.search.refusal import no_plan_error, problem_of, split_share, wit
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
 from shardwise.search.trace import Layer, watch
-from shardwise.search.trial import Trial, Verdict, failed
+from shardwise.search.trial import Trial, Verdict, failures_explained
 from shardwise.search.widen_regions import widen_regions
 from shardwise.sharding.placement import Split
 from shardwise.tiny.fields import read_field
@@ -88,18 +88,17 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
-    try:
-        return _derive(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    except ShardwiseError:
-        raise
-    except Exception as error:  # the model's own code fails in any way where it is watched and tried
-        verdict = failed(error)
-        raise PlanError(
+
+    def explain(verdict: Verdict) -> PlanError:
+        return PlanError(
             f"{name} cannot be planned over tp={tp_size}",
             at=verdict.module or None,
             why=verdict.reason,
             fix="use tp_size 1, or give rules of your own",
-        ) from error
+        )
+
+    with failures_explained(explain):
+        return _derive(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
 
 
 def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
@@ -134,19 +133,19 @@ def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
     padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
-    try:
-        return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
-    except ShardwiseError:
-        raise
-    except Exception as error:  # the model's own code fails in any way
-        verdict, own = failed(error), tiny.config.get_text_config()
+
+    def explain(verdict: Verdict) -> PlanError:
+        own = tiny.config.get_text_config()
         sizes = (f"{name} {read_field(own, name)}" for name in ("hidden_size", "num_attention_heads", "head_dim"))
-        raise PlanError(
+        return PlanError(
             f"{type(tiny).__name__} does not run unsplit, so nothing shows how to split it",
             at=verdict.module or None,
             why=f"{verdict.reason}\n(tried with {', '.join(sizes)} and tokens [2, 16])",
             fix="correct the sizes in its config until it runs, or give rules of your own",
-        ) from error
+        )
+
+    with failures_explained(explain):
+        return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
 
 
 def _best(candidates: _Candidates, declared: Plan, *, sequence_parallel: bool) -> tuple[_Passed | None, list[Verdict]]:

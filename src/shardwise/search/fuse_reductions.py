@@ -11,7 +11,7 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
+from shardwise.plan.structure import ModelFacts, is_within
 from shardwise.search.reachability import gradients_of
 from shardwise.search.trace import Layer, ModuleCall
 
@@ -42,7 +42,7 @@ def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
     if not module.startswith(f"{layer}."):
         return False
     for region in split.regions:
-        if region.edge == "output" and f"{module}.".startswith(f"{region.fqn}."):
+        if region.edge == "output" and is_within(module, (region.fqn,)):
             return module == region.fqn
     return split.modules.get(module) == "rowwise"
 

@@ -14,7 +14,7 @@ from shardwise.plan.match import star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.split_style import SplitStyle
-from shardwise.plan.structure import ModelFacts, Shape, outermost_layers
+from shardwise.plan.structure import ModelFacts, Shape, is_within, outermost_layers
 
 __all__ = ["generalize"]
 
@@ -35,7 +35,7 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
-        owner = next((layer for layer in tiny_layers if f"{rule.pattern}.".startswith(f"{layer}.")), None)
+        owner = next((layer for layer in tiny_layers if is_within(rule.pattern, (layer,))), None)
         (outside if owner is None else inside[owner]).append(rule)
     found: list[Rule] = []
     for kind in SECTIONS:

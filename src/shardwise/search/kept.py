@@ -7,10 +7,10 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from shardwise.runtime.modes import has_dropout
 
 __all__ = ["keep", "path_of", "read_kept"]
+
+Kept = TypeVar("Kept")
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -56,12 +58,12 @@ def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path |
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}{suffix}.json"
 
 
-def read_kept(path: Path | None) -> Any:
-    """The JSON value that was kept; None where there is none."""
+def read_kept(path: Path | None, parse: Callable[[Any], Kept]) -> Kept | None:
+    """What `parse` makes of the JSON value that was kept; None where there is none, or a `ValueError`."""
     if path is None or not path.is_file():
         return None
     try:
-        return json.loads(path.read_text())
+        return parse(json.loads(path.read_text()))
     except (ValueError, OSError):
         logger.warning("ignoring the damaged file at %s", path)
         return None

@@ -21,10 +21,10 @@ def find_label_use(model: nn.Module) -> LabelUse | None:
     if not claims_to_shift(model):
         return None
     path = path_of(model, "labels", {"probe": _PROBE})
-    kept = read_kept(path)
+    kept = read_kept(path, dict)
     if kept == {}:
         return None
-    if isinstance(kept, dict) and set(kept) == {"shifts", "sees_target"}:
+    if kept is not None and set(kept) == {"shifts", "sees_target"}:
         return LabelUse(**{name: bool(value) for name, value in kept.items()})
     found = probe_label_use(model)
     keep(path, {} if found is None else asdict(found))

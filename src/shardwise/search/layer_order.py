@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.comm.agree import gather_from_all
-from shardwise.errors import PlanError, ShardwiseError, UnsupportedError
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import running_alone
@@ -29,7 +29,7 @@ from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import build_tried_model
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.search.staged import train_in_stages
-from shardwise.search.trial import failed
+from shardwise.search.trial import Verdict, failed, failures_explained
 from shardwise.search.watch_order import merged, modules_around, watch_order
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import guess_batches, make_batch
@@ -62,20 +62,10 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
     path = path_of(model, "layers", {"search": _SEARCH})
-    kept = read_kept(path)
-    if kept is not None:
-        try:
-            return LayerOrder.from_json(kept)
-        except ValueError:
-            logger.warning("ignoring the damaged file at %s", path)
-    try:
-        with seeded(), torch.enable_grad():
-            order = _find(model)
-    except ShardwiseError:
-        raise
-    except Exception as error:  # the model's own code fails in any way where it is watched and tried
-        verdict = failed(error)
-        raise _no_stages(name, verdict.reason, at=verdict.module) from error
+    if (kept := read_kept(path, LayerOrder.from_json)) is not None:
+        return kept
+    with failures_explained(_no_stages_because(name)), seeded(), torch.enable_grad():
+        order = _find(model)
     keep(path, order.to_json())
     return order
 
@@ -109,17 +99,11 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
 
 
 def _found_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
-    try:
-        with seeded(), torch.enable_grad():
-            own = copy.deepcopy(model)
-            batch = _taken_batch(own)
-            choose_mode(own, batch)
-            return _found(own, batch, layers=layers, drops=has_dropout(model))
-    except ShardwiseError:
-        raise
-    except Exception as error:  # as above
-        verdict = failed(error)
-        raise _no_stages(type(model).__name__, verdict.reason, at=verdict.module) from error
+    with failures_explained(_no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
+        own = copy.deepcopy(model)
+        batch = _taken_batch(own)
+        choose_mode(own, batch)
+        return _found(own, batch, layers=layers, drops=has_dropout(model))
 
 
 def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
@@ -178,7 +162,7 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
             reason, at = _difference(tiny, batch, order), ""
             if not reason:
                 _check_training(tiny, batch, order)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong cut
             verdict = failed(error)
             reason, at = verdict.reason, verdict.module
         more = _passed_through(tiny, at, order, told)
@@ -247,6 +231,10 @@ def _passed_through(tiny: nn.Module, at: str, order: LayerOrder, told: Mapping[s
             same = type(tiny.get_submodule(name))
             return {other: each for other, each in told.items() if type(tiny.get_submodule(other)) is same}
     return {}
+
+
+def _no_stages_because(name: str) -> Callable[[Verdict], PlanError]:
+    return lambda verdict: _no_stages(name, verdict.reason, at=verdict.module)
 
 
 def _no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanError:

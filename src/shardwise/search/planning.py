@@ -118,12 +118,8 @@ def _examined(
 ) -> Derivation:
     described = {"declared": str(declared), "tp_size": tp_size, "sequence_parallel": sequence_parallel}
     path = path_of(model, "plan", {"search": _SEARCH, **described})
-    kept = read_kept(path) if use_cache else None
-    if kept is not None:
-        try:
-            return Derivation(plan=Plan.from_json(kept))
-        except ValueError:
-            logger.warning("ignoring the damaged plan at %s", path)
+    if use_cache and (kept := read_kept(path, Plan.from_json)) is not None:
+        return Derivation(plan=kept)
     with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
         derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
     if derived.problem is None:

@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.plan.structure import ModelFacts, is_within, parent_of
 from shardwise.search.influence import RequiredIndices, RowProduct, run_of
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import SizeConstraint
@@ -102,7 +102,7 @@ class Reachability:
         None where its hidden states, the first input, do so: then it is no region. Neither is a module that holds other
         blocks' row products: they need regions of their own.
         """
-        if any(f"{other.module}.".startswith(f"{module}.") for other in self.others):
+        if any(is_within(other.module, (module,)) for other in self.others):
             return None
         # Where the region is left at the output of all, products may be weighted before: zeroed, they add nothing.
         layer = (
@@ -175,24 +175,20 @@ def find_entries(facts: ModelFacts, reachability: Reachability) -> Iterator[dict
     seen: list[dict[str, str]] = []
     for step in (-1, 0, -2):
         chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
-        entries = {
-            name: _edge(reachability, name, owners)
-            for name in chosen
-            if not any(name.startswith(f"{other}.") for other in chosen)
-        }
+        entries = {name: _edge(reachability, name, owners) for name in chosen if not is_within(parent_of(name), chosen)}
         if entries not in seen:
             seen.append(entries)
             yield entries
 
 
 def _edge(reachability: Reachability, entry: str, owners: set[str]) -> str:
-    if not any(f"{owner}.".startswith(f"{entry}.") for owner in owners):
+    if not any(is_within(owner, (entry,)) for owner in owners):
         return "all_reduce"  # what it is given is split already
     return "region_output" if _holds_bare(reachability, entry) else "region"
 
 
 def _holds_bare(reachability: Reachability, module: str) -> bool:
-    return any(f"{product.module}.".startswith(f"{module}.") for product in reachability.bare)
+    return any(is_within(product.module, (module,)) for product in reachability.bare)
 
 
 def _can_bypass(facts: ModelFacts, reachability: Reachability, module: str, names: frozenset[str]) -> bool:
@@ -221,11 +217,11 @@ def find_sliced_inputs(facts: ModelFacts, reachability: Reachability, entries: M
     found: dict[str, int] = {}
     known = facts.inputs()
     calls = reachability.layer.calls
-    inside = [call for call in calls if any(f"{call.fqn}.".startswith(f"{entry}.") for entry in entries)]
+    inside = [call for call in calls if is_within(call.fqn, entries)]
     for call in (*inside, *(call for call in calls if call not in inside)):
         for name, value in call.named.items():
             full = f"{call.fqn}.{name}"
-            seen = any(other.endswith(f".{name}") and _related(call.fqn, parent_of(other)) for other in found)
+            seen = any(other.endswith(f".{name}") and _are_nested(call.fqn, parent_of(other)) for other in found)
             if seen or full not in known or reachability.depends_on_split(value):
                 continue
             needs = reachability.input_needs(call, name)
@@ -234,8 +230,8 @@ def find_sliced_inputs(facts: ModelFacts, reachability: Reachability, entries: M
     return found
 
 
-def _related(module: str, other: str) -> bool:
-    return f"{module}.".startswith(f"{other}.") or f"{other}.".startswith(f"{module}.")
+def _are_nested(module: str, other: str) -> bool:
+    return is_within(module, (other,)) or is_within(other, (module,))
 
 
 def _is_regular(facts: ModelFacts, module: str, ndim: int, dim: int, ranks: Sequence[frozenset[int]]) -> bool:

@@ -67,8 +67,8 @@ class RealSizes:
             return Verdict(passed=True)
         try:
             own, facts = generalize(plan, tiny, self.model), read_facts(self.model)
-            shape = MeshShape(tp_size=self._tp_size)
-            decided = decide_split(own, self.model, facts, shape, sequence_parallel=sequence_parallel)
+            spec = ParallelSpec(sequence_parallel=sequence_parallel)
+            decided = decide_split(own, self.model, facts, MeshShape(tp_size=self._tp_size), spec)
         except ShardwiseError as error:
             return failed(error)
         return self._verdict(decided)

@@ -18,7 +18,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.split_style import SplitStyle
-from shardwise.plan.structure import ModelFacts, outermost_layers, parent_of
+from shardwise.plan.structure import ModelFacts, is_within, outermost_layers, parent_of
 from shardwise.runtime.norm import recognise_norm
 from shardwise.search.attributes import guess_attributes
 from shardwise.search.influence import RequiredIndices, RowProduct
@@ -95,7 +95,7 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
         for name, size in sizes.items()
         if size >= _LARGE * sum(sizes.values())
         and f"{name}.weight" not in split
-        and not any(f"{name}.".startswith(f"{entry}.") for entry in entries)
+        and not is_within(name, entries)
         and _can_gather(model, facts, name, tp_size)
     ]
     if not names:
@@ -224,7 +224,7 @@ class _Builder:
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: which always works, at the price of a collective for each."""
         names = {*self.required_indices, *(product.parameter for product in self.group)}
-        names |= {name for name in self.layer.parameters for entry in entries if name.startswith(f"{entry}.")}
+        names |= {name for name in self.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
             if _can_gather(self.model, self.facts, owner, self.tp_size):
                 yield _weights(owner, "colwise_gather_output", reason="what works on its outputs cannot be split")

@@ -21,10 +21,11 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.sequence_plan import stacks_with_regions
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import LayerStack, ModelFacts, parent_of
+from shardwise.plan.structure import LayerStack, ModelFacts, is_within, parent_of
 from shardwise.search.reachability import gradients_of, hidden_name
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.sharding.placement import Split
+from shardwise.tiny.objective import copied
 
 __all__ = ["sequence_plans"]
 
@@ -161,7 +162,7 @@ def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ..
         mixing = list(dict.fromkeys(mixing))
         explained = (*mixing, *(region.removesuffix(".") for region in regions))
         lowest += [name for name in mixing if not any(other.startswith(f"{name}.") for other in explained)]
-        highest += [name for name in mixing if not any(name.startswith(f"{other}.") for other in mixing)]
+        highest += [name for name in mixing if not is_within(parent_of(name), mixing)]
     yield from dict.fromkeys((tuple(lowest), tuple(highest)))
 
 
@@ -215,7 +216,7 @@ def _watch_order(model: nn.Module, stacks: Sequence[LayerStack], batch: Mapping[
         hooks += [model.get_submodule(layer).register_forward_hook(left) for layer in stack.items]
     try:
         with order, torch.no_grad():
-            model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+            model(**copied(batch))
     finally:
         for hook in hooks:
             hook.remove()

@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.structure import outermost_layers, parent_of
+from shardwise.plan.structure import is_within, outermost_layers, parent_of
 from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, size_constraints_of, traced_integers
+from shardwise.tiny.objective import copied
 
 __all__ = ["Layer", "ModuleCall", "Use", "watch"]
 
@@ -120,7 +121,7 @@ def watch(
         if thorough:
             stack.enter_context(traced_integers(model, tuple(watcher.layers)))
         stack.enter_context(watcher)
-        model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+        model(**copied(batch))
     watcher.forget_unused()
     return [layer for layer in map(watcher.layers.__getitem__, watcher.ran) if layer.outputs]
 
@@ -230,7 +231,7 @@ class _Watcher(TorchFunctionMode):
         """Inside, layers start detached and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                if name in self.layers or any(name.startswith(f"{layer}.") for layer in self.layers):
+                if is_within(name, self.layers):
                     enter = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                     leave = module.register_forward_hook(self._leaving(name), with_kwargs=True)
                     stack.callback(enter.remove)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.facts import counts_of
 from shardwise.parallel.heads import LocalConfig
+from shardwise.plan.structure import is_within
 
 __all__ = ["MADE", "Equation", "SizeConstraint", "TracedInt", "size_constraints_of", "solve", "traced_integers"]
 
@@ -111,7 +112,7 @@ def traced_integers(model: nn.Module, layers: Sequence[str]) -> Iterator[None]:
     before: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, module in model.named_modules():
-            if not any(name == layer or name.startswith(f"{layer}.") for layer in layers):
+            if not is_within(name, layers):
                 continue
             values = counts_of(module)
             for own in [own for own in values if not own.startswith("config.")]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from shardwise.proof.draws import Draws, Redraws, problems_of, seeded, training_
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.tiny.simulate import SimulatedMesh
 
-__all__ = ["Trial", "Verdict", "failed"]
+__all__ = ["Trial", "Verdict", "failed", "failures_explained"]
 
 _LOSS = 1e-4
 _GRADIENT = 1e-3
@@ -152,11 +152,12 @@ class Trial:
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
     ) -> list[_Result] | Verdict:
         """What each rank computes of the batch; the verdict where it fails."""
+        spec = ParallelSpec(sequence_parallel=sequence_parallel)
 
         def rank(group: SimulatedGroup) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), Draws()
-            decided = decide_split(plan, model, read_facts(model), mesh.shape, sequence_parallel=sequence_parallel)
-            gradients = track_gradients(model, apply_plan(model, mesh, decided, ParallelSpec()))
+            decided = decide_split(plan, model, read_facts(model), mesh.shape, spec)
+            gradients = track_gradients(model, apply_plan(model, mesh, decided, spec))
             with draws if model.training else nullcontext():
                 loss = objective_of(model(**copied(batch)))
             with gradients.together():
@@ -206,6 +207,17 @@ def _difference(found: _Result, truth: _Result) -> str:
         if not error <= allowed:
             return f"gradient of {name} off by {error:.1e}, {allowed:.1e} allowed"
     return ""
+
+
+@contextmanager
+def failures_explained(explain: Callable[[Verdict], ShardwiseError]) -> Iterator[None]:
+    """Raises what `explain` makes of it where the model's own code, which may fail in any way, fails in the block."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except Exception as error:
+        raise explain(failed(error)) from error
 
 
 def failed(error: Exception) -> Verdict:

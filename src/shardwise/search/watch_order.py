@@ -20,6 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, Returned
 from shardwise.plan.structure import outermost_layers, upwards
 from shardwise.stages.anchors import is_dropout, made_by, named_arguments, named_tensors, used_by, writes
+from shardwise.tiny.objective import copied
 
 __all__ = ["merged", "modules_around", "watch_order"]
 
@@ -88,7 +89,7 @@ def merged(order: LayerOrder, other: LayerOrder) -> LayerOrder:
 def _watched(model: nn.Module, batch: Mapping[str, Any], layers: Collection[str], *, shares_dropped: bool) -> _Watcher:
     watcher = _Watcher(model, layers, shares_dropped=shares_dropped)
     with watcher.hooked(), watcher:
-        output = model(**{name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()})
+        output = model(**copied(batch))
         watcher.use(value for _, value in named_tensors(output))
     return watcher
 

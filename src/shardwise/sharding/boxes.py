@@ -5,7 +5,7 @@ An `Interval` `(start, stop)` is half open. A `Box` has one interval per dim; th
 
 import math
 
-__all__ = ["Box", "Interval", "full_box", "intersect", "move", "shape_of", "subtract", "volume"]
+__all__ = ["Box", "Interval", "full_box", "intersect", "move", "shape_of", "slices", "subtract", "volume"]
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -24,6 +24,11 @@ def volume(box: Box) -> int:
 def full_box(shape: tuple[int, ...]) -> Box:
     """The box of a full tensor of `shape`."""
     return tuple((0, size) for size in shape)
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """What a tensor is indexed by for the elements `box`."""
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 def intersect(a: Box, b: Box) -> Box | None:

@@ -16,6 +16,7 @@ from transformers import Cache, EncoderDecoderCache
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import PipelinePlan
+from shardwise.plan.structure import is_within
 from shardwise.runtime.arguments import Change
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.modes import is_in_backward
@@ -159,9 +160,7 @@ class Stages:
         if arguments.get("encoder_outputs") is None or not self.encoder:
             return 0
         calls = self.plan.order.calls
-        return next(
-            (number for number, call in enumerate(calls) if not f"{call}.".startswith(f"{self.encoder}.")), len(calls)
-        )
+        return next((number for number, call in enumerate(calls) if not is_within(call, (self.encoder,))), len(calls))
 
     @functools.cached_property
     def encoder(self) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedConfig
 
-__all__ = ["fields_of", "layer_overrides", "read_field", "sub_configs"]
+__all__ = ["fields_of", "is_count", "layer_overrides", "read_field", "sub_configs"]
 
 
 def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
@@ -16,6 +16,11 @@ def sub_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     for value in vars(config).values():
         if isinstance(value, PreTrainedConfig):
             yield from sub_configs(value)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a field is an integer, and no switch."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def fields_of(config: PreTrainedConfig) -> dict[str, Any]:

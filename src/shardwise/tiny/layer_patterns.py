@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from shardwise.tiny.families import LAYER_CYCLES, LAYER_FLAGS, LAYER_PERIODS, LAYER_PREFIXES, LAYER_SUFFIXES
+from shardwise.tiny.fields import is_count
 
 __all__ = ["choose_layers", "shrink_layer_lists"]
 
@@ -37,11 +38,11 @@ def shrink_layer_lists(values: Mapping[str, Any], num_layers: int, chosen: list[
     """The attributes that say what each layer is, for the chosen layers only."""
     new: dict[str, Any] = {}
     for name, value in values.items():
-        if name in LAYER_PREFIXES and _is_count(value):
+        if name in LAYER_PREFIXES and is_count(value):
             new[name] = sum(index < value for index in chosen)
-        elif name in LAYER_SUFFIXES and _is_count(value):
+        elif name in LAYER_SUFFIXES and is_count(value):
             new[name] = sum(index >= num_layers - value for index in chosen)
-        elif name in LAYER_PERIODS and _is_count(value) and value > 1:
+        elif name in LAYER_PERIODS and is_count(value) and value > 1:
             new.update(_shrink_period(values, name))
         elif _is_index_list(name, value, num_layers):
             new[name] = type(value)(position for position, index in enumerate(chosen) if index in value)
@@ -54,9 +55,9 @@ def _kind(values: Mapping[str, Any], num_layers: int, index: int) -> tuple[Hasha
     """What layer `index` is, as far as lists and counts say."""
     kind: list[Hashable] = []
     for name, value in values.items():
-        if name in LAYER_PREFIXES and _is_count(value):
+        if name in LAYER_PREFIXES and is_count(value):
             kind.append(index < value)
-        elif name in LAYER_SUFFIXES and _is_count(value):
+        elif name in LAYER_SUFFIXES and is_count(value):
             kind.append(index >= num_layers - value)
         elif _is_index_list(name, value, num_layers):
             kind.append(index in value)
@@ -80,7 +81,7 @@ def _cycle(values: Mapping[str, Any]) -> int:
     """How many layers a tiny model needs for every phase of its (shrunk) periods."""
     cycles = [len(value) for name, value in values.items() if name in LAYER_CYCLES and value]
     for name, value in values.items():
-        if name in LAYER_PERIODS and _is_count(value) and value > 1:
+        if name in LAYER_PERIODS and is_count(value) and value > 1:
             cycles.append(_shrink_period(values, name)[name])
     return max(cycles, default=0)
 
@@ -94,10 +95,6 @@ def _shrink_period(values: Mapping[str, Any], name: str) -> dict[str, int]:
     return {name: new, offset_name: values[offset_name] * new // period}
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_per_layer(value: object, num_layers: int) -> bool:
     return isinstance(value, list | tuple) and len(value) == num_layers and num_layers > 1
 
@@ -108,6 +105,6 @@ def _is_index_list(name: str, value: object, num_layers: int) -> bool:
         isinstance(value, list | tuple)
         and name not in LAYER_FLAGS
         and any(word in name for word in ("layer", "idx", "indexes", "indices"))
-        and all(_is_count(each) and 0 <= each <= num_layers for each in value)
+        and all(is_count(each) and 0 <= each <= num_layers for each in value)
         and len(set(value)) == len(value)
     )

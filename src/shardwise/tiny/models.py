@@ -2,7 +2,7 @@
 
 ```python
 config = shrink_config(AutoConfig.from_pretrained(path))
-model = build_twin(config, AutoModelForCausalLM, seed=0)
+model = build_tiny_model(config, AutoModelForCausalLM, seed=0)
 loss = model(**make_batch(model, seed=0)).loss
 ```
 """
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardwise.errors import UnsupportedError
 from shardwise.tiny.fields import sub_configs
 from shardwise.tiny.inputs import Padding, make_batch
-from shardwise.tiny.objective import objective_of
+from shardwise.tiny.objective import copied, objective_of
 from shardwise.tiny.shrink import shrink_config
 
 __all__ = [
@@ -89,7 +89,7 @@ def choose_mode(model: nn.Module, batch: Mapping[str, Any]) -> nn.Module:
         mode()
         trial = copy.deepcopy(model)
         try:
-            objective_of(trial(**{name: value.clone() for name, value in batch.items()})).backward()
+            objective_of(trial(**copied(batch))).backward()
         except (AssertionError, RuntimeError, ValueError, TypeError):
             continue
         return model

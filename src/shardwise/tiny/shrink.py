@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.errors import UnsupportedError
 from shardwise.tiny import families as rules
-from shardwise.tiny.fields import fields_of, layer_overrides, read_field, sub_configs
+from shardwise.tiny.fields import fields_of, is_count, layer_overrides, read_field, sub_configs
 from shardwise.tiny.layer_patterns import choose_layers, shrink_layer_lists
 from shardwise.tiny.rotary import shrink_rotary
 
@@ -129,7 +129,7 @@ class _Shrink:
     def query_heads(self) -> list[int]:
         """How many query heads the tiny model has, of every kind."""
         counts = (value for name, value in self._old.items() if name in rules.QUERY_HEADS)
-        return [self._query_heads(value) for value in counts if _is_size(value)]
+        return [self._query_heads(value) for value in counts if is_count(value)]
 
     def values(self, width: int) -> dict[str, Any]:
         """Attribute -> new value, for those that change, in a tiny model whose hidden states are `width` wide."""
@@ -137,9 +137,9 @@ class _Shrink:
         new = self.layers()
         sizes = {**self._old, **new}
         for name, value in sizes.items():
-            if isinstance(value, list | tuple) and value and all(_is_size(each) for each in value):
+            if isinstance(value, list | tuple) and value and all(is_count(each) for each in value):
                 new[name] = type(value)(self._size(name, each) for each in value)
-            elif _is_size(value):
+            elif is_count(value):
                 new[name] = self._size(name, value)
         new.update(self._tokens({**self._old, **new}))
         return new | {
@@ -162,7 +162,7 @@ class _Shrink:
 
     def _override(self, name: str, value: Any, new: Mapping[str, Any]) -> Any:
         rest = self._old.get(name)
-        if not _is_size(value) or not _is_size(rest):
+        if not is_count(value) or not is_count(rest):
             return value
         if value == rest or not rest or not value:
             return new.get(name, rest) if value == rest else self._size(name, value)
@@ -186,7 +186,7 @@ class _Shrink:
             new = shrink_layer_lists(self._old, total, self._chosen)
             count = len(self._chosen)
         for name, value in self._old.items():
-            if name in rules.LAYER_COUNTS and _is_size(value):
+            if name in rules.LAYER_COUNTS and is_count(value):
                 new[name] = min(value, count) if value != total else count
         fixed = self._family.set if self._family else {}
         return new | {name: value for name, value in fixed.items() if name in rules.LAYER_COUNTS}
@@ -238,7 +238,7 @@ class _Shrink:
             if name == "head_dim" and read_field(self._config, other) == value:
                 return rules.HEAD_DIMS[other][0]
         heads = read_field(self._config, "num_attention_heads")
-        if coupled == decoupled or not _is_size(heads) or not _is_size(self._hidden):
+        if coupled == decoupled or not is_count(heads) or not is_count(self._hidden):
             return coupled
         return self._width // self._query_heads(heads) if heads * value == self._hidden else decoupled
 
@@ -248,7 +248,7 @@ class _Shrink:
             return self._width
         if value == 0:
             return 0
-        hidden = self._hidden if _is_size(self._hidden) else max(self._hidden_sizes, default=value)
+        hidden = self._hidden if is_count(self._hidden) else max(self._hidden_sizes, default=value)
         scaled = round(value * self._width / hidden / multiple) * multiple
         return min(max(scaled, multiple), 4 * self._width)
 
@@ -257,7 +257,7 @@ class _Shrink:
         vocab_size = values.get("vocab_size", self._vocab_size)
         vocab_size = vocab_size if isinstance(vocab_size, int) else self._vocab_size
         names = [name for name in values if name.endswith(_TOKENS)]
-        found = {each for name in names for each in _as_list(values[name]) if _is_size(each) and each >= vocab_size}
+        found = {each for name in names for each in _as_list(values[name]) if is_count(each) and each >= vocab_size}
         moved = {each: vocab_size - 1 - place % max(1, vocab_size // 2) for place, each in enumerate(sorted(found))}
         return {
             name: [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
@@ -276,10 +276,6 @@ def _width_of(heads: Iterable[int]) -> int:
     counts = {1, *heads}
     together = math.lcm(*counts)
     return -(-max(rules.HIDDEN, 4 * max(counts)) // together) * together
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LoadError
-from shardwise.sharding.boxes import Box, full_box, intersect, move, volume
+from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of, slices, volume
 from shardwise.weights.index import CheckpointIndex, TensorEntry
 from shardwise.weights.nodes import Source
 
@@ -75,20 +75,20 @@ class _Chunked(Source):
     chunks: Sequence[Chunk]
 
     def fill(self, box: Box, out: Tensor) -> None:
-        origin = tuple((0, stop - start) for start, stop in box)
+        origin = full_box(shape_of(box))
         for chunk in self.chunks:
             both = intersect(box, chunk.box)
             if both is None:
                 continue
-            within = move(both, chunk.box, tuple((0, stop - start) for start, stop in chunk.box))
-            part = _read(chunk, self.key)[_slices(within)]
-            out[_slices(move(both, box, origin))] = part.to(out.device)
+            within = move(both, chunk.box, full_box(shape_of(chunk.box)))
+            part = _read(chunk, self.key)[slices(within)]
+            out[slices(move(both, box, origin))] = part.to(out.device)
             self.store.count(part.nbytes)
 
 
 def _read(chunk: Chunk, key: str) -> Tensor:
     found = chunk.read()
-    expected = tuple(stop - start for start, stop in chunk.box)
+    expected = shape_of(chunk.box)
     if tuple(found.shape) != expected:
         raise LoadError(
             f"a part of {key} has shape {list(found.shape)}, not {list(expected)}",
@@ -114,7 +114,3 @@ def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
             fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",
         )
     return ChunkedTensor(tensor.dtype, tensor.shape, chunks)
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in box)

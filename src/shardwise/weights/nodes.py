@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of
+from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of, slices
 from shardwise.weights.views import reshape_boxes
 
 __all__ = [
@@ -36,10 +36,6 @@ class Store(Protocol):
     def count(self, nbytes: int) -> None:
         """Told how many bytes were copied out of a mapped tensor."""
         ...
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*interval) for interval in box)
 
 
 class Node(ABC):
@@ -75,7 +71,7 @@ class Source(Node):
     dtype: torch.dtype
 
     def fill(self, box: Box, out: torch.Tensor) -> None:
-        part = self.store.map_tensor(self.key)[_slices(box)]
+        part = self.store.map_tensor(self.key)[slices(box)]
         out.copy_(part)
         self.store.count(part.nbytes)
 
@@ -119,7 +115,7 @@ class Reshaped(_Unary):
 
     def fill(self, box: Box, out: torch.Tensor) -> None:
         for source_box, part in reshape_boxes(box, self.shape, self.source.shape):
-            target = out[_slices(move(part, box, full_box(out.shape)))]
+            target = out[slices(move(part, box, full_box(out.shape)))]
             seen = target.reshape(shape_of(source_box))
             self.source.fill(source_box, seen)
             # `reshape` gives a view where the strides of `out` allow one, else a copy that has to be put back.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.sharding.boxes import shape_of, volume
+from shardwise.sharding.boxes import shape_of, slices, volume
 from shardwise.sharding.layout import Piece
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
@@ -49,5 +49,5 @@ def read_local(
     out = torch.empty(tuple(local_shape), dtype=dtype or lazy.dtype, device=device)
     assert sum(volume(piece.local) for piece in pieces) == out.numel(), "pieces that leave a gap"
     for piece in pieces:
-        lazy.fill(piece.full, out[tuple(slice(*interval) for interval in piece.local)])
+        lazy.fill(piece.full, out[slices(piece.local)])
     return out

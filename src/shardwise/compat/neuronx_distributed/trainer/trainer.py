@@ -93,7 +93,7 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
             fsdp=FsdpPolicy(zero_stage=1),
             recompute=recompute,
-            pipeline=pipeline_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else None,
+            pipeline=pipeline_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else Pipeline(),
         )
         prepare(model, mesh, spec)
     if lora is not None and lora.enable_lora and lora.load_lora_from_ckpt:
