@@ -120,7 +120,9 @@ def share_held(layout, place):
         before = live_storages()
         model = shardwise.load(place, mesh)
         owned = sum(local_part(value).nbytes for value in (*model.parameters(), *saved_buffers(model)))
-        return sum(size for address, size in live_storages().items() if address not in before) / owned
+        # What is on its way out may be seen once more; what a load leaves is seen each time.
+        found = [live_storages() for _ in range(5)]
+        return min(sum(size for address, size in each.items() if address not in before) for each in found) / owned
 
 
 @pytest.mark.parametrize(("layout", "name"), [("tp2", "mixtral"), ("pp2", "llama tied"), ("pp2.tp2", "phi3")])
