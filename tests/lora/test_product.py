@@ -26,7 +26,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore:.*_pattern keys:RuntimeWarning"),
 ]
 
-ADAM = {"lr": 1e-3, "eps": 1e-4}
+ADAM = {"lr": 1e-3, "eps": 1e-2}
+"""With eps far below the gradients three steps of float32 say little: an unsplit T5, whose gradients reach 5, is then
+itself 2.9e-6 off what float64 trains (eps 1e-4); with this one 3e-7, and no family more than 6e-7. An error of a
+gradient's size, which Adam hides where eps is small, shows here.
+"""
+TRAINED = 1e-6
+"""How far parameters and files may be off PEFT's own after three steps, in which they move by 3e-3."""
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 BUILT = {"t5": (transformers.T5Config, "Seq2SeqLM"), "bloom": (transformers.BloomConfig, "CausalLM")}
@@ -135,7 +141,7 @@ class Trained:
                 optimizer.zero_grad()
         found = shardwise.full_state_dict(self.split)
         for name, value in self.full.state_dict().items():
-            self.problems += differing(name, found[name], value, 2e-5)
+            self.problems += differing(name, found[name], value, TRAINED)
         if len(ours.state) > sum(value.requires_grad for value in self.split.parameters()):
             self.problems.append("the optimizer has state of frozen parameters")
         with_gradient = {name for name, value in self.split.named_parameters() if value.grad is not None}
@@ -161,7 +167,7 @@ class Trained:
     def compare_files(self, place):
         """The adapter written, read by plain PEFT; and plain PEFT's loaded."""
         mesh, out = self.mesh, place / "ours"
-        self.compare_written(out, 2e-5)  # as the parameters that both have trained
+        self.compare_written(out, TRAINED)
         if mesh.rank == 0:
             theirs = peft.PeftModel.from_pretrained(copy.deepcopy(self.base), out).eval()
             self.compare_logits("their model of our file", theirs)
@@ -200,7 +206,7 @@ def train(mesh, family, targets, bias, is_split, place):
     """What differs from PEFT unsplit."""
     place = Path(place) / f"{family}-{targets}-{is_split}-{mesh.shape}"
     cell = Trained(mesh, family, targets, bias, is_split)
-    cell.compare_written(place / "first", 1e-6)
+    cell.compare_written(place / "first", 0.0)
     optimizer = cell.train()
     cell.compare_files(place)
     cell.switch()
