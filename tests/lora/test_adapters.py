@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import peft
@@ -12,10 +13,12 @@ import transformers
 from shardwise.api.describing import describe
 from shardwise.api.prepare import decide
 from shardwise.errors import PlanError
+from shardwise.lora.checks import check_prompts
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.adapters import find_model
 from shardwise.search import adapters
 from shardwise.search.planning import plan_for
 from shardwise.search.trial import Trial
@@ -187,6 +190,8 @@ REFUSED = [
     (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "DoraLinearVariant of adapter 'default'"),
     (peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "an adapter of peft.utils"),
     (peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]), "an adapter of peft.tuners.ia3"),
+    # has A and B as LoRA does, and another factor between them, and parameters that no gradient reaches
+    (peft.AdaLoraConfig(target_modules=["k_proj"], init_r=4, total_step=9), "an adapter of peft.tuners.adalora"),
 ]
 
 
@@ -196,6 +201,38 @@ def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
     with pytest.raises(PlanError, match=f"{what}.* cannot be split over tp=2") as raised:
         decided(model)
     assert "the full weight, of which a rank holds a part" in str(raised.value) and "use fsdp" in str(raised.value)
+
+
+IN_COMMON = [
+    peft.VBLoRAConfig(target_modules=["q_proj"], num_vectors=8, vector_length=8, topk=2),
+    peft.LoraConfig(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True),
+]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "pp2"])
+@pytest.mark.parametrize("config", IN_COMMON, ids=lambda value: type(value).__name__)
+def test_adapters_with_parameters_in_common_are_refused(config, layout):
+    model = find_model(peft.get_peft_model(tiny_model("llama", tied=True), config))
+    with pytest.raises(PlanError, match=r"(?s)the adapter on .* cannot be divided over .*its parameters are those of"):
+        decide(model, MeshShape.parse(layout), ParallelSpec())
+
+
+PROMPTS = [
+    (peft.PromptTuningConfig, "pp2", "PROMPT_TUNING.* cannot be cut into stages"),
+    (peft.PrefixTuningConfig, "pp2", "PREFIX_TUNING.* cannot be cut into stages"),
+    (peft.PrefixTuningConfig, "tp2", "PREFIX_TUNING.* cannot be split over tp=2"),
+    (peft.PromptTuningConfig, "tp2", ""),
+    (peft.PrefixTuningConfig, "fsdp2", ""),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "refusal"), PROMPTS)
+def test_prompts_are_refused_where_ranks_cannot_compute_them_alike(kind, layout, refusal):
+    model = peft.get_peft_model(tiny_model("llama"), kind(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    assert find_model(model) is model.get_base_model()
+    plan = decide(find_model(model), MeshShape.parse(layout), ParallelSpec())
+    with pytest.raises(PlanError, match=refusal) if refusal else nullcontext():
+        check_prompts(model, plan)
 
 
 def test_trained_rows_of_a_tied_weight_are_not_cut_into_stages():

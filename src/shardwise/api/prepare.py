@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from shardwise.comm.agree import agree_on, gather_from_all, raise_on_all_ranks
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
+from shardwise.lora.checks import check_adapters, check_prompts
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.loss.label_use import label_use_of, note_label_use
 from shardwise.mesh import Mesh
@@ -61,6 +62,7 @@ def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     """
     model = find_model(given)
     plan = _decide_together(model, mesh, spec)
+    check_prompts(given, plan)
     observe_labels(model)
     with raise_on_all_ranks(mesh.group(), "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
@@ -101,6 +103,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     """
     check_options(shape, spec)
     check_unsplit(model)
+    check_adapters(model, shape)
     facts = read_facts(model)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -120,13 +120,14 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
         weight = next(iter(base._parameters), weight)
     in_dim, out_dim = _feature_dims(base, weight)
     own = tuple(_own_parameters(place.fqn, wrapper))
+    held = {each.fqn.removeprefix(f"{place.fqn}.").partition(".")[0] for each in own}
     return Adapted(
         module=place.base,
         weight=fqn_of(within[id(base)], weight),
         in_dim=in_dim,
         out_dim=out_dim,
         own=own,
-        whole=_reads_all(wrapper, base),
+        whole=_reads_all(wrapper, base, held),
     )
 
 
@@ -151,7 +152,7 @@ def _feature_dims(base: nn.Module, name: str) -> tuple[int, int]:
 
 def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
     """What the wrapper holds besides what it wraps."""
-    for container in type(wrapper).adapter_layer_names:
+    for container in (*type(wrapper).adapter_layer_names, *getattr(wrapper, "other_param_names", ())):
         try:
             held = attrgetter(container)(wrapper)
         except AttributeError:
@@ -164,13 +165,17 @@ def _own_parameters(fqn: str, wrapper: Any) -> Iterator[AdapterParameter]:
             )
 
 
-def _reads_all(wrapper: Any, base: nn.Module) -> str:
-    """What kind of adapter it is, where it is not the sum of what A and B multiply: one of those reads more."""
+def _reads_all(wrapper: Any, base: nn.Module, held: Set[str]) -> str:
+    """What kind of adapter it is, where it is not the sum of what A and B multiply: one of those reads more.
+
+    Args:
+        held: where in the wrapper its own parameters are.
+    """
     variants = getattr(wrapper, "lora_variant", None)
-    if variants is None or not hasattr(wrapper, "lora_A"):
-        return f"an adapter of {type(wrapper).__module__.rpartition('.')[0]}"
     if variants:
         return f"{type(next(iter(variants.values()))).__name__} of adapter {next(iter(variants))!r}"
+    if variants is None or not _DIMS.keys() >= held:
+        return f"an adapter of {type(wrapper).__module__.rpartition('.')[0]}"
     if getattr(base, "groups", 1) > 1 or isinstance(base, nn.MultiheadAttention):
         return f"an adapter around {type(base).__name__}"
     return ""

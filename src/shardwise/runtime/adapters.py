@@ -44,8 +44,11 @@ def has_adapters(model: nn.Module) -> bool:
 def find_model(model: nn.Module) -> nn.Module:
     """The model inside of PEFT's own two wrappers around it; `model` itself where it has none."""
     tuner = model._modules.get("base_model")
-    inner = tuner._modules.get("model") if tuner is not None and hasattr(model, "peft_config") else None
-    return model if inner is None else inner
+    if tuner is None or not hasattr(model, "peft_config"):
+        return model
+    if hasattr(type(tuner), "base_model_prefix"):  # transformers' own: prompts are put before it, nothing into it
+        return tuner
+    return tuner._modules.get("model") or model
 
 
 def _is_tuner(module: nn.Module) -> bool:
