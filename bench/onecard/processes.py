@@ -58,6 +58,8 @@ def run_here(part: str, name: str, setting: Setting) -> dict[str, Any]:
     try:
         found = _measure(part, name, setting)
         state = "ok"
+        if setting.device != "cpu":
+            found = found | {"device": torch.cuda.get_device_name(setting.device)}
     except (ImportError, AttributeError) as error:
         missing = isinstance(error, ModuleNotFoundError)
         found, state = {}, f"missing: {error}" if missing else _failed(error)

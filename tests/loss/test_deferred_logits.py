@@ -14,6 +14,7 @@ import shardwise
 from shardwise.comm.count import CommunicationCount
 from shardwise.loss import cross_entropy, logits
 from shardwise.loss.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
+from shardwise.parallel.activation_memory import PeakCount
 from shardwise.runtime.context import SplitContext
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -190,3 +191,23 @@ def defers(mesh):
 @pytest.mark.parametrize("layout", ["fsdp2"])
 def test_a_head_that_may_be_freed_before_the_loss_makes_its_logits(on_ranks, layout):
     assert on_ranks(defers) == [[True, False]] * 2
+
+
+def test_backward_of_a_trained_head_keeps_no_second_gradient_of_it(monkeypatch):
+    """In bfloat16, where sums over chunks are in float32: those of the features, which are few."""
+    rows, features, classes = 48, 16, 4096
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", classes * rows // 16)
+    torch.manual_seed(0)
+    usual, deferring = (each.bfloat16() for each in (nn.Linear(features, classes), nn.Linear(features, classes)))
+    deferring.load_state_dict(usual.state_dict())
+    apply_deferral(deferring, SplitContext(drops_output=True))
+    target, found = torch.randint(classes, (rows,)), []
+    for head in (usual, deferring):
+        hidden = torch.randn(rows, features, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with PeakCount(head) as peak:
+            F.cross_entropy(head(hidden).float(), target).backward()
+        found.append([hidden.grad, head.weight.grad, head.bias.grad])
+    held = 2 * (classes + rows) * features + 2 * classes + 4 * classes  # gradients, and weights of classes
+    assert peak.peak_bytes <= held + 2 * 4 * cross_entropy.CHUNK_ELEMENTS + 4 * rows * (features + 16)
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))

@@ -59,6 +59,23 @@ def test_between_two_lines_of_the_log_the_trainer_reads_nothing(run):
     assert not reads.places
 
 
+def test_targets_on_the_device_are_counted_there_and_told_when_asked(run, monkeypatch):
+    """The second microbatch has none, which only the device knows."""
+    model, parts = run
+    ids = next(parts.batches)["input_ids"]
+    labels = torch.where(torch.arange(len(ids))[:, None] < len(ids) // 2, ids, -100)
+    step, found = TrainStep(model, parts.step.mesh, num_microbatches=2), []
+    for is_on_host in (True, False):
+        monkeypatch.setattr("shardwise.data.batch._is_on_host", lambda value, here=is_on_host: here)
+        model.zero_grad()
+        with ReadCount() as reads:
+            result = step({"input_ids": ids, "labels": labels})
+        found.append((result.num_tokens, result.loss, *(each.grad for each in model.parameters())))
+    assert not reads.places
+    assert found[0][0] == found[1][0] == (len(ids) // 2) * (ids.shape[1] - 1)
+    torch.testing.assert_close(found[1][1:], found[0][1:])
+
+
 def weights(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -28,6 +28,7 @@ from shardwise.checkpoint.load import Session
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
+from shardwise.data.ahead import BatchesAhead
 from shardwise.data.packing import PackedBatches
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
@@ -71,7 +72,7 @@ class RunCheckpoints:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        batches: PackedBatches,
+        batches: BatchesAhead,
         run: Mapping[str, Any],
     ) -> None:
         self._config, self._mesh = config, registry_of(model).mesh

@@ -28,6 +28,7 @@ from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_sav
 from shardwise.cli.timelines import with_timeline
 from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.data.ahead import BatchesAhead
 from shardwise.data.config import DataConfig, held_out
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import Rows
@@ -79,7 +80,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             step=with_timeline(step, config.log, console, num_done=num_done),
             clip=functools.partial(clip_grad_norm_, model),
             optimizer=optimizer,
-            batches=iter(batches),
+            batches=(ahead := BatchesAhead(batches, mesh.device)),
             device=mesh.device,
             num_devices=mesh.shape.world_size,
             evaluate=_prepare_evaluation(config, model, mesh, read),
@@ -90,7 +91,7 @@ def train(config: TrainConfig) -> StepRecord | None:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
             reporters = _open_reporters(config, open_logs, console, num_done if saved else None, batches)
         _print_head(console, config, model, batches)
-        with RunCheckpoints(config.checkpoint, model, optimizer, batches=batches, run=run) as checkpoints:
+        with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=run) as checkpoints:
             record = run_loop(
                 parts,
                 num_steps=config.steps,
@@ -103,7 +104,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             )
         open_logs.close()  # the bar ends before anything else is printed
         if checkpoints.ended_by is None:
-            _finish(config, mesh, model, tokenizer, batches, console)
+            _finish(config, mesh, model, tokenizer, ahead, console)
         elif record is not None:
             console.print(f"saved after step {record.step:,}; the same command goes on from there")
     if checkpoints.ended_by is not None:
@@ -129,7 +130,7 @@ def _finish(
     mesh: Mesh,
     model: torch.nn.Module,
     tokenizer: Any,
-    batches: PackedBatches,
+    batches: BatchesAhead,
     console: Console,
 ) -> None:
     """What comes after the last step."""

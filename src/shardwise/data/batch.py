@@ -93,13 +93,24 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str
     return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
 
 
-def count_targets(model: nn.Module, batch: Mapping[str, Any]) -> int:
+def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = False) -> Any:
     """What the model's loss is a mean over: labels that are not ignored, without the first of each row where it shifts
     them; rows, where there are no labels to count.
+
+    Args:
+        stays: whether what was counted on a device comes as an int64 scalar there, for which nobody waits.
     """
     count = targets_of(model, batch)
     assert count is not None, "check_batch has passed"
-    return int(count.numpy()) if isinstance(count, Tensor) and count.device.type == "cpu" else int(count)
+    if not isinstance(count, Tensor):
+        return count
+    if _is_on_host(count):
+        return int(count.numpy())
+    return count if stays else int(count)
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:

@@ -3,15 +3,16 @@
 # [Note: the loss without logits]
 The logits of 2 x 4096 tokens and 128 thousand words, in the model's dtype, in float32, and their gradient take 12 bytes
 each: 12.6 GB. Nothing needs all of them at once. `head_cross_entropy` multiplies some rows with the head at a time and
-keeps three sums of every row; backward multiplies them again. That is one product with the head more than with logits,
-and at most two tensors of `CHUNK_ELEMENTS` live at a time. Ranks exchange the sums of all rows at once, as they do for
+keeps three sums of every row; backward multiplies them again, where the head is trained all rows with some classes, so
+that no gradient of the head adds up over chunks. That is one product with the head more than with logits, and at most
+two tensors of `CHUNK_ELEMENTS` live at a time. Ranks exchange the sums of all rows at once, as they do for
 logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -159,6 +160,16 @@ class _Targets:
             smoothing=smoothing,
         )
 
+    def among(self, classes: slice) -> _Targets:
+        """The same for some of this rank's classes."""
+        number, position = classes.stop - classes.start, self.position - classes.start
+        return replace(
+            self,
+            position=position.clamp(0, max(0, number - 1)),
+            is_own=self.is_own & (position >= 0) & (position < number),
+            own_weight=None if self.own_weight is None else self.own_weight[classes],
+        )
+
     def sums(self, values: Tensor, rows: slice) -> Tensor:
         """This rank's part of the losses of some rows, whose logits in float32 are used up: the largest, the target's
         below it, with smoothing their weighted sum below it, and the sum of exponentials below it, `[3 or 4, rows]`.
@@ -245,21 +256,32 @@ class _HeadCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, log_total = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        # Over chunks gradients add up in float32, as they do inside of one product.
-        by_hidden = torch.empty_like(hidden) if needs[0] else None
-        by_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
-        by_bias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
-        for rows in _chunks(hidden.shape[0], weight.shape[0] * (1 + len(ctx.steps))):
-            gradient = _through(ctx.steps, F.linear(hidden[rows], weight, bias), ctx.targets, log_total, incoming, rows)
-            if by_hidden is not None:
+        by_hidden, by_weight, by_bias = (
+            torch.empty_like(each) if needed else None
+            for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        )
+        width = 1 + len(ctx.steps)
+        if by_weight is None and by_bias is None:
+            assert by_hidden is not None
+            for rows in _chunks(hidden.shape[0], weight.shape[0] * width):
+                logits = F.linear(hidden[rows], weight, bias)
+                gradient = _through(ctx.steps, logits, ctx.targets, log_total, incoming, rows)
                 torch.mm(gradient, weight, out=by_hidden[rows])
+                del logits, gradient  # before the next ones are made
+            return by_hidden, None, None, None, None, None
+        # Some classes at a time: what adds up over chunks, in float32, is then as large as the features.
+        total = torch.zeros_like(hidden, dtype=torch.float32) if by_hidden is not None else None
+        for classes in _chunks(weight.shape[0], hidden.shape[0] * width):
+            logits = F.linear(hidden, weight[classes], None if bias is None else bias[classes])
+            gradient = _through(ctx.steps, logits, ctx.targets.among(classes), log_total, incoming, _ALL)
             if by_weight is not None:
-                _add_product_(by_weight, gradient, hidden[rows])
+                torch.mm(gradient.t(), hidden, out=by_weight[classes])
             if by_bias is not None:
-                by_bias += gradient.sum(0, dtype=torch.float32)
-        by_weight = by_weight.to(weight.dtype) if by_weight is not None else None
-        by_bias = by_bias.to(bias.dtype) if by_bias is not None else None
+                by_bias[classes] = gradient.sum(0, dtype=torch.float32)
+            if total is not None:
+                _add_product_(total, gradient, weight[classes])
+            del logits, gradient  # before the next ones are made
+        by_hidden = None if total is None else total.to(hidden.dtype)
         return by_hidden, by_weight, by_bias, None, None, None
 
 
@@ -277,17 +299,16 @@ def _through(
     return gradient
 
 
-def _add_product_(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """Adds `gradient.T @ hidden` to `total` in float32; of a product in another dtype, some rows at a time."""
-    if hidden.dtype == total.dtype:
-        total.addmm_(gradient.t(), hidden)
-        return
-    for classes in _chunks(total.shape[0], total.shape[1]):
-        total[classes] += gradient[:, classes].t() @ hidden
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to `total` in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _chunks(num_rows: int, width: int) -> list[slice]:
-    """Runs of rows of at most `CHUNK_ELEMENTS` elements, that are as long as each other."""
+    """Runs of rows (or classes) of at most `CHUNK_ELEMENTS` elements, that are as long as each other."""
     count = max(1, -(-num_rows // max(1, CHUNK_ELEMENTS // max(1, width))))
     size = max(1, -(-num_rows // count))
     return [slice(start, min(start + size, num_rows)) for start in range(0, max(1, num_rows), size)]

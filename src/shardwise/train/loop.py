@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from shardwise.data.ahead import BatchesAhead
 from shardwise.errors import BatchError, GradientError
 from shardwise.estimate.flops import peak_flops
 from shardwise.optim.late import Late
@@ -143,6 +144,8 @@ def run_loop(
             is_last = index + 1 == num_steps
             factor = lr_factor(settings.schedule, step=index, num_steps=num_steps)
             step = _run_step(parts, index + 1, lr=settings.lr, factor=factor, max_grad_norm=settings.max_grad_norm)
+            if isinstance(parts.batches, BatchesAhead) and not is_last:
+                parts.batches.fetch()
             told.tell_sent()
             told.add(step)
             if parts.evaluate is not None and eval_every and ((index + 1) % eval_every == 0 or is_last):
@@ -164,10 +167,8 @@ class _Step:
 
     number: int
     lr: float
-    loss: torch.Tensor
+    result: StepResult
     grad_norm: torch.Tensor
-    tokens: int
-    flops: float
     seconds: float
 
 
@@ -188,7 +189,9 @@ class _Records:
         """Has the numbers of all that wait brought to the host, to be told when the device has other work."""
         steps, self._waiting = self._waiting, []
         device = self._parts.device
-        pairs = [torch.stack([step.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in steps]
+        pairs = [
+            torch.stack([step.result.loss.to(device).double(), step.grad_norm.to(device).double()]) for step in steps
+        ]
         self._sent.append((steps, Late(torch.stack(pairs))))
 
     def tell(self, *, eval_loss: Callable[[], float] | None = None) -> None:
@@ -277,23 +280,21 @@ def _run_step(parts: TrainingComponents, step: int, *, lr: float, factor: float,
     return _Step(
         number=step,
         lr=lr,
-        loss=result.loss,
+        result=result,
         grad_norm=grad_norm.detach(),
-        tokens=result.num_tokens,
-        flops=result.flops,
         seconds=time.perf_counter() - started,
     )
 
 
 def _record(parts: TrainingComponents, step: _Step, loss: float, grad_norm: float, seconds: float) -> StepRecord:
-    rate, peak = step.flops / seconds / parts.num_devices, _peak_flops(parts.device)
+    rate, peak = step.result.flops / seconds / parts.num_devices, _peak_flops(parts.device)
     return StepRecord(
         step=step.number,
         loss=loss,
         lr=step.lr,
         grad_norm=grad_norm,
-        tokens=step.tokens,
-        tokens_per_second=step.tokens / seconds,
+        tokens=step.result.num_tokens,
+        tokens_per_second=step.result.num_tokens / seconds,
         memory_bytes=_peak_memory_bytes(parts.device),
         reserved_bytes=torch.cuda.max_memory_reserved(parts.device) if parts.device.type == "cuda" else None,
         tflops=rate / 1e12 if rate else None,

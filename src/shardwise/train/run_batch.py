@@ -24,7 +24,7 @@ from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.step import TrainStep
+from shardwise.train.step import Count, TrainStep, Weight
 
 __all__ = ["add_runners", "named_inputs", "run_batch", "run_microbatches"]
 
@@ -112,7 +112,10 @@ class _NotingStep(TrainStep):
         super().__init__(*args, **kwargs)
         self.seen: list[Tensor] = []
 
-    def _weighted(self, loss: Tensor, weight: float, scale: float) -> Tensor:
+    def _count(self, part: Mapping[str, Any]) -> Count:
+        return count_targets(self.model, part)  # of one without targets there is no loss, which the host must know
+
+    def _weighted(self, loss: Tensor, weight: Weight, scale: float) -> Tensor:
         self.seen.append(loss.detach().float())
         return super()._weighted(loss, weight, scale)
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.data.ahead import SentBatch, send
 from shardwise.data.batch import check_batch, count_targets, flops_of, split_rows
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
+from shardwise.optim.late import Late
 from shardwise.optim.reduction import time_reduction
 from shardwise.parameters.registry import local_part, registry_of
 from shardwise.pipeline.runner import runner_of
@@ -28,24 +29,39 @@ from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_atte
 from shardwise.runtime.same_batch import check_same_batch, compared_already
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["StepResult", "TrainStep"]
+__all__ = ["Count", "StepResult", "TrainStep", "Weight"]
+
+Count = int | Tensor
+"""Targets: a number, or an int64 scalar that is still on the device."""
+
+Weight = float | Tensor
+"""The share of a microbatch's targets, likewise."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a step computed.
 
-    Attributes:
+    Args:
         loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the
             same on every rank. `float(result.loss)` waits for the device.
-        num_tokens: target tokens of the full batch.
+        num_tokens: target tokens of the full batch; on their way from the device where the labels were there.
         flops: operations of its forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`),
             6 N + 12 L H Q T for each of its tokens: divided by seconds, devices and a device's peak, the MFU.
     """
 
-    loss: Tensor
-    num_tokens: int
-    flops: float = 0.0
+    def __init__(self, *, loss: Tensor, num_tokens: int | Late, flops: float = 0.0) -> None:
+        self.loss, self.flops = loss, flops
+        self._num_tokens = num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Target tokens of the full batch. Where the labels were on a GPU, to ask waits for this step's beginning."""
+        if isinstance(self._num_tokens, Late):
+            self._num_tokens = int(self._num_tokens.read())
+        return self._num_tokens
+
+    def __repr__(self) -> str:
+        return f"StepResult(loss={self.loss}, num_tokens={self.num_tokens}, flops={self.flops})"
 
 
 class TrainStep:
@@ -100,7 +116,8 @@ class TrainStep:
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
-            nothing; where the full batch has none, the loss is 0 and gradients stay as they are. Auxiliary losses that
+            nothing; where the full batch has none, the loss is 0 and gradients stay as they are (of labels on a GPU the
+            host does not know, and zeros are added). Auxiliary losses that
             a model adds to its own (a mixture of experts' balance) are computed on each microbatch of each data rank
             and averaged with the same weights. A loss without token labels (classes, spans, regression) is weighted by
             rows.
@@ -126,24 +143,25 @@ class TrainStep:
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.value if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
-        weights = [count / num_tokens if num_tokens else 0.0 for count in counts]
+        weights = [_share(count, num_tokens) for count in counts]
         total = torch.zeros((), device=self.mesh.device)
         try:
             with dropped_output(self._registry.context):
-                self._run(parts, weights, scale, total, num_tokens=num_tokens)
+                self._run(parts, weights, scale, total, is_empty=not isinstance(num_tokens, Tensor) and not num_tokens)
         finally:
             self._scale_gradients(1 / scale)
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:
                 all_reduce_(total, group)
         self._gradients.loss = total
-        return StepResult(loss=total, num_tokens=num_tokens, flops=flops)
+        counted = Late(num_tokens) if isinstance(num_tokens, Tensor) else num_tokens
+        return StepResult(loss=total, num_tokens=counted, flops=flops)
 
     def _run(
-        self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor, *, num_tokens: int
+        self, parts: list[dict[str, Any]], weights: list[Weight], scale: float, total: Tensor, *, is_empty: bool
     ) -> None:
         """Forward and backward of all microbatches; adds their losses to `total`."""
-        if not num_tokens:  # which all ranks know
+        if is_empty:  # which all ranks know
             return
         if self._schedule is not None:
             self._run_pipeline(parts, weights, scale, total)
@@ -154,12 +172,13 @@ class TrainStep:
                     time_reduction(self._registry, is_last=number == len(parts) - 1)
                 total += self._microbatch(part, weight, scale)
 
-    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int], int, float]:
+    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Count], Count, float]:
         """The microbatches, on the device, their numbers of targets, and over all ranks' batches that number and the
         operations.
         """
         fault: ShardwiseError | None = None
-        rows, counts, kilo_flops = 0, [0], 0
+        rows, kilo_flops = 0, 0
+        counts: list[Count] = [0]
         try:
             also: dict[str, Any] = {"model.training": self.model.training}
             also |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
@@ -167,21 +186,28 @@ class TrainStep:
             check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
             _check_gradients()
             rows = check_batch(self.model, batch, self.num_microbatches)
-            counts = [count_targets(self.model, part) for part in split_rows(batch, rows, self.num_microbatches)]
+            counts = [self._count(part) for part in split_rows(batch, rows, self.num_microbatches)]
             kilo_flops = flops_of(batch, self._registry.plan.work) // 1000
         except ShardwiseError as error:
             if self.mesh.data_size == 1:
                 raise
             fault = error
         num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault)
-        placed = {name: _place(value, self.mesh.device) for name, value in batch.items()}
+        placed = (
+            batch.take() if isinstance(batch, SentBatch) else {k: send(v, self.mesh.device) for k, v in batch.items()}
+        )
         parts = split_rows(placed, rows, self.num_microbatches)
         for part, on_host in zip(parts, split_rows(batch, rows, self.num_microbatches), strict=True):
             if self._knows_rows and (known := own_rows(on_host, self.mesh.device)) is not None:
                 part["attention_mask"] = known.mask
         return parts, counts, num_tokens, kilo_flops * 1e3
 
-    def _sum_over_data(self, counts: list[int], fault: ShardwiseError | None) -> list[int]:
+    def _count(self, part: Mapping[str, Any]) -> Count:
+        """The targets of a microbatch; left on a device that computes by itself where one rank's say is enough."""
+        stays = self._gradients.is_late and self.mesh.data_size == 1 and self._pipeline is None
+        return count_targets(self.model, part, stays=stays)
+
+    def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None) -> list[Any]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
         world = self.mesh.group()
         if self.mesh.data_size == 1 or world is None:
@@ -200,9 +226,9 @@ class TrainStep:
         if gradients:
             torch._foreach_mul_(gradients, factor)
 
-    def _microbatch(self, part: dict[str, Any], weight: float, scale: float) -> Tensor:
+    def _microbatch(self, part: dict[str, Any], weight: Weight, scale: float) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
-        if weight == 0.0 and self.mesh.data_size == 1:
+        if _is_nothing(weight) and self.mesh.data_size == 1:
             return torch.zeros((), device=self.mesh.device)
         loss = self.model(**self._arguments(part, weight)).loss
         if missed_rows(part):
@@ -218,23 +244,28 @@ class TrainStep:
         self._weighted(loss, weight, scale).backward()
         return loss.detach().float() * weight
 
-    def _arguments(self, part: dict[str, Any], weight: float) -> dict[str, Any]:
+    def _arguments(self, part: dict[str, Any], weight: Weight) -> dict[str, Any]:
         """Those of the forward. Where a microbatch without targets runs all the same, because other ranks wait for its
-        gradients, some are made up, which count nothing: the mean over none is 0/0.
+        gradients or only the device knows, some are made up, which count nothing: the mean over none is 0/0.
         """
-        return self._defaults | part | ({"labels": part["labels"].clamp(min=0)} if weight == 0.0 else {})
+        made_up: dict[str, Any] = {}
+        if isinstance(weight, Tensor):
+            made_up["labels"] = torch.where(weight == 0, part["labels"].clamp(min=0), part["labels"])
+        elif weight == 0.0:
+            made_up["labels"] = part["labels"].clamp(min=0)
+        return self._defaults | part | made_up
 
-    def _weighted(self, loss: Tensor, weight: float, scale: float) -> Tensor:
+    def _weighted(self, loss: Tensor, weight: Weight, scale: float) -> Tensor:
         """What backward starts from."""
         factor = weight * self._loss_factor * scale
-        return loss if factor == 1.0 else loss * factor
+        return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
-    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[float], scale: float, total: Tensor) -> None:
+    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[Weight], scale: float, total: Tensor) -> None:
         """All microbatches through the stages, forward and backward; the last stage's rank adds losses to `total`."""
         assert self._pipeline is not None
         assert self._schedule is not None
 
-        def microbatch(part: dict[str, Any], weight: float) -> Microbatch:
+        def microbatch(part: dict[str, Any], weight: Weight) -> Microbatch:
             def loss_of(output: Any) -> Tensor:
                 total.add_(output.loss.detach().float() * weight)
                 return self._weighted(output.loss, weight, scale)
@@ -255,9 +286,11 @@ def _check_gradients() -> None:
         )
 
 
-def _place(value: Any, device: torch.device) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # out of other memory a copy waits for the device
-    return value.to(device, non_blocking=True)
+def _share(count: Count, num_tokens: Count) -> Weight:
+    if isinstance(count, Tensor):
+        return count / cast(Tensor, num_tokens).clamp(min=1)
+    return count / num_tokens if num_tokens else 0.0
+
+
+def _is_nothing(weight: Weight) -> bool:
+    return not isinstance(weight, Tensor) and weight == 0.0

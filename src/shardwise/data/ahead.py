@@ -1,0 +1,95 @@
+"""The next batch, on its way to the device while the device computes with the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.data.packing import PackedBatches
+
+__all__ = ["BatchesAhead", "SentBatch", "send"]
+
+
+class SentBatch(dict[str, Any]):
+    """A batch as the host has it, where its targets are counted.
+
+    Args:
+        batch: on the host.
+        sent: the same on the device.
+        arrived: what the device waits for before it uses them; None where they were sent in order.
+    """
+
+    def __init__(self, batch: Mapping[str, Any], sent: dict[str, Any], arrived: torch.cuda.Event | None) -> None:
+        super().__init__(batch)
+        self._sent, self._arrived = sent, arrived
+
+    def take(self) -> dict[str, Any]:
+        """What was sent, for the device's current stream."""
+        if self._arrived is not None:
+            stream = torch.cuda.current_stream()
+            stream.wait_event(self._arrived)
+            for value in self._sent.values():
+                if isinstance(value, Tensor):
+                    value.record_stream(stream)
+        return self._sent
+
+
+class BatchesAhead:
+    """A stream of batches for a device that computes by itself; on CPUs the stream as it is.
+
+    Between steps `fetch` reads the next batch, and has it copied out of pinned memory beside what the device computes.
+    What a batch raises is raised when its turn has come, and `state_dict` counts the batches that were handed out.
+
+    Args:
+        batches: on the host.
+        device: where steps compute.
+    """
+
+    def __init__(self, batches: PackedBatches, device: torch.device) -> None:
+        self._batches, self._device = batches, device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: SentBatch | Exception | None = None
+        self._state: dict[str, int] = {}
+
+    def __iter__(self) -> BatchesAhead:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._next is None:
+            return next(self._batches)
+        found, self._next = self._next, None
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def fetch(self) -> None:
+        """Reads the next batch and sends it; waits for nothing."""
+        if self._stream is None or self._next is not None:
+            return
+        state = self._batches.state_dict()
+        try:
+            batch = next(self._batches)
+            with torch.cuda.stream(self._stream):
+                sent = {name: send(value, self._device) for name, value in batch.items()}
+                arrived = torch.cuda.Event()
+                arrived.record(self._stream)
+        except Exception as error:  # noqa: BLE001 - of the step that would have taken it
+            self._next, self._state = error, state
+        else:
+            self._next, self._state = SentBatch(batch, sent, arrived), state
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the stream stands, without what has only been fetched."""
+        return self._state if self._next is not None else self._batches.state_dict()
+
+
+def send(value: Any, device: torch.device) -> Any:
+    """A tensor on `device`, to which it comes without the host waiting; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # out of other memory a copy waits for the device
+    return value.to(device, non_blocking=True)
