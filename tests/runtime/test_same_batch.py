@@ -53,6 +53,30 @@ def test_a_loop_of_ones_own_is_told_so_too(on_ranks, fault):
     assert first == second and "tp ranks were given different batches" in first
 
 
+def generate_on(mesh, fault):
+    """What ranks are told that sample by other random numbers, are given other prompts, or are in other modes."""
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh).train(fault == "mode" and mesh.rank == 1)
+    torch.manual_seed(mesh.rank if fault == "seed" else 0)
+    ids = torch.arange(8).view(2, 4) + (mesh.rank if fault == "prompt" else 0)
+    try:
+        with torch.set_grad_enabled(fault == "gradients" and bool(mesh.rank)):
+            model(ids) if fault == "gradients" else model.generate(
+                ids, max_new_tokens=8, do_sample=True, pad_token_id=0
+            )
+    except BatchError as error:
+        return error.at, str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [("prompt", "['input_ids']"), ("seed", "['input_ids']"), ("mode", "model.training"), ("gradients", "gradients")],
+)
+def test_ranks_that_generate_from_other_tokens_are_told_so(on_ranks, fault, place):
+    first, second = on_ranks(generate_on, layout="tp2")
+    assert first == second and first[0] == place and "tp ranks were given different batches" in first[1]
+
+
 def test_another_data_rank_hears_of_it(on_ranks):
     said = on_ranks(step_on, layout="fsdp2.tp2", fault="length")
     assert len(set(said)) == 1 and "on rank 2: int64 [4, 16]" in said[0] and "on rank 3: int64 [4, 13]" in said[0]

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.errors import GradientError, LayoutError, UnsupportedError
+from shardwise.errors import GradientError, LayoutError, RankError, UnsupportedError
 from shardwise.parameters.registry import entry_of
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -401,11 +401,25 @@ def untied_later(pair):
     return []
 
 
+def other_learning_rates(pair):
+    """Ranks that update differently are told so at the next step, where only an export would have found it."""
+    rows, step = rows_of(pair.batches[0], pair.mesh), shardwise.TrainStep(pair.split, pair.mesh)
+    optimizer = shardwise.build_optimizer(pair.split, torch.optim.AdamW, lr=1e-3 * (1 + pair.mesh.rank))
+    step(rows)
+    optimizer.step()
+    calls = [step] if pair.mesh.size("tp") == 1 else [step, lambda given: pair.split(**given)]
+    for call in calls:
+        with pytest.raises(RankError, match=r"updated their parameters differently[^$]*'lr': 0\.002") as caught:
+            call(rows)
+        assert caught.value.at == "the optimizers' steps"
+    return []
+
+
 EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
-    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later),
+    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later, other_learning_rates),
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {
@@ -414,7 +428,7 @@ CASES = {
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-        *(interrupted_backward, nothing_to_train),
+        *(interrupted_backward, nothing_to_train, other_learning_rates),
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from transformers import Cache
 
 from shardwise.comm.collectives import as_dtensor, copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError, UnsupportedError
@@ -61,7 +62,7 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
 def install_loss(model: nn.Module, context: SplitContext) -> None:
     """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode after each.
 
-    Communicates: before such a forward, what `check_same_batch` does.
+    Communicates: before each forward, what `check_same_batch` does.
     """
     context.model_name = type(model).__name__
 
@@ -75,8 +76,10 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             )
         context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
-        if context.state.keep_logits_split:
-            check_same_batch(arguments, context)
+        if context.mesh is not None:
+            also = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
+            given = {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
+            check_same_batch(given, context, also=also)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         left = context.state.pending_sum is not None

@@ -159,7 +159,18 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     for model in models:
-        mind_nonfinite(model, gradients_of(model), optimizer)
+        gradients = gradients_of(model)
+        mind_nonfinite(model, gradients, optimizer)
+        gradients.registry.context.steps.add(_describe(optimizer))
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    """Class and options, the same for the same updates; what is a tensor is not read."""
+    options = [
+        {name: group[name] for name in optimizer.defaults if type(group[name]) is not Tensor}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} with {', '.join(sorted({*map(repr, options)}))}"
 
 
 def _check_kept_wide(parameters: Iterable[Tensor]) -> None:

@@ -175,6 +175,22 @@ class ForwardState:
 
 
 @dataclass
+class Steps:
+    """The steps of optimizers, which ranks of one stage take alike: compared before the next training step."""
+
+    count: int = 0
+    digest: int = 0
+    last: str = "nothing"
+
+    def add(self, described: str) -> None:
+        """Notes a step: of which optimizer, with which options."""
+        self.count, self.digest, self.last = self.count + 1, zlib.crc32(described.encode(), self.digest), described
+
+    def __str__(self) -> str:
+        return f"{self.count}, the last by {self.last}; checksum of all {self.digest:08x}"
+
+
+@dataclass
 class SplitContext:
     """The tp group of a split model, and the forward of it that is under way.
 
@@ -195,6 +211,7 @@ class SplitContext:
         gathered_for: functions for which a forward has had to gather split logits.
         last_look: name of the split logits that were gathered last.
         idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
+        steps: what optimizers have done to the parameters, by which steps.
 
     # [Note: random numbers]
     All tp ranks start from equal random states, and replicated computations must drop the same: there they draw from
@@ -222,6 +239,7 @@ class SplitContext:
     gathered_for: set[str] = field(default_factory=set)
     last_look: str | None = None
     idle_stages: tuple[int, ...] = ()
+    steps: Steps = field(default_factory=Steps)
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
 
     def even_sizes(self, length: int) -> tuple[int, ...]:

@@ -13,11 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from shardwise.comm.agree import check_equal
-from shardwise.comm.operations import host_device
-from shardwise.errors import BatchError, UnsupportedError
+from shardwise.comm.operations import Group, host_device
+from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["check_same_batch", "compared_already"]
+__all__ = ["check_same_batch", "check_same_steps", "compared_already"]
+
+_STEPS = "the optimizers' steps"
+_OTHER_STEPS = "ranks have updated their parameters differently"
+_SAME_OPTIONS = "build optimizers and schedules from the same options on every rank, and call step() on all of them"
 
 _MOST_READ = 2**16
 
@@ -34,6 +38,7 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
     GPUs can communicate in.
 
     Raises:
+        RankError: their optimizers have taken other steps since the model was split.
         BatchError: naming the first input that differs, and what it is on which ranks.
         UnsupportedError: in a transform of `torch.func`.
 
@@ -49,20 +54,39 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
             fix="call loss.backward(), after which parameter.grad is complete",
         )
     if host_device(group, context.device).type == "cpu":
-        check_equal(
-            group,
-            {
-                keystr(path): _describe(value)
-                for path, value in tree_flatten_with_path(inputs)[0]
-                if isinstance(value, Tensor | int)
-            }
-            | {name: repr(value) for name, value in (also or {}).items()},
-            what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
-            device=context.device,
-            fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
-            "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
-            error=BatchError,
-        )
+        described = {
+            keystr(path): _describe(value)
+            for path, value in tree_flatten_with_path(inputs)[0]
+            if isinstance(value, Tensor | int)
+        }
+        described |= {name: repr(value) for name, value in (also or {}).items()}
+        autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
+        described |= {"torch.autocast": str(autocast)}
+        if context.same_rows is None:  # stages have parameters of their own
+            described |= {_STEPS: str(context.steps)}
+        try:
+            check_equal(
+                group,
+                described,
+                what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
+                device=context.device,
+                fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
+                "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
+                error=BatchError,
+            )
+        except BatchError as error:
+            if error.at != _STEPS:
+                raise
+            raise RankError(_OTHER_STEPS, at=error.at, why=error.why, fix=_SAME_OPTIONS) from None
+
+
+def check_same_steps(group: Group, context: SplitContext) -> None:
+    """Raises the same `RankError` on every rank of the group unless their optimizers have taken the same steps.
+
+    Communicates: what `check_equal` does.
+    """
+    steps = {_STEPS: str(context.steps)}
+    check_equal(group, steps, what=_OTHER_STEPS, fix=_SAME_OPTIONS, device=context.device)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
-from shardwise.runtime.same_batch import check_same_batch, compared_already
+from shardwise.runtime.same_batch import check_same_batch, check_same_steps, compared_already
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
@@ -123,6 +123,7 @@ class TrainStep:
             rows.
 
         Raises:
+            RankError: the ranks' optimizers have taken other steps.
             BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
                 `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
             UnsupportedError: gradients are switched off.
@@ -212,13 +213,20 @@ class TrainStep:
         world = self.mesh.group()
         if self.mesh.data_size == 1 or world is None:
             return counts
-        totals = torch.tensor([*counts, fault is not None], device=host_device(world, self.mesh.device))
+        word = (
+            self._registry.context.steps.digest % 2**20 if self._pipeline is None else 0
+        )  # stages have parameters of their own
+        totals = torch.tensor(
+            [*counts, fault is not None, word, word * word], device=host_device(world, self.mesh.device)
+        )
         all_reduce_(totals, world)
-        *sums, num_faults = totals.tolist()
+        *sums, num_faults, words, squares = totals.tolist()
         if num_faults:
             with raise_on_all_ranks(self.mesh.group(), "checking its batch"):
                 if fault is not None:
                     raise fault
+        if squares * self.mesh.shape.world_size != words**2:  # they differ: by Cauchy and Schwarz
+            check_same_steps(world, self._registry.context)
         return [number * self.mesh.data_size // self.mesh.shape.world_size for number in sums]
 
     def _scale_gradients(self, factor: float) -> None:
