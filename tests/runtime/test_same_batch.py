@@ -55,7 +55,9 @@ def test_a_loop_of_ones_own_is_told_so_too(on_ranks, fault):
 
 def generate_on(mesh, fault):
     """What ranks are told that sample by other random numbers, are given other prompts, or are in other modes."""
-    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh).train(fault == "mode" and mesh.rank == 1)
+    model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh).train(
+        fault == "mode" and mesh.rank == 1
+    )
     torch.manual_seed(mesh.rank if fault == "seed" else 0)
     ids = torch.arange(8).view(2, 4) + (mesh.rank if fault == "prompt" else 0)
     try:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.errors import GradientError, LayoutError, RankError, UnsupportedError
+from shardwise.errors import ConfigError, GradientError, LayoutError, RankError, UnsupportedError
 from shardwise.parameters.registry import entry_of
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -208,6 +208,16 @@ def drifted_replicas(pair):
         pair.split.model.norm.weight.add_(0.1 * pair.mesh.rank)
     with pytest.raises(LayoutError, match=r"different copies of model\.norm\.weight"):
         shardwise.export_pretrained(pair.split, tempfile.mkdtemp())
+    return []
+
+
+def other_directories(pair):
+    """Nobody's directory is written where ranks name several, or shards of different sizes."""
+    place = tempfile.gettempdir()
+    with pytest.raises(ConfigError, match="directory is not the same on all"):
+        shardwise.export_pretrained(pair.split, f"{place}/shardwise-{pair.mesh.rank}")
+    with pytest.raises(ConfigError, match="max_shard_bytes is not the same on all"):
+        shardwise.export_pretrained(pair.split, f"{place}/shardwise", max_shard_bytes=10**6 + pair.mesh.rank)
     return []
 
 
@@ -419,7 +429,7 @@ EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler,
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
-    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later, other_learning_rates),
+    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later, other_learning_rates, other_directories),
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {

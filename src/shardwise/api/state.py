@@ -87,8 +87,8 @@ def export_pretrained(
             model with its active adapters added to its weights. Files are the same for every layout.
 
     Raises:
-        ConfigError: `adapter` is none of these, or the model has none; or adapters are merged at the moment, or are to
-            be merged and switched off.
+        ConfigError: ranks ask for different exports; `adapter` is none of these, or the model has none; or adapters
+            are merged at the moment, or are to be merged and switched off.
         LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
         LayoutError: ranks hold different copies of a parameter.
 
