@@ -91,6 +91,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    from tests import fork_server
+
+    ranks.PRELOADED = (*DEAR, *(name for name in ranks.PRELOADED if name not in DEAR))
+    node.workerinput["fork_server"] = fork_server.start(node.config)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if address := getattr(config, "workerinput", {}).get("fork_server"):
+        from tests import fork_server
+
+        fork_server.use(address)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("device"):
         import torch

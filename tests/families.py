@@ -92,12 +92,15 @@ MECHANISMS = {
 FULL_PRODUCT = "SHARDWISE_FULL_PRODUCT" in os.environ
 """Whether everything is proved for every family and every cell of a product, as `make coverage` does."""
 
+MANY_STEPS = 20 if FULL_PRODUCT else 10
+"""After so many steps copies are compared that could drift apart."""
+
 
 def num_steps(family: str, *, is_long: bool) -> int:
     """After how many steps copies are compared: families made of others' parts take the three that every one takes, and
     so do those with a mechanism of their own in cells of a product that are not chosen to be long.
     """
-    return 20 if FULL_PRODUCT or (is_long and family in MECHANISMS) else 3
+    return MANY_STEPS if FULL_PRODUCT or (is_long and family in MECHANISMS) else 3
 
 
 def tiny_model(family: str, *, tied: bool = False, seed: int = 0, **overrides: Any) -> nn.Module:

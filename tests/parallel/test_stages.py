@@ -218,6 +218,18 @@ def test_what_comes_before_a_stage_multiplies_nothing():
     assert products.count == of_layer.count
 
 
+def test_what_an_operation_returns_without_values_is_found_again_by_all_that_decides_it():
+    whole, real = (Absent.of((2, 3), dtype, torch.device("cpu")) for dtype in (torch.int64, torch.float32))
+    for _ in range(2):
+        assert [(whole + number).dtype for number in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert (whole[:, 1:].storage_offset(), whole[:, :2].storage_offset()) == (1, 0)
+        assert torch.split(real, [1, 2], -1)[1].shape == (2, 2)
+        assert real.t().meta.unsqueeze_(0).shape == (1, 3, 2)
+        assert float(torch.zeros_like(real).add_(1).sum()) == 6
+        with pytest.raises(UnsupportedError):
+            real.sum().item()
+
+
 def test_shapes_follow_the_batch():
     model = tiny_model("llama")
     first, last = stages_of(model, find_layer_order(model))

@@ -11,11 +11,13 @@ from then on stands for it wherever the model has kept it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import UnsupportedError
@@ -69,7 +71,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        args, kwargs = tree_map_only(Absent, _bound, (args, dict(kwargs or {})))
+        args, kwargs = _changed(Absent, _bound, (args, dict(kwargs or {})))
         if getattr(func, "__name__", "") in _DROPOUTS and args and isinstance(args[0], Absent):
             return Absent(args[0].meta, args[0].device)  # it draws nothing
         if any(isinstance(each, Absent) for each in args) and "dropout_p" in kwargs:
@@ -82,15 +84,18 @@ class Absent(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Absent))
+        among = args if any(isinstance(each, Absent) for each in args) else tree_leaves((args, kwargs))
+        device = next(each.device for each in among if isinstance(each, Absent))
         makes = func.overloadpacket in _FACTORIES
         if makes:
             kwargs["device"] = kwargs.get("device") or device
         elif kwargs.get("device") is not None:
             device, kwargs["device"] = torch.device(kwargs["device"]), torch.device("meta")
-        changed = _written(func, args)
+        at = _written_at(func)
+        changed = args[at] if at is not None and at < len(args) else None
         try:
-            out = func(*tree_map_only(Tensor, _meta, args), **tree_map_only(Tensor, _meta, kwargs))
+            run = _run if makes or changed is not None or func.namespace == "c10d" else _run_once
+            out = run(func, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
                 f"{func} asks for the values of what another stage computes", why=str(error)
@@ -100,7 +105,7 @@ class Absent(Tensor):
             return out
         if changed is not None:
             return changed if isinstance(changed, Absent) else _overwritten(changed)
-        return out if makes else tree_map_only(Tensor, lambda each: Absent(each, device), out)
+        return out if makes else _changed(Tensor, lambda each: Absent(each, device), out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
         copied = memo[id(self)] = Absent(self.meta, self.device)
@@ -118,7 +123,7 @@ class Overwritten(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        args, kwargs = tree_map_only(Overwritten, lambda each: each.absent, (args, dict(kwargs or {})))
+        args, kwargs = _changed(Overwritten, lambda each: each.absent, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
 
@@ -150,6 +155,23 @@ def _overwritten(value: Tensor) -> Tensor:
     return value
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None), Tensor, Parameter, torch.dtype, torch.device))
+
+
+def _changed(kind: type[Tensor], change: Callable[[Any], Any], value: Any) -> Any:
+    """`tree_map_only`, without its cost for what operations are mostly given."""
+    if isinstance(value, kind):
+        return change(value)
+    of = type(value)
+    if of in _PLAIN:
+        return value
+    if of is tuple or of is list:
+        return of([_changed(kind, change, each) for each in value])
+    if of is dict:
+        return {name: _changed(kind, change, each) for name, each in value.items()}
+    return tree_map_only(kind, change, value)
+
+
 def _bound(value: Absent) -> Tensor:
     return value if value.value is None else value.value
 
@@ -162,9 +184,41 @@ def _meta(value: Tensor) -> Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _written(func: Any, args: Sequence[Any]) -> Any:
-    """What an operation that works in place writes into; None for others."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            return value
-    return None
+@functools.cache
+def _written_at(func: Any) -> int | None:
+    """Which argument an operation that works in place writes into; None for others."""
+    arguments = enumerate(func._schema.arguments)
+    return next((at for at, each in arguments if each.alias_info is not None and each.alias_info.is_write), None)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*_changed(Tensor, _meta, args), **_changed(Tensor, _meta, kwargs))
+
+
+_MAX_SEEN = 4096
+_seen: dict[Any, Any] = {}
+"""What operations return on the meta device: torch takes a hundred times as long to find out as to look here."""
+
+
+def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
+    """`_run`, once for everything that looks the same, of what writes nowhere and makes nothing that is present."""
+    if torch._C._len_torch_dispatch_stack():
+        return _run(func, args, kwargs)  # a mode may make other tensors of it
+    key = func, _looks(args), _looks(tuple(kwargs.items()))
+    try:
+        out = _seen.get(key)
+    except TypeError:  # it cannot be looked up by one of its arguments
+        return _run(func, args, kwargs)
+    if out is None:
+        if len(_seen) == _MAX_SEEN:
+            _seen.clear()
+        out = _seen[key] = _run(func, args, kwargs)
+    return _changed(Tensor, _aten.alias.default, out)  # its shape may be changed in place
+
+
+def _looks(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if type(value) in (tuple, list):
+        return tuple([_looks(each) for each in value])
+    return type(value), value
