@@ -200,12 +200,11 @@ def experts_of(facts: ModelFacts, module: str, shape: Sequence[int]) -> tuple[in
     if len(shape) == 3:  # all experts as one parameter
         number, near = shape[0], around[:2]
     elif lists:
-        items = {name[len(lists[0]) + 1 :].split(".")[0] for name in facts.modules if name.startswith(f"{lists[0]}.")}
-        number, near = len(items), [parent_of(lists[0])]
+        number, near = len(facts.children.get(lists[0], ())), [parent_of(lists[0])]
     else:
         return 1, 1
     for name in near:
-        beside = [name, *(each for each in facts.modules if parent_of(each) == name)]  # a router, for one
+        beside = [name, *facts.children.get(name, ())]  # a router, for one
         for each in beside if name in facts.modules else ():
             found = facts.modules[each].attributes
             for count in (found.get(key) or found.get(f"config.{key}") for key in _CHOSEN):

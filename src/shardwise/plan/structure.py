@@ -165,6 +165,15 @@ class ModelFacts:
             found |= {layer: found.get(stack.within, layer) for layer in stack.items}
         return found
 
+    @cached_property
+    def children(self) -> dict[str, list[str]]:
+        """FQNs of the modules right inside of each module that has some."""
+        found: dict[str, list[str]] = {}
+        for name in self.modules:
+            if name:
+                found.setdefault(parent_of(name), []).append(name)
+        return found
+
     def layer_of(self, fqn: str) -> str | None:
         """The outermost layer that a module or parameter is or is inside of; None where it is in no layer."""
         return next((self.layers[name] for name in upwards(fqn) if name in self.layers), None)

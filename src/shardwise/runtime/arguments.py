@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +29,13 @@ Arguments = dict[str, Any]
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments that the module's forward takes, in order; without `*args` and `**kwargs`."""
-    parameters = inspect.signature(module.forward).parameters.values()
+    forward = module.forward
+    return _names_of(forward.__func__)[1:] if isinstance(forward, MethodType) else _names_of.__wrapped__(forward)
+
+
+@functools.lru_cache(4096)
+def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
     return tuple(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
 
 
