@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -253,16 +254,36 @@ def test_the_command_starts_its_ranks_and_shows_the_first_failure_once(tree, tmp
 SHARDED = ["layout=fsdp2", "sequence_parallel=false"]
 
 
-@pytest.mark.parametrize("layout", [SHARDED, ["layout=tp1", "sequence_parallel=false"]], ids=["fsdp2", "tp1"])
-def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, layout):
+@pytest.fixture
+def endless(tree, tmp_path):
+    """A run that goes on until somebody ends it, as the words of the command."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
-    run = start(path, "steps=100000", f"export={tmp_path / 'exported'}", *layout)
+    return path, "steps=100000", f"export={tmp_path / 'exported'}"
+
+
+def test_ctrl_c_ends_every_rank_and_leaves_nothing_half_written(tree, tmp_path, endless, run_forked, capfd):  # noqa: F811
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # of a job in the background it is ignored
+
+    def interrupt(ranks):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    code = run_forked(*endless, *SHARDED, log=Path(tree["log"]["dir"]) / "train.jsonl", at_first_step=interrupt)
+    signal.signal(signal.SIGINT, before)
+    check_interrupted(tree, tmp_path, code, capfd.readouterr().err)
+
+
+def test_ctrl_c_ends_the_command(tree, tmp_path, endless):
+    run = start(*endless, "layout=tp1", "sequence_parallel=false")
     while "step" not in (line := run.stdout.readline()) or line.startswith("run"):
         assert run.poll() is None, run.stderr.read()
     run.send_signal(signal.SIGINT)
     err = run.communicate(timeout=90)[1]
-    assert run.returncode == 130
+    check_interrupted(tree, tmp_path, run.returncode, err)
+
+
+def check_interrupted(tree, tmp_path, code, err):
+    assert code == 130
     assert err == "interrupted; nothing half-written was left behind\n"
     assert not list(tmp_path.rglob(".*")) and not (tmp_path / "exported").exists()
     assert losses_of(tree), "every line so far is whole JSON"
