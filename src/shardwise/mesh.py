@@ -232,6 +232,17 @@ class Mesh:
         wide = wide_axes(self.shape, axes or AXES)
         return self._groups[wide] if wide else None
 
+    def group_of(self, lines: Sequence[Sequence[int]] | None) -> dist.ProcessGroup | None:
+        """This rank's group of those that are given as lists of ranks; of all ranks where none are.
+
+        Raises:
+            MeshError: they run along none of tp, pp, the data axes, and all.
+        """
+        for axes in (AXES, DATA_AXES, ("tp",), ("pp",)):
+            if lines is None or [list(line) for line in lines] == [list(line) for line in self.shape.groups(*axes)]:
+                return self.group(*axes)
+        raise MeshError(f"the groups {lines} are none of {self.shape}", fix="use those of tp, pp, data or all ranks")
+
     def subgroup(self, axis: str, blocks: Blocks) -> dist.ProcessGroup | None:
         """The group of this rank when the coords of `axis` are divided into `blocks`, e.g. `((0, 1), (2, 3))`.
 

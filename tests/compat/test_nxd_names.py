@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import shardwise.compat.neuronx_distributed as nxd
-from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state
-from shardwise.compat.neuronx_distributed.parallel_layers import grads, layers
+from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state, xm
+from shardwise.compat.neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
+from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
+from shardwise.compat.neuronx_distributed.parallel_layers import grads, layers, utils
 from shardwise.compat.neuronx_distributed.trainer import optimizer as nxd_optimizer
 from shardwise.compat.neuronx_distributed.utils import model_utils
+from shardwise.errors import MeshError
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -48,16 +53,89 @@ def used(mesh):
         layer.weight.grad = torch.ones_like(layer.weight)
         norm = float(grads.get_grad_norm(layer.parameters()))
         wrong += [f"norm {norm}"] if abs(norm - whole.numel() ** 0.5) > 1e-4 or layer.weight.grad.min() < 1 else []
+    for kept in (
+        layers.ColumnParallelLinear(6, 8),
+        layers.ParallelEmbedding(8, 4, 2),
+        GQAQKVColumnParallelLinear(6, [8, 4], fuse_qkv=False),
+    ):
+        torch.manual_seed(0)
+        start = kept.initialize_weight_biases if isinstance(kept, GQAQKVColumnParallelLinear) else kept.init_weight_cpu
+        start()
+        before = [each.detach().clone() for each in kept.parameters()]
+        with torch.no_grad():
+            [each.fill_(7.0) for each in kept.parameters()]
+        torch.manual_seed(0)
+        start()
+        same = all(map(torch.equal, before, kept.parameters()))
+        wrong += [f"{type(kept).__name__} started again"] if not same else []
+    grouped = GQAQKVColumnParallelLinear(
+        6, [8, 2], gather_output=False, kv_size_multiplier=2, num_heads=1, fuse_qkv=False, keep_master_weight=True
+    )
+    wrong += ["master_weight_q"] if tuple(grouped.master_weight_q.shape) != (8, 6) else []
+    wrong += ["master_weight_k"] if not torch.equal(grouped.master_weight_k, grouped.weight_k) else []
     layers.ParallelEmbedding(8, 4, use_cpu_initialization=True, tile_cc=False)
     x = torch.arange(8.0)
     part = parallel_layers.scatter_to_tensor_model_parallel_region(x)
     wrong += ["mappings"] if part.tolist() != x.chunk(2)[mesh.coord("tp")].tolist() else []
     wrong += ["sizes"] if parallel_state.get_tensor_model_parallel_world_size() != 2 else []
+    wrong += called(mesh, nxd_config, model, optimizer)
     parallel_layers.destroy_model_parallel()
     parallel_layers.initialize_model_parallel(1)
+    wrong += sharded()
     wrong += ["move"] if model_utils.move_model_to_device is not parallel_layers.move_model_to_device else []
     parallel_layers.destroy_model_parallel()
     return wrong
+
+
+def called(mesh, nxd_config, model, optimizer):
+    """What the scripts beside the package call."""
+    data, tensor = (
+        parallel_state.get_data_parallel_group(as_list=True),
+        parallel_state.get_tensor_model_parallel_group(True),
+    )
+    x = torch.tensor([1.0 + mesh.rank])
+    sums = [float(xm.all_reduce(xm.REDUCE_SUM, x, groups=each)) for each in (None, data, tensor)]
+    wrong = [f"all_reduce {sums}"] if sums != [3.0, 1.0 + mesh.rank, 3.0] else []
+    wrong += (
+        ["largest"] if float(xm.all_reduce(xm.REDUCE_MAX, x, scale=0.5)) != 1.0 or float(x) != 1.0 + mesh.rank else []
+    )
+    try:
+        xm.all_reduce(xm.REDUCE_SUM, x, groups=[[1, 0]])
+        wrong += ["groups of nobody"]
+    except MeshError:
+        pass
+    wrong += ["mesh_reduce"] if xm.mesh_reduce("loss", mesh.rank, sum) != 1 else []
+    xm.set_rng_state(5)
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    wrong += ["set_rng_state"] if drawn != torch.rand(1) or nxd.utils.cpu_mode() is not True else []
+    wrong += ["divide"] if utils.divide(8, 2) != 4 or utils.requires_init_pg_override() else []
+    wrong += ["to cpu"] if utils.move_all_tensor_to_cpu({"x": [x, 3]}) != {"x": [x, 3]} else []
+    wrong += ["init_zero"] if optimizer.optimizer.init_zero() is not None or len(optimizer.params) == 0 else []
+    wrong += ["has_checkpoint"] if nxd.has_checkpoint("nowhere") else []
+    built = []
+    with_buffers = nxd.initialize_parallel_model(
+        nxd_config, lambda size: built.append(size) or torch.nn.Linear(size, 2), True, 3
+    )
+    wrong += ["include_buffers"] if built != [3] or with_buffers.local_module().in_features != 3 else []
+    return wrong
+
+
+def sharded():
+    """`NeuronZero1Optimizer` as the package's test uses it, over two data ranks."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    other = torch.nn.Parameter(torch.ones(4))
+    optimizer = NeuronZero1Optimizer([parameter, other], torch.optim.SGD, lr=0.1, momentum=0.9, grad_clipping=False)
+    parameter.grad, other.grad = torch.ones(4), torch.ones(4)
+    optimizer.step()
+    wrong = ["base_optimizer"] if not isinstance(optimizer.base_optimizer, torch.optim.SGD) else []
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.3
+    optimizer.load_state_dict(state)
+    optimizer.step()
+    moved = [1 - 0.1 - 0.3 * 1.9] * 4
+    close = torch.allclose(parameter, torch.tensor(moved)) and torch.allclose(other, torch.tensor(moved))
+    return wrong if close else [*wrong, f"{parameter.tolist()} after loading"]
 
 
 @pytest.mark.parametrize("layout", ["tp2"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from shardwise.topology.axes import AXES, DATA_AXES, SAME_ROWS_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Groups", "make_groups", "new_group", "new_own_group", "ranks_along", "wide_axes"]
+__all__ = ["Groups", "end_process_groups", "make_groups", "new_group", "new_own_group", "ranks_along", "wide_axes"]
 
 Groups = dict[tuple[str, ...], dist.ProcessGroup]
 """Process groups of this rank by the axes they run along; axes of size 1 are left out."""
@@ -64,3 +66,17 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
 def new_own_group(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A group of this rank alone, for callers to whom no group would mean all ranks. Communicates nothing."""
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+
+
+def end_process_groups() -> None:
+    """Ends torch's process groups, if there are any; an interrupt waits until that is done, and finds the handler that
+    was there before.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.comm.agree import sum_of
 from shardwise.comm.operations import all_gather_single
 from shardwise.runtime.checks import check_index
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["CHUNK_ELEMENTS", "Head", "head_cross_entropy", "reduced", "split_cross_entropy"]
+__all__ = ["CHUNK_ELEMENTS", "Head", "cross_entropy_of_parts", "head_cross_entropy", "reduced", "split_cross_entropy"]
 
 CHUNK_ELEMENTS = 2**26
 """Logits that are made at a time where they are not needed together: 256 MiB in float32."""
@@ -72,6 +73,17 @@ def split_cross_entropy(
     targets = _Targets.read(target, logits.shape[-1], context, num_classes, weight, ignore_index, label_smoothing)
     losses: Tensor = _SplitCrossEntropy.apply(logits, targets, context)
     return losses, targets.row_weight
+
+
+def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, context: SplitContext, **options: Any) -> Tensor:
+    """Losses `[...]` of logits `[..., classes of this rank]`, of any number of classes; see `split_cross_entropy`.
+
+    Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
+    """
+    width = logits.shape[-1]
+    number = sum_of(width, context.group, logits.device)
+    rows, targets = logits.reshape(-1, width), target.reshape(-1)
+    return split_cross_entropy(rows, targets, context=context, num_classes=number, **options)[0].view(target.shape)
 
 
 def head_cross_entropy(

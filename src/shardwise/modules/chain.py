@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError
 from shardwise.plan.pipeline_plan import LayerOrder
 
-__all__ = ["Chain", "spread_evenly", "starts_of"]
+__all__ = ["Chain", "share_weights", "spread_evenly", "starts_of"]
 
 
 class Chain(nn.Module):
@@ -79,3 +79,19 @@ def starts_of(layers: Sequence[nn.Module], num_stages: int, stages: Mapping[nn.M
             fix=f"give every layer a stage from 0 to {num_stages - 1}, in ascending order",
         )
     return tuple(found.index(stage) for stage in range(num_stages))
+
+
+def share_weights(layer_and_weight_path: Sequence[tuple[nn.Module, str]], sharing_group_name: str = "default") -> None:
+    """Has all these layers compute with the first one's weight, each on its stage; gradients are summed.
+
+    Raises:
+        ConfigError: the weights differ in shape.
+    """
+    first, path = layer_and_weight_path[0]
+    weight = first.get_parameter(path)
+    for layer, own in layer_and_weight_path[1:]:
+        if layer.get_parameter(own).shape != weight.shape:
+            shapes = tuple(weight.shape), tuple(layer.get_parameter(own).shape)
+            raise ConfigError(f"{sharing_group_name!r} shares weights of the shapes {shapes[0]} and {shapes[1]}")
+        owner, _, name = own.rpartition(".")
+        setattr(layer.get_submodule(owner), name, weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,9 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
         self.scales_by_frequency, self.sequence_dim = scale_grad_by_freq, sequence_dim
         size, dim = (embedding_dim, 1) if by_features else (num_embeddings, 0)
         split = split_even(dim, size, parts=mesh.size("tp"))
-        weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype)
-        (init_weight or init.normal_)(weight)
-        if padding_idx is not None:
-            padding_idx %= num_embeddings
-            with torch.no_grad():
-                weight[padding_idx].zero_()
-        self.add_parameter("weight", weight, split, device=device)
+        padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        draw = partial(_new_table, num_embeddings, embedding_dim, dtype, init_weight or init.normal_, padding_idx)
+        self.start(draw, {"weight": split}, device)
         coord = mesh.coord("tp")
         self._vocabulary_size = num_embeddings
         self._start = 0 if by_features else sum(split.local_size_of(each) for each in range(coord))
@@ -92,3 +89,14 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
             return out
         sizes = self._split.even_sizes(out.shape[self.sequence_dim])
         return split_full(out, self._split.group, dim=self.sequence_dim, sizes=sizes)
+
+
+def _new_table(
+    num_rows: int, num_features: int, dtype: torch.dtype | None, init_weight: Init, padding_idx: int | None
+) -> dict[str, Tensor]:
+    weight = torch.empty(num_rows, num_features, dtype=dtype)
+    init_weight(weight)
+    if padding_idx is not None:
+        with torch.no_grad():
+            weight[padding_idx].zero_()
+    return {"weight": weight}

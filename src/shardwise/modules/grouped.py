@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm.agree import raise_on_all_ranks
-from shardwise.errors import ConfigError, LayoutError
+from shardwise.comm.collectives import copy_to_region
+from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.modules.split_module import Init, SplitModule, gather_features, new_linear
 from shardwise.sharding.placement import Split, split_even, split_sections
@@ -76,14 +79,12 @@ class GroupedProjections(SplitModule):
         self.gathers, self.sequence_dim, self.reduce_dtype, self.fused = gathers, sequence_dim, reduce_dtype, fused
         self.splits = self._divided()
         sizes = (out_features[0], out_features[1], out_features[1])
-        made = [new_linear(size, in_features, bias=bias, init_weight=init_weight, dtype=dtype) for size in sizes]
-        for name, values in zip(("weight", "bias"), zip(*made, strict=True), strict=True):
-            if fused:
-                joined = None if values[0] is None else torch.cat(values)
-                self.add_parameter(f"{name}_qkv", joined, split_sections(0, self.splits), device=device)
-            else:
-                for letter, value, split in zip("qkv", values, self.splits, strict=True):
-                    self.add_parameter(f"{name}_{letter}", value, split, device=device)
+        each = partial(new_linear, bias=bias, init_weight=init_weight, dtype=dtype)
+        splits: dict[str, Split | None] = {}
+        for kind in ("weight", "bias"):
+            splits |= {f"{kind}_{letter}": split for letter, split in zip("qkv", self.splits, strict=True)}
+            splits[f"{kind}_qkv"] = split_sections(0, self.splits)
+        self.start(partial(_new_projections, each, sizes, in_features, fused=fused), splits, device)
 
     @property
     def is_assumed(self) -> bool:
@@ -111,8 +112,8 @@ class GroupedProjections(SplitModule):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Args: x `[..., in]`. Returns query, key and value, `[..., out of this rank]` with its copies, or full.
 
-        Raises:
-            LayoutError: several ranks hold the same keys, and no model sums their gradients.
+        Communicates: as the module does; until the model around it is known, an all-reduce of the gradients of keys and
+            values that several ranks hold.
         """
         if self.is_assumed:
             warnings.warn(
@@ -121,26 +122,39 @@ class GroupedProjections(SplitModule):
                 "num_key_value_heads, or the layer num_heads=.",
                 stacklevel=2,
             )
-        is_trained = self.training and torch.is_grad_enabled()
-        if is_trained and not self.is_adopted and self.splits[1].shared():
-            raise LayoutError(
-                "gradients of keys and values that several ranks hold are summed by nobody",
-                why="the model around this module is not known",
-                fix="pass it through move_model_to_device or initialize_parallel_model before it is trained",
-            )
         x = self.enter(x, self.sequence_dim, self.reduce_dtype)
-        if self.fused:
-            sizes = [split.local_size_of(self._split.coord) for split in self.splits]
-            query, key, value = F.linear(x, self.weight_qkv, self.bias_qkv).split(sizes, dim=-1)
+        sums_copies = torch.is_grad_enabled() and not self.is_adopted and bool(self.splits[1].shared())
+        if self.fused and not sums_copies:
+            query, key, value = F.linear(x, self.weight_qkv, self.bias_qkv).split(self._sizes, dim=-1)
         else:
-            query = F.linear(x, self.weight_q, self.bias_q)
-            key, value = F.linear(x, self.weight_k, self.bias_k), F.linear(x, self.weight_v, self.bias_v)
+            weights, biases = self._parts("weight"), self._parts("bias")
+            if sums_copies:
+                weights, biases = ([own, *map(self._summed, others)] for own, *others in (weights, biases))
+            query, key, value = (F.linear(x, *each) for each in zip(weights, biases, strict=True))
         if not self.gathers:
             return query, self._copied(key), self._copied(value)
         query, key, value = (
             gather_features(x, split, self._split) for x, split in zip((query, key, value), self.splits, strict=True)
         )
         return query, key, value
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [split.local_size_of(self._split.coord) for split in self.splits]
+
+    def _parts(self, kind: str) -> Sequence[Any]:
+        if self.fused:
+            own: Tensor | None = getattr(self, f"{kind}_qkv")
+            return (None, None, None) if own is None else own.split(self._sizes)
+        return tuple(getattr(self, f"{kind}_{letter}") for letter in "qkv")
+
+    def _summed(self, own: Tensor | None) -> Tensor | None:
+        """The same values, whose gradient is the sum over the ranks that hold them."""
+        if own is None:
+            return None
+        ((start, stop),) = self.splits[1].pieces[self._split.coord] or ((0, 0),)
+        before, after = own.new_zeros(start, *own.shape[1:]), own.new_zeros(self.splits[1].size - stop, *own.shape[1:])
+        return copy_to_region(torch.cat([before, own, after]), self._split.group)[start:stop]
 
     def _copied(self, x: Tensor) -> Tensor:
         """Keys or values of this rank's heads, as often as it has each."""
@@ -196,6 +210,17 @@ class GroupedProjections(SplitModule):
                 if right
                 else f"use a number of ranks that divides the {num_heads * each} query heads",
             )
+
+
+def _new_projections(
+    new: Callable[..., dict[str, Tensor | None]], sizes: Sequence[int], in_features: int, *, fused: bool
+) -> dict[str, Tensor | None]:
+    made = [new(size, in_features) for size in sizes]
+    if not fused:
+        named = zip("qkv", made, strict=True)
+        return {f"{kind}_{letter}": full for letter, each in named for kind, full in each.items()}
+    joined = {kind: [full for each in made if (full := each[kind]) is not None] for kind in ("weight", "bias")}
+    return {f"{kind}_qkv": torch.cat(values) if values else None for kind, values in joined.items()}
 
 
 def note_heads(model: nn.Module, mesh: Mesh) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,9 +55,8 @@ class ColumnLinear(SplitModule):
         super().__init__(mesh)
         self.in_features, self.out_features = in_features, out_features
         split = equal_sections(0, out_features, num_sections=num_sections, parts=mesh.size("tp"))
-        weight, values = new_linear(out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
-        self.add_parameter("weight", weight, split, device=device)
-        self.add_parameter("bias", values, split, device=device)
+        draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
+        self.start(draw, {"weight": split, "bias": split}, device)
         self.gathers, self.sequence_dim, self.returns_bias = gathers, sequence_dim, returns_bias
         self.reduce_dtype = reduce_dtype
 
@@ -121,9 +121,8 @@ class RowLinear(SplitModule):
         super().__init__(mesh)
         self.in_features, self.out_features = in_features, out_features
         split = equal_sections(1, in_features, num_sections=num_sections, parts=mesh.size("tp"))
-        weight, values = new_linear(out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
-        self.add_parameter("weight", weight, split, device=device)
-        self.add_parameter("bias", values, None, device=device)
+        draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
+        self.start(draw, {"weight": split, "bias": None}, device)
         self.input_is_split, self.reduces, self.sequence_dim = input_is_split, reduces, sequence_dim
         self.reduce_dtype, self.returns_bias = reduce_dtype, returns_bias
 

@@ -10,7 +10,7 @@ See `shardwise.api.by_hand` for the model around them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,8 +26,16 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.simulated import LoneGroup
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import canonical_tensor, local_tensor
-from shardwise.parameters.registry import ParameterEntry, Registry, attach_entry, entry_of, mark, named_entries
+from shardwise.parameters.canonical import full_value, local_tensor
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    attach_entry,
+    entries_of,
+    entry_of,
+    mark,
+    named_entries,
+)
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
@@ -80,7 +88,19 @@ class SplitModule(nn.Module):
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )
         self.placements: dict[str, Split] = {}
+        self._draw: Callable[[], Mapping[str, Tensor | None]] = dict
         self.register_load_state_dict_pre_hook(_take_parts)
+
+    def start(
+        self,
+        draw: Callable[[], Mapping[str, Tensor | None]],
+        splits: Mapping[str, Split | None],
+        device: torch.device | str | None,
+    ) -> None:
+        """Registers this rank's parts of the full parameters that `draw` gives, then and in `reset_parameters`."""
+        self._draw = draw
+        for name, full in draw().items():
+            self.add_parameter(name, full, splits[name], device=device)
 
     def add_parameter(
         self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None
@@ -105,22 +125,20 @@ class SplitModule(nn.Module):
         Communicates: over tp, one all-gather of it.
         """
         mesh, parameter = self._provisional.mesh, self.get_parameter(name)
-        full = self.full_value(parameter)
+        full = full_value(parameter)
         layout = layout_of(full.shape, split, mesh)
         parameter.data = local_tensor(full, layout, mesh.coords).to(parameter)
         self.placements[name] = split
         attach_entry(self, name, ParameterEntry(fqn=name, layout=layout, gradient="full", registry=self._provisional))
 
-    def full_value(self, own: nn.Parameter) -> Tensor:
-        """The full tensor, on the CPU, of which a parameter of this module is this rank's part.
-
-        Communicates: as `canonical_tensor`.
-        """
-        entry = entry_of(own)
-        assert entry is not None
-        full = canonical_tensor(own.detach().to(entry.registry.mesh.device), entry.layout, entry.registry.mesh)
-        assert full is not None
-        return full
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Starts again: draws the full values, from torch's generator, seeded alike everywhere, and keeps its parts."""
+        entries = entries_of(self)
+        for name, full in self._draw().items():
+            own = self._parameters[name]
+            if own is not None and full is not None:
+                own.copy_(local_tensor(full, entries[name].layout, self._provisional.mesh.coords))
 
     @property
     def is_adopted(self) -> bool:
@@ -191,17 +209,17 @@ def mark_replicated(parameters: Iterable[Tensor], mesh: Mesh) -> None:
 
 def new_linear(
     out_features: int, in_features: int, *, bias: bool, init_weight: Init | None, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None]:
-    """The full weight and bias that an `nn.Linear` would start with, from the same random numbers."""
+) -> dict[str, Tensor | None]:
+    """The full `weight` and `bias` that an `nn.Linear` would start with, from the same random numbers."""
     weight = torch.empty(out_features, in_features, dtype=dtype)
     if init_weight is None:
         init.kaiming_uniform_(weight, a=math.sqrt(5))
     else:
         init_weight(weight)
     if not bias:
-        return weight, None
+        return {"weight": weight, "bias": None}
     bound = 1 / math.sqrt(in_features) if in_features else 0.0
-    return weight, torch.empty(out_features, dtype=dtype).uniform_(-bound, bound)
+    return {"weight": weight, "bias": torch.empty(out_features, dtype=dtype).uniform_(-bound, bound)}
 
 
 def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:

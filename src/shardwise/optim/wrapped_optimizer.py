@@ -35,6 +35,11 @@ class CompletingOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self._mesh = mesh
 
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [each for group in self.param_groups for each in group["params"]]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Averages over data ranks what nobody has, clips by the norm of the full gradients, and steps.
 
@@ -44,10 +49,9 @@ class CompletingOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        average_gradients(parameters, self._mesh)
+        average_gradients(self.params, self._mesh)
         if self.max_norm is not None:
-            known = parameters or [torch.empty(0)]  # a stage without any takes part in the sum
+            known = self.params or [torch.empty(0)]  # a stage without any takes part in the sum
             mark_replicated(known, self._mesh)
             self.grad_norm = clip_grad_norm_(known, self.max_norm)
         self.optimizer.step()

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own package
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-__all__ = ["build_sharded", "load_states", "save_states"]
+__all__ = ["build_sharded", "load_own_states", "load_states", "save_states"]
 
 
 def build_sharded(
@@ -113,6 +113,14 @@ def load_states(optimizer: torch.optim.Optimizer, places: Iterable[Path], mesh: 
             key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
             for key, value in state.items()
         }
+
+
+def load_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Gives the optimizer of this rank's states what its `state_dict` gave; the same options to the one around it."""
+    inner = getattr(optimizer, "optim", optimizer)
+    inner.load_state_dict(state_dict)
+    for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
+        group.update({name: value for name, value in own.items() if name != "params"})
 
 
 def _refuse_sharded(optimizer: torch.optim.Optimizer) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import (
     Group,
@@ -22,6 +23,7 @@ from shardwise.parameters.registry import (
     Registry,
     canonical_entries,
     entries_of,
+    entry_of,
     local_part,
     registry_of,
 )
@@ -35,6 +37,7 @@ __all__ = [
     "canonical_tensors",
     "computed_buffer",
     "dtypes_of",
+    "full_value",
     "local_tensor",
     "state_names",
     "state_tensors",
@@ -121,6 +124,20 @@ def canonical_tensor(
         holds it (with `rank0_only` one message to rank 0).
     """
     return _full_tensors([_Part(local, layout, dtype)], mesh, rank0_only=rank0_only)[0]
+
+
+def full_value(value: Tensor) -> Tensor:
+    """On the CPU, the full tensor that a parameter of a split model, its gradient or a DTensor is a part of; any other
+    tensor itself.
+
+    Communicates: as `canonical_tensor`.
+    """
+    entry = entry_of(value)
+    if entry is not None:
+        full = canonical_tensor(value.detach().to(entry.registry.mesh.device), entry.layout, entry.registry.mesh)
+        assert full is not None
+        return full
+    return value.full_tensor().detach().cpu() if isinstance(value, DTensor) else value.cpu()
 
 
 class _Part(NamedTuple):

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.comm.agree import run_in_turns
+from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.errors import LoadError
 from shardwise.mesh import Mesh
 from shardwise.weights.staging import atomic_file
@@ -63,6 +63,41 @@ def write_by_rank(
         num_turns=num_turns,
         doing="saving",
     )
+
+
+def load_by_rank(
+    place: str | os.PathLike[str],
+    mesh: Mesh,
+    target: Any = None,
+    *,
+    key: str = "model",
+    strict: bool = True,
+    sharded: bool = True,
+    by_data_rank: bool = False,
+    file_per_tensor: bool = False,
+) -> Any:
+    """Gives `target` the entry `key` of what `write_by_rank` wrote; returns the other entries, all without a target.
+
+    Args:
+        place: the directory; where not `sharded` one file of full tensors, of `key` or the entries.
+        target: a module, or an optimizer.
+
+    Raises:
+        LoadError: there is no such file, or it has no such entry. The same on every rank.
+
+    Communicates: one gather of a small object over all ranks.
+    """
+    with raise_on_all_ranks(mesh.group(), "loading"):
+        path = place_of(place, mesh, by_data_rank=by_data_rank) if sharded else Path(place)
+        state = read_tree(path, file_per_tensor=file_per_tensor) if sharded else read_file(path)
+        if target is None:
+            return state
+        state = state if sharded or key in state else {key: state}
+        if key not in state:
+            raise LoadError(f"{path} has no entry {key!r}", why=f"it has {', '.join(map(repr, state))}")
+        options = {"strict": strict} if isinstance(target, nn.Module) else {}
+        target.load_state_dict(state.pop(key), **options)
+    return state
 
 
 def write_tree(tree: Any, place: Path, *, file_per_tensor: bool = False, dtype: torch.dtype | None = None) -> None:

@@ -1,7 +1,9 @@
 """NxD Core (`neuronx_distributed`) over ours; see docs/migrate."""
 
 from shardwise.compat.neuronx_distributed import modules as modules
+from shardwise.compat.neuronx_distributed import optimizer as optimizer
 from shardwise.compat.neuronx_distributed import parallel_layers as parallel_layers
+from shardwise.compat.neuronx_distributed import pipeline as pipeline
 from shardwise.compat.neuronx_distributed import trainer as trainer
 from shardwise.compat.neuronx_distributed import xm as xm
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as parallel_state

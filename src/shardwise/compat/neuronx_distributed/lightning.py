@@ -13,6 +13,7 @@ from shardwise.compat.neuronx_distributed.trainer.trainer import (
     initialize_parallel_model,
     initialize_parallel_optimizer,
 )
+from shardwise.compat.spelling import also_spelled
 from shardwise.lightning.accumulation import multiply_gradients
 from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
@@ -33,7 +34,8 @@ class NeuronLTModule(LightningModule):
     """Builds, splits and trains a model as an NxD config says.
 
     Args:
-        model_fn, model_args, model_kwargs: as of `initialize_parallel_model`.
+        model_fn, model_args, model_kwargs: as of `initialize_parallel_model`; subclasses that build the model in
+            `setup` leave `model_fn` out.
         opt_cls, opt_args, opt_kwargs: of the optimizer; it clips as the config says.
         scheduler_cls, scheduler_args, scheduler_kwargs: of the scheduler of learning rates; None has none.
         grad_accum_steps: batches a step is made of, with `manual_opt`; else `Trainer(accumulate_grad_batches=...)`.
@@ -44,6 +46,7 @@ class NeuronLTModule(LightningModule):
         model: the `NxDModel`, from `configure_model` on.
     """
 
+    @also_spelled("model_fn")
     def __init__(
         self,
         model_fn: Callable[..., Any],
@@ -63,38 +66,48 @@ class NeuronLTModule(LightningModule):
         logging_interval: int = 1,
     ) -> None:
         super().__init__()
-        self.nxd_config, self.grad_accum_steps = nxd_config, grad_accum_steps
-        self.model: Any = None
-        self._build = lambda: initialize_parallel_model(nxd_config, model_fn, *model_args, **model_kwargs)
-        self._opt = lambda groups, **options: opt_cls(groups, *opt_args, **options)
-        self._opt_kwargs = opt_kwargs
-        self._schedule = scheduler_cls and (lambda opt: scheduler_cls(opt, *scheduler_args, **scheduler_kwargs))
+        self.model_fn, self.nxd_config, self.grad_accum_steps = model_fn, nxd_config, grad_accum_steps
+        self.model_args, self.model_kwargs, self.log_rank0 = model_args, model_kwargs, log_rank0
+        self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, opt_args, opt_kwargs
+        self.scheduler_cls, self.scheduler_args, self.scheduler_kwargs = scheduler_cls, scheduler_args, scheduler_kwargs
+        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
         self.automatic_optimization = not manual_opt
+        self.model: Any = None
 
     def configure_model(self) -> None:
         """Builds the model, once."""
         if self.model is None:
-            model = self.__dict__["model"] = self._build()
+            build = self.model_fn, *self.model_args
+            self.model = initialize_parallel_model(self.nxd_config, *build, **self.model_kwargs)
+        if "model" in self._modules:  # names are those of the split model
+            self.__dict__["model"] = model = self._modules.pop("model")
             self.local_model = model.local_module()
             note_spec(self.local_model, self.trainer.strategy.spec)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own."""
-        return self.local_model(*args, **kwargs)
+        return self.model(*args, **kwargs)
+
+    def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
+        """Two groups, of which biases and layer norms, by their names, do not decay."""
+        named = [(each, "bias" in name or "LayerNorm" in name) for name, each in self.model.named_parameters()]
+        groups = ([each for each, is_plain in named if is_plain is plain] for plain in (False, True))
+        return [{"params": params, "weight_decay": decay} for params, decay in zip(groups, (0.01, 0.0), strict=True)]
 
     def configure_optimizers(self) -> Any:
         """The optimizer, and the scheduler, which goes on with every step."""
-        optimizer = initialize_parallel_optimizer(
-            self.nxd_config, self._opt, self.local_model.parameters(), **self._opt_kwargs
-        )
-        if self._schedule is None:
+        build = lambda groups, **options: self.opt_cls(groups, *self.opt_args, **options)  # noqa: E731
+        parameters = self.model.parameters()
+        optimizer = initialize_parallel_optimizer(self.nxd_config, build, parameters, **self.opt_kwargs)
+        if self.scheduler_cls is None:
             return optimizer
-        return [optimizer], [{"scheduler": self._schedule(optimizer), "interval": "step"}]
+        scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The loss of all ranks; with `manual_opt` also the step that it is for."""
         if self.automatic_optimization:
-            loss = self.local_model(**batch).loss
+            loss = self.model(**batch).loss
         else:
             loss = self.model.run_train(batch)
             if (batch_idx + 1) % self.grad_accum_steps == 0 or self.trainer.is_last_batch:
@@ -142,6 +155,13 @@ class NeuronXLAStrategy(ShardwiseStrategy):
         sizes = {"tp_size": self.shape.tp_size, "pp_size": self.shape.pp_size}
         self.shape = MeshShape.filling(self.num_processes * self.num_nodes, **sizes, shards=self._shards)
         super()._configure_launcher()
+
+    tensor_parallel_size = property(lambda self: self.mesh.size("tp"))
+    tensor_parallel_rank = property(lambda self: self.mesh.coord("tp"))
+    pipeline_parallel_size = property(lambda self: self.mesh.size("pp"))
+    pipeline_parallel_rank = property(lambda self: self.mesh.coord("pp"))
+    data_parallel_size = property(lambda self: self.mesh.data_size)
+    data_parallel_rank = property(lambda self: self.mesh.data_rank)
 
     def setup_environment(self) -> None:
         """Has the ranks meet, or takes over those that have met, for `parallel_state`, too."""

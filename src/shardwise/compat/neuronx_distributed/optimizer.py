@@ -12,7 +12,7 @@ import torch
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import check_data_groups, current_mesh
 from shardwise.compat.warned import warn_once
 from shardwise.optim.wrapped_optimizer import CompletingOptimizer
-from shardwise.optim.zero_redundancy import build_sharded, load_states, save_states
+from shardwise.optim.zero_redundancy import build_sharded, load_own_states, load_states, save_states
 
 __all__ = ["NeuronZero1Optimizer"]
 
@@ -55,6 +55,19 @@ class NeuronZero1Optimizer(CompletingOptimizer):
                 warn_once(f"NeuronZero1Optimizer: {name} changes nothing")
         inner = build_sharded(params, optimizer_class, mesh, **defaults)
         super().__init__(inner, mesh, max_norm=max_norm if grad_clipping else None)
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of `optimizer_class`, over the parameters whose states this rank has."""
+        return getattr(self.optimizer, "optim", self.optimizer)
+
+    def state_dict(self) -> Any:
+        """The states that this rank has."""
+        return self.base_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """What `state_dict` gave on this rank."""
+        load_own_states(self.optimizer, state_dict)
 
     def save_sharded_state_dict(
         self, output_dir: str | os.PathLike[str], save_serially: bool = True, num_workers_per_step: int = 8

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.operations import all_gather_objects, all_reduce_
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
     check_data_groups,
     current_mesh,
@@ -15,11 +17,15 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 )
 from shardwise.job.devices import pick_device
 from shardwise.optim.average import average_gradients
+from shardwise.plan.options import check_choice
 
 __all__ = [
-    "add_step_closure", "get_ordinal", "is_master_ordinal", "mark_step", "master_print", "optimizer_step", "rendezvous",
-    "xla_device", "xrt_world_size",
+    "REDUCE_MAX", "REDUCE_SUM", "add_step_closure", "all_reduce", "get_ordinal", "is_master_ordinal", "mark_step",
+    "master_print", "mesh_reduce", "optimizer_step", "reduce_gradients", "rendezvous", "set_rng_state", "xla_device",
+    "xrt_world_size",
 ]  # fmt: skip
+
+REDUCE_SUM, REDUCE_MAX = "sum", "max"
 
 
 def optimizer_step(
@@ -39,10 +45,39 @@ def optimizer_step(
 
     Communicates: as `average_gradients`.
     """
-    mesh = current_mesh()
-    check_data_groups(groups, "optimizer_step")
-    average_gradients((each for group in optimizer.param_groups for each in group["params"]), mesh)
+    reduce_gradients(optimizer, groups)
     return optimizer.step(**(optimizer_args or {}))
+
+
+def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[int]] | None = None) -> None:
+    """The first half of `optimizer_step`."""
+    check_data_groups(groups, "the reduction of gradients")
+    average_gradients((each for group in optimizer.param_groups for each in group["params"]), current_mesh())
+
+
+def all_reduce(
+    reduce_type: str, inputs: Tensor, scale: float = 1.0, groups: Sequence[Sequence[int]] | None = None
+) -> Tensor:
+    """The sum or the largest over `groups`, those of `parallel_state`, or over all ranks, times `scale`; a new tensor.
+
+    Raises:
+        ConfigError: the groups are others, or it is another reduction.
+    """
+    check_choice("reduce_type", reduce_type, (REDUCE_SUM, REDUCE_MAX))
+    out, group = inputs.detach().clone(), current_mesh().group_of(groups)
+    if group is not None:
+        all_reduce_(out, group, largest=reduce_type == REDUCE_MAX)
+    return out * scale
+
+
+def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
+    """`reduce_fn` of every rank's `data`, a small object."""
+    return reduce_fn(all_gather_objects(data, current_mesh().group()))
+
+
+def set_rng_state(seed: int, device: Any = None) -> None:
+    """`torch.manual_seed`."""
+    torch.manual_seed(seed)
 
 
 def mark_step() -> None:

@@ -5,13 +5,10 @@ What differs from the original, and why, is in docs/migrate/nemo_automodel.md.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -20,16 +17,18 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
-from shardwise.compat.nemo_automodel.nvfsdp import Strategy, read_strategy, warn_of_unused
+from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
+from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parallel.torch_precision import cast_output, own_dtype, precision_of
-from shardwise.parallel.torch_styles import hf_plan, read_plan, style_of
-from shardwise.parameters.canonical import canonical_tensor
-from shardwise.parameters.registry import entry_of
+from shardwise.parallel.torch_styles import hf_plan, read_plan
+from shardwise.parallel.torch_styles import style_of as translate_to_torch_parallel_style
+from shardwise.parallel.units import unit_names
+from shardwise.parameters.canonical import full_value
 from shardwise.plan.imports import import_classes as import_classes_from_paths
-from shardwise.plan.options import FsdpPolicy, ParallelSpec
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice
 from shardwise.search.planning import plan_for
 
 __all__ = [
@@ -39,6 +38,9 @@ __all__ = [
 
 HAVE_NVFSDP = False
 """nvFSDP itself is not used: `nvfsdp_strategy_parallelize` does what it does with FSDP2, and works all the same."""
+
+_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3} | {"params": 3, "grads_params": 3}
+_destroy_dist_connection = end_process_groups
 
 Plan = Mapping[str, ParallelStyle | str] | str | None
 
@@ -70,11 +72,10 @@ def fsdp2_strategy_parallelize(
 
     Communicates: as `shardwise.parallelize`.
     """
-    offloads = isinstance(offload_policy, CPUOffloadPolicy)
     mesh = adopt_device_mesh(device_mesh)
-    default = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = default if mp_policy is None else mp_policy
-    return _parallelize(model, mesh, tp_shard_plan, policy, fsdp=FsdpPolicy(cpu_offload=offloads))
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fsdp = FsdpPolicy(cpu_offload=isinstance(offload_policy, CPUOffloadPolicy))
+    return _parallelize(model, mesh, tp_shard_plan, policy, fsdp=fsdp)
 
 
 def nvfsdp_strategy_parallelize(
@@ -110,20 +111,23 @@ def nvfsdp_strategy_parallelize(
         ConfigError: the strategy is unknown, a path leads to no class, or no module is an instance of one.
         UnsupportedError: `nccl_ub` without CUDA or with an older torch.
     """
-    strategy = read_strategy(data_parallel_sharding_strategy)
-    warn_of_unused(
-        overlap_grad_reduce=not overlap_grad_reduce,
-        overlap_param_gather=not overlap_param_gather,
-        disable_bucketing=disable_bucketing,
-        keep_fp8_transpose_cache_when_using_custom_fsdp=keep_fp8_transpose_cache_when_using_custom_fsdp,
-        fsdp_double_buffer=fsdp_double_buffer,
-    )
-    units = _unit_names(model, nvfsdp_unit_modules)
+    check_choice("data_parallel_sharding_strategy", data_parallel_sharding_strategy, tuple(_STAGES))
+    stage = _STAGES[data_parallel_sharding_strategy]
+    unused = {
+        "overlap_grad_reduce": not overlap_grad_reduce,
+        "overlap_param_gather": not overlap_param_gather,
+        "disable_bucketing": disable_bucketing,
+        "keep_fp8_transpose_cache_when_using_custom_fsdp": keep_fp8_transpose_cache_when_using_custom_fsdp,
+        "fsdp_double_buffer": fsdp_double_buffer,
+    }
+    for name in (name for name, is_given in unused.items() if is_given):
+        warn_once(f"nvfsdp_strategy_parallelize: {name} has no equivalent in FSDP2 and changes nothing")
+    units = unit_names(model, nvfsdp_unit_modules, "nvfsdp_unit_modules")
     if init_nvfsdp_with_meta_device:
         initialize_meta(model)
-    mesh = adopt_device_mesh(device_mesh, shards=strategy is not Strategy.NO_SHARD)
+    mesh = adopt_device_mesh(device_mesh, shards=stage > 0)
     factor = 1.0 if calculate_per_token_loss else None
-    fsdp = strategy.policy(units, gradient_divide_factor=factor, symmetric_memory=nccl_ub)
+    fsdp = FsdpPolicy(zero_stage=stage or 3, units=units, gradient_divide_factor=factor, symmetric_memory=nccl_ub)
     own = own_dtype(model)
     policy = MixedPrecisionPolicy(param_dtype=own, reduce_dtype=torch.float32 if grad_reduce_in_fp32 else own)
     params, nonfinite = torch.float32 if preserve_fp32_weights else None, "raise" if check_for_nan_in_grad else "ignore"
@@ -140,15 +144,6 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     return hf_plan(plan_for(model, ParallelSpec(), tp_size=2))
 
 
-def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """A new style object for a style string: the five of the document, all of transformers', and ours.
-
-    Raises:
-        PlanError: it is no string, or no style; suggests the nearest.
-    """
-    return style_of(style)
-
-
 def to_cpu(v: Any) -> Any:
     """The full value of a `DTensor`, or of a parameter of a split model, on the CPU, on every rank; another tensor on
     the CPU; anything else as it is.
@@ -160,26 +155,7 @@ def to_cpu(v: Any) -> Any:
     """
     if isinstance(v, DTensor) and v.device.type not in ("cuda", "cpu"):
         raise ConfigError(f"Unknown device {v.device}", why="a DTensor is on a GPU or the CPU")
-    entry = entry_of(v) if isinstance(v, Tensor) else None
-    if entry is not None:
-        return canonical_tensor(v.detach(), entry.layout, entry.registry.mesh)
-    if isinstance(v, DTensor):
-        return v.full_tensor().detach().cpu()
-    return v.cpu() if isinstance(v, Tensor) else v
-
-
-def _destroy_dist_connection() -> None:
-    """Ends torch's process groups, if there are any; an interrupt waits until that is done, and finds the handler that
-    was there before.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
-    try:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-    finally:
-        if is_main:
-            signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    return full_value(v) if isinstance(v, Tensor) else v
 
 
 def _parallelize(
@@ -198,25 +174,3 @@ def _parallelize(
     prepare(model, mesh, spec, dtype=params)
     cast_output(model, policy.output_dtype)
     return model
-
-
-def _unit_names(model: nn.Module, paths: list[str] | None) -> tuple[str, ...]:
-    classes = tuple(import_classes_from_paths(paths or []))
-    names = {name: type(module) for name, module in model.named_modules() if name and isinstance(module, classes)}
-    missing = [
-        path
-        for path, cls in zip(paths or [], classes, strict=True)
-        if not any(map(cls.__subclasscheck__, names.values()))
-    ]
-    if missing:
-        raise ConfigError(
-            f"nvfsdp_unit_modules: no module of {type(model).__name__} is a {' or a '.join(missing)}",
-            fix=f"use classes of its layers, such as {_layer_class(model)}",
-        )
-    return tuple(names)
-
-
-def _layer_class(model: nn.Module) -> str:
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    layer = type(lists[0][0]) if lists else type(next(model.children(), model))
-    return f"{layer.__module__}.{layer.__qualname__}"

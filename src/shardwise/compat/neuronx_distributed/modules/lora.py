@@ -19,7 +19,7 @@ from shardwise.modules.transparent import Transparent
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import check_choice
 
-__all__ = ["LoRAModel", "LoraConfig", "LoraModel"]
+__all__ = ["LoRAModel", "LoraConfig", "LoraModel", "get_lora_model"]
 
 _INITS = {"default": True, "gaussian": "gaussian"}
 _BIASES = ("none", "all", "lora_only")
@@ -124,4 +124,4 @@ class LoRAModel(Transparent):
         self.__dict__["lora_config"] = LoraConfig
 
 
-LoraModel = LoRAModel
+LoraModel = get_lora_model = LoRAModel

@@ -13,7 +13,7 @@ from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
 from shardwise.modules.grouped import GroupedProjections
 
-__all__ = ["GQAQKVColumnParallelLinear"]
+__all__ = ["GQAQKVColumnParallelLinear", "destroy_kv_group"]
 
 
 class GQAQKVColumnParallelLinear(GroupedProjections):
@@ -30,7 +30,6 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
 
     Raises:
         ConfigError: `output_size` is no pair, or the copies do not divide so.
-        LayoutError: from forward, in training, where no model sums the gradients of keys that several ranks hold.
     """
 
     @also_spelled(output_sizes="output_size")
@@ -59,4 +58,10 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         chosen = own_options(order, (dtype, device, sequence_parallel_enabled), options)
         chosen |= {"copies": kv_size_multiplier, "fused": fuse_qkv, "bias": bias, "gathers": gather_output}
         super().__init__(input_size, (output_size[0], output_size[1]), current_mesh(), **chosen)
-        mark(self)
+        mark(self, keeps=options.get("keep_master_weight", False))
+
+    initialize_weight_biases = GroupedProjections.reset_parameters
+
+
+def destroy_kv_group() -> None:
+    """Nothing: ranks that hold the same keys have no group of their own."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.errors import ConfigError, LoadError
-from shardwise.weights.rank_files import place_of, read_file, read_tree, write_by_rank
+from shardwise.compat.spelling import also_spelled
+from shardwise.errors import ConfigError
+from shardwise.weights.rank_files import load_by_rank, write_by_rank
 
 __all__ = ["load", "save"]
 
 
+@also_spelled(checkpoint="state_dict", output_dir="save_dir")
 def save(
     state_dict: Mapping[str, Any],
     save_dir: str | os.PathLike[str],
@@ -44,6 +44,7 @@ def save(
     )
 
 
+@also_spelled(chkpt_path="load_dir")
 def load(
     load_dir: str | os.PathLike[str],
     model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None,
@@ -53,6 +54,7 @@ def load(
     strict: bool = True,
     master_dp_only: bool = True,
     model: nn.Module | torch.optim.Optimizer | None = None,
+    weights_only: bool = True,
 ) -> Any:
     """Reads what `save` wrote, at the same degrees; or with `sharded=False` one file of full tensors, at any.
 
@@ -60,6 +62,7 @@ def load(
         load_dir: the directory; the file where not `sharded`.
         model_or_optimizer: what takes the entry `model_key`; `model` is another name for it.
         strict: whether names must be those of the model.
+        weights_only: without meaning: pickled code is never run.
 
     Returns:
         The other entries; all of them where nothing takes one.
@@ -72,17 +75,5 @@ def load(
     target = model_or_optimizer if model_or_optimizer is not None else model
     if not sharded and target is None:
         raise ConfigError("sharded=False without a model", fix="pass the model that takes the full tensors")
-    with raise_on_all_ranks(current_mesh().group(), "loading"):
-        place = place_of(load_dir, current_mesh(), by_data_rank=not master_dp_only) if sharded else Path(load_dir)
-        state = read_tree(place, file_per_tensor=load_xser) if sharded else read_file(place)
-        if target is None:
-            return state
-        state = state if sharded or model_key in state else {model_key: state}
-        if model_key not in state:
-            raise LoadError(f"{place} has no entry {model_key!r}", why=f"it has {', '.join(map(repr, state))}")
-        values = state.pop(model_key)
-        if isinstance(target, nn.Module):
-            target.load_state_dict(values, strict=strict)
-        else:
-            target.load_state_dict(values)
-    return state
+    options = {"by_data_rank": not master_dp_only, "file_per_tensor": load_xser, "sharded": sharded}
+    return load_by_rank(load_dir, current_mesh(), target, key=model_key, strict=strict, **options)

@@ -30,14 +30,11 @@ def clip_grad_norm(
 
     Communicates: over all ranks, one all-reduce of one value.
     """
-    order = norm_type
-    if isinstance(norm_type, str):
-        if norm_type.lower() not in ("inf", "infinity"):
-            raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
-        order = math.inf
+    if isinstance(norm_type, str) and norm_type.lower() not in ("inf", "infinity"):
+        raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     mark_replicated(chosen, current_mesh())
-    return clip_grad_norm_(chosen, float(max_norm), float(order))
+    return clip_grad_norm_(chosen, float(max_norm), float(norm_type))
 
 
 def get_grad_norm(

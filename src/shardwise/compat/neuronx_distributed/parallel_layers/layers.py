@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import UnsupportedError
 from shardwise.modules.embedding import StandaloneEmbedding
 from shardwise.modules.linears import ColumnLinear, RowLinear
+from shardwise.modules.norms import LayerNorm
 from shardwise.modules.split_module import SplitModule
+from shardwise.parameters.canonical import full_value
 
 __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
 
@@ -58,6 +60,8 @@ class ColumnParallelLinear(ColumnLinear):
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
         mark(self, keeps=options.get("keep_master_weight", False))
 
+    init_weight_cpu = ColumnLinear.reset_parameters
+
 
 class RowParallelLinear(RowLinear):
     """A linear whose input features are divided over tp, in any sizes; the product is summed. See
@@ -81,6 +85,8 @@ class RowParallelLinear(RowLinear):
             self.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]
         mark(self, keeps=options.get("keep_master_weight", False))
 
+    init_weight_cpu = RowLinear.reset_parameters
+
 
 class ParallelEmbedding(StandaloneEmbedding):
     """An embedding that is divided over tp by vocabulary, of any size, or by features (`shard_across_embedding`).
@@ -94,18 +100,11 @@ class ParallelEmbedding(StandaloneEmbedding):
         super().__init__(num_embeddings, embedding_dim, current_mesh(), **chosen)
         mark(self)
 
+    init_weight_cpu = StandaloneEmbedding.reset_parameters
+
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Args: ids int `[b, s]`. Returns `[b, s, h]`; `[s / tp, b, h]` or `[b, s / tp, h]` of sequence parallelism."""
         return super().forward(ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids, **options)
-
-
-class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm`, which may be used on parts of the sequence: its gradients are then summed over tp."""
-
-    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for parameter in self.parameters():
-            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -134,13 +133,13 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
 
 def mark(module: SplitModule, *, keeps: bool = False) -> None:
     """Puts NxD's attributes on parameters that are divided, for code that reads them; nothing here does. With `keeps`
-    the module also has its full weight, as `master_weight`.
+    the module also has its full weights, as `master_weight…`.
 
-    Communicates: where it `keeps`, one all-gather of the weight over tp.
+    Communicates: where it `keeps`, one all-gather of every weight over tp.
     """
     for name, split in module.placements.items():
         parameter: Any = module._parameters[name]
         parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
         parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
-    if keeps and (weight := module.get_parameter("weight")).device.type != "meta":
-        module.__dict__["master_weight"] = module.full_value(weight)
+        if keeps and name.startswith("weight") and not parameter.is_meta:
+            module.__dict__[f"master_{name}"] = full_value(parameter)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shardwise.comm.agree import sum_of
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.loss.cross_entropy import split_cross_entropy
+from shardwise.loss.cross_entropy import cross_entropy_of_parts
 from shardwise.modules.split_module import context_of
 
 __all__ = ["parallel_cross_entropy"]
@@ -27,14 +26,7 @@ def parallel_cross_entropy(
 
     Communicates: over tp, one all-reduce of one integer and one all-gather of three values a target and rank.
     """
-    mesh = current_mesh()
-    context, width = context_of(mesh), vocab_parallel_logits.shape[-1]
-    losses, _ = split_cross_entropy(
-        vocab_parallel_logits.reshape(-1, width),
-        target.reshape(-1),
-        context=context,
-        num_classes=sum_of(width, context.group, mesh.device),
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+    context = context_of(current_mesh())
+    return cross_entropy_of_parts(
+        vocab_parallel_logits, target, context=context, ignore_index=ignore_index, label_smoothing=label_smoothing
     )
-    return losses.view(target.shape)

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
+from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
+from shardwise.checkpoint.directory import find_tags, root_of
 from shardwise.compat.spelling import also_spelled
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
 from shardwise.modules.transparent import seen_through
 from shardwise.optim.wrapped_optimizer import CompletingOptimizer
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 Path = str | os.PathLike[str]
 
@@ -102,6 +104,11 @@ def load_checkpoint(
     )
     is_packed = isinstance(content, dict) and content.keys() == {"user_content", "lora_config"}
     return content["user_content"] if is_packed else content
+
+
+def has_checkpoint(path: Path) -> bool:
+    """Whether there is a complete checkpoint in the directory."""
+    return root_of(path).is_dir() and bool(find_tags(root_of(path)))
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.modules.transparent import Transparent
+from shardwise.modules.transparent import Transparent, seen_through
 from shardwise.parallel.state_dict_guard import local_state_dict
 from shardwise.train.run_batch import named_inputs, run_batch, run_microbatches
 
@@ -30,7 +30,7 @@ class NxDModel(Transparent):
 
     def local_module(self) -> nn.Module:
         """The split model itself."""
-        return self.__dict__["module"]
+        return seen_through(self)
 
     def local_modules(self) -> list[nn.Module]:
         """The split model, in a list."""

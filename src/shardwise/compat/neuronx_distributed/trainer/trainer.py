@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.config import initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
+from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError
 from shardwise.modules.chain import Chain, spread_evenly, starts_of
 from shardwise.modules.padded_heads import pad_heads
 from shardwise.modules.split_module import SplitModule
 from shardwise.modules.transparent import seen_through
 from shardwise.optim.optimizer import divided_groups
-from shardwise.optim.wrapped_optimizer import CompletingOptimizer
 from shardwise.parallel.recompute import recompute_classes
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
@@ -56,13 +57,22 @@ def initialize_parallel_model(
     initialize(nxd_config)
     options = nxd_config["model_init_config"]
     model = build_in_turns(
-        lambda: as_model(model_fn(*model_args, **model_kwargs), nxd_config),
+        lambda: as_model(model_fn(*_own(model_fn, model_args, model_kwargs), **model_kwargs), nxd_config),
         current_mesh(),
         ranks_at_a_time=options["sequential_move_factor"],
         on_meta=options["meta_device_init"],
         fill=options["param_init_fn"],
     )
     return NxDModel(split_model(model, nxd_config), nxd_config)
+
+
+def _own(model_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """Without the `include_buffers` that comes first in scripts of some versions, where the model takes no more."""
+    try:
+        inspect.signature(model_fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args[1:] if args and type(args[0]) is bool else args
+    return args
 
 
 def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
@@ -72,23 +82,23 @@ def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
 
 
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
-    """Splits a model that is built, in place; returns it, or PEFT's model around it."""
+    """Splits a model that is built, in place; returns it, or the `LoRAModel` around it."""
     mesh, lora = current_mesh(), nxd_config["lora_config"]
-    if lora is not None and lora.enable_lora:
-        model = seen_through(LoRAModel(model, lora.as_saved()))
-    base = find_model(model)
+    wrapped = model if lora is None or not lora.enable_lora else LoRAModel(model, lora.as_saved())
+    model = seen_through(wrapped)
+    base: Any = find_model(model)
     asked = nxd_config["activation_checkpoint_config"]
     classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
     recompute = Recompute(mode=asked or "none") if asked in (None, "full") else recompute_classes(base, classes)
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
         if nxd_config["pad_model"]:
-            config: Any = base.config
-            pad_heads(base, config.num_attention_heads)
+            pad_heads(base, base.config.num_attention_heads)
         policy = FsdpPolicy(zero_stage=1) if is_sharded else None
         order, pipeline = order_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else (None, None)
         adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
     else:
+        base.config.return_dict = True  # without it transformers 5 does not run its own models
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
             fsdp=FsdpPolicy(zero_stage=1),
@@ -96,9 +106,9 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             pipeline=pipeline_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else Pipeline(),
         )
         prepare(model, mesh, spec)
-    if lora is not None and lora.enable_lora and lora.load_lora_from_ckpt:
+    if wrapped is not model and lora.load_lora_from_ckpt:
         load_checkpoint(lora.lora_save_dir, lora.lora_load_tag, model=model)
-    return model
+    return wrapped
 
 
 def pipeline_of(model: nn.Module, config: Mapping[str, Any], order: LayerOrder | None = None) -> Pipeline:
@@ -129,7 +139,7 @@ def initialize_parallel_optimizer(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     parameters: Iterable[Any],
     **defaults: Any,
-) -> CompletingOptimizer:
+) -> NxDOptimizer:
     """An optimizer whose step clips by the norm of the full gradients; with ZeRO-1 its states are sharded over data
     ranks, as the parameters of the model are then.
 
@@ -145,6 +155,7 @@ def initialize_parallel_optimizer(
         raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
     options = nxd_config["optimizer_config"]
     max_norm = options["max_grad_norm"] if options["grad_clipping"] else None
-    optimizer = CompletingOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
+    optimizer = NxDOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
     optimizer.__dict__["nxd_config"] = nxd_config
+    optimizer.optimizer.__dict__["init_zero"] = lambda: None  # theirs must be told that weights were loaded
     return optimizer

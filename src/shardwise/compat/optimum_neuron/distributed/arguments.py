@@ -29,7 +29,8 @@ def check_arguments(
     ranks_at_a_time: int,
 ) -> None:
     """Raises `ConfigError` where one is none of those documented; warns once of what changes nothing."""
-    _check_device(device, mesh.device)
+    if device is not None and torch.device(device).type != mesh.device.type:
+        raise ConfigError(f"device is {device}, but ranks compute on {mesh.device.type}", fix="leave device out")
     if type(num_microbatches) is not int or num_microbatches < 1:
         raise ConfigError(
             f"pipeline_parallel_num_microbatches is {num_microbatches!r}", fix="use an integer of at least 1"
@@ -42,11 +43,6 @@ def check_arguments(
         _check_inputs(model, input_names)
     if zero1:
         warn_once("parallelize: pipeline_parallel_use_zero1_optimizer changes nothing: gradients are averaged once")
-
-
-def _check_device(device: torch.device | str | None, own: torch.device) -> None:
-    if device is not None and torch.device(device).type != own.type:
-        raise ConfigError(f"device is {device}, but ranks compute on {own.type}", fix="leave device out")
 
 
 def _check_heads(model: Any, multiplier: int, tp: int) -> None:

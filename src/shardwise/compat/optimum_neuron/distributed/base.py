@@ -217,7 +217,4 @@ class Parallelizer:
         if as_sharded:
             cls.save_model_sharded_checkpoint(model, output_dir, optimizer=optimizer)
 
-    @classmethod
-    def load_model_checkpoint(cls, model: nn.Module, load_dir: Path) -> None:
-        """Loads what `save_model_checkpoint` saved `as_sharded`; see `load_model_sharded_checkpoint`."""
-        cls.load_model_sharded_checkpoint(model, load_dir)
+    load_model_checkpoint = load_model_sharded_checkpoint

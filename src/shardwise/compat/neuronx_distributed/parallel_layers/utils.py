@@ -1,0 +1,29 @@
+"""What scripts take from `parallel_layers.utils`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from shardwise.errors import ConfigError
+
+__all__ = ["divide", "move_all_tensor_to_cpu", "requires_init_pg_override"]
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient, where there is no remainder."""
+    if numerator % denominator:
+        raise ConfigError(f"{numerator} is not divisible by {denominator}")
+    return numerator // denominator
+
+
+def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
+    """The same lists and dictionaries with their tensors on the CPU."""
+    return tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, data)
+
+
+def requires_init_pg_override() -> bool:
+    """False: process groups start as torch starts them."""
+    return False
