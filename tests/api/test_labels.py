@@ -14,8 +14,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.loss.label_use import LabelUse
 from shardwise.ranks.spawn import spawn
 from shardwise.search import kept, label_use
-from shardwise.search.label_use import find_label_use
-from shardwise.tiny.label_use import probe_label_use
+from shardwise.search.label_use import find_label_use, probe_label_use
 from tests.families import COMMON, MOE, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
