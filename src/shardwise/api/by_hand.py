@@ -16,14 +16,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.prepare import open_subgroups
+from shardwise.api.prepare import complete_split
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.estimate.cuts import cut
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import SplitModule, context_of, layout_of
-from shardwise.optim.gradients import track_gradients
-from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
@@ -31,14 +29,12 @@ from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parameters.registry import Registry, attach_registry, note_parameters
-from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
-from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
@@ -134,12 +130,7 @@ def adopt_model(
     if policy is not None:
         apply_data_parallelism(model, registry, policy)
     fit_absent(registry, compute_dtype=None)
-    open_subgroups(registry)
-    track_gradients(model, registry)
-    apply_pipeline(model, registry)
-    watch_optimizers()
-    if mesh.shape.world_size > 1:
-        refuse_wrapping(model)
+    complete_split(model, registry)
     return registry
 
 

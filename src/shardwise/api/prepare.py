@@ -44,7 +44,7 @@ from shardwise.sharding.json_form import to_json
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["check_options", "decide", "observe_labels", "open_subgroups", "prepare"]
+__all__ = ["check_options", "complete_split", "decide", "observe_labels", "open_subgroups", "prepare"]
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -66,14 +66,22 @@ def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     observe_labels(model)
     with raise_on_all_ranks(mesh.group(), "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
+    complete_split(model, registry)
+    guard_wrapper(given, registry)
+    return registry
+
+
+def complete_split(model: nn.Module, registry: Registry) -> None:
+    """Makes a model trainable whose modules have been split: gradients, the pipeline and optimizers are taken care of.
+
+    Communicates: the creation of groups, for what some ranks share and for a pipeline.
+    """
     open_subgroups(registry)
     track_gradients(model, registry)
     apply_pipeline(model, registry)
     watch_optimizers()
-    guard_wrapper(given, registry)
-    if mesh.shape.world_size > 1:
+    if registry.mesh.shape.world_size > 1:
         refuse_wrapping(model)
-    return registry
 
 
 def check_options(shape: MeshShape, spec: ParallelSpec) -> None:

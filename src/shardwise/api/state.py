@@ -101,7 +101,8 @@ def export_pretrained(
         return
     mesh = registry_of(model).mesh
     check_replicas(model)
-    states = {} if mode == "merged" else {name: adapter_state(model, name, rank0_only=True) for name in _names(model)}
+    adapters: Any = () if mode == "merged" else model.peft_config
+    states = {name: adapter_state(model, name, rank0_only=True) for name in adapters}
     if mode == "only":
         with raise_on_all_ranks(mesh.group(), "writing the adapter"):
             if mesh.rank == 0:
@@ -128,10 +129,6 @@ def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
     if adapter is not None:
         raise ConfigError(f"an export of {type(model).__name__} with adapter={adapter!r}", why="it has no adapters")
     return None
-
-
-def _names(model: nn.Module) -> list[str]:
-    return list(model.peft_config)  # type: ignore[arg-type]
 
 
 def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:

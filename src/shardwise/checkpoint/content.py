@@ -198,7 +198,7 @@ def _read_states(held: HeldTensor, states: Mapping[str, Any], content: Optimizer
             raise UnsupportedError(f"the optimizer's {state} of {held.name} is {local.dtype}")
         dtype = str(local.dtype).removeprefix("torch.")
         if local.ndim == 0:
-            described[state] = {"scalar": _number(local), "dtype": dtype}
+            described[state] = {"scalar": encode_tree(local.item(), "a scalar", {}), "dtype": dtype}
             continue
         form = "like" if tuple(local.shape) == shape else "whole" if is_whole(held.layout) else "ranks"
         described[state] = {form: dtype} if form == "like" else {form: dtype, "shape": list(local.shape)}
@@ -210,7 +210,3 @@ def _plain(option: Any) -> Any:
     if isinstance(option, Tensor):
         return option.item()
     return type(option)(map(_plain, option)) if type(option) in (list, tuple) else option
-
-
-def _number(tensor: Tensor) -> Any:
-    return encode_tree(tensor.item(), "a scalar", {})

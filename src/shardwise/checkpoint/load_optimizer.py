@@ -197,7 +197,8 @@ class OptimizerLoad:
             return made
         follows = stored.dtype == self._stored.index.tensors[model_key(state.held.name)].dtype
         dtype = local.dtype if follows else stored.dtype
-        if isinstance(old, Tensor) and old.dtype == dtype and _is_split_alike(old, state.parameter):
+        is_alike = isinstance(old, DTensor) == isinstance(state.parameter, DTensor)
+        if isinstance(old, Tensor) and old.dtype == dtype and is_alike:
             there = local_part(old).detach()
             if there.shape == local.shape:
                 self._stored.fill(there, state.key, state.copies)
@@ -205,10 +206,6 @@ class OptimizerLoad:
         made = torch.empty_like(local, dtype=dtype)
         self._stored.fill(made, state.key, state.copies)
         return state.held.entry.wrap(made) if state.held.entry is not None else made
-
-
-def _is_split_alike(state: Tensor, parameter: Tensor) -> bool:
-    return isinstance(state, DTensor) == isinstance(parameter, DTensor)
 
 
 def _like(old: Any, value: Any) -> Any:

@@ -12,6 +12,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ __all__ = [
     "cache_path",
     "dataset_source",
     "digest",
+    "disk_errors",
     "file_source",
     "find_files",
     "json_lines",
@@ -149,14 +151,11 @@ def read_files(
         done = 0
         for file, (_, stat) in zip(files, stats, strict=True):
             try:
-                yield from read_file(file)
+                with disk_errors(f"cannot read {file}"):
+                    yield from read_file(file)
             except UnicodeDecodeError as error:
                 fix = "convert it (iconv -f ... -t UTF-8), or leave it out with data.include"
                 raise LoadError(f"{file} is not UTF-8 text", why=str(error), fix=fix) from error
-            except LoadError:
-                raise
-            except OSError as error:
-                raise LoadError(f"cannot read {file}", why=str(error.strerror)) from error
             done += stat.st_size
             on_progress(done)
 
@@ -235,22 +234,29 @@ def write_tokens(
         LoadError: the source could not be read, or holds no text at all, or `path` cannot be written.
     """
     num_tokens = checksum = 0
+    fix = "make room, or name another place with data.cache_dir"
+    failing = disk_errors(f"cannot write the tokens to {path}", fix=fix)
+    with failing, atomic_file(path) as partial, partial.open("wb") as out:
+        for texts in text_batches(source.read(on_progress)):
+            rows = iter(encoder.encode([text for text in texts if text is not None]))
+            for text in texts:
+                tokens = np.asarray([encoder.separator] if text is None else next(rows), dtype=TOKEN_TYPE)
+                out.write(tokens.data)
+                num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(tokens.data, checksum)
+        if num_tokens == 0:
+            raise LoadError("the data holds no text", at="data", why="every file or line is empty")
+        out.write(TRAILER.pack(MARK, num_tokens, checksum))
+
+
+@contextmanager
+def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
+    """Says of what the disk refuses in the block what it was for."""
     try:
-        with atomic_file(path) as partial, partial.open("wb") as out:
-            for texts in text_batches(source.read(on_progress)):
-                rows = iter(encoder.encode([text for text in texts if text is not None]))
-                for text in texts:
-                    tokens = np.asarray([encoder.separator] if text is None else next(rows), dtype=TOKEN_TYPE)
-                    out.write(tokens.data)
-                    num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(tokens.data, checksum)
-            if num_tokens == 0:
-                raise LoadError("the data holds no text", at="data", why="every file or line is empty")
-            out.write(TRAILER.pack(MARK, num_tokens, checksum))
+        yield
     except LoadError:
         raise
     except OSError as error:
-        fix = "make room, or name another place with data.cache_dir"
-        raise LoadError(f"cannot write the tokens to {path}", why=str(error.strerror), fix=fix) from error
+        raise LoadError(summary, why=str(error.strerror), fix=fix) from error
 
 
 def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
@@ -263,13 +269,10 @@ def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
     Raises:
         LoadError: the file was not written by `write_tokens`, or has been cut or changed.
     """
-    try:
+    with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            file.seek(max(0, size - TRAILER.size))
-            mark, num_tokens, checksum = TRAILER.unpack(file.read().rjust(TRAILER.size))
-    except OSError as error:
-        raise LoadError(f"cannot read the tokens in {path}", why=str(error.strerror)) from error
+        file.seek(max(0, size - TRAILER.size))
+        mark, num_tokens, checksum = TRAILER.unpack(file.read().rjust(TRAILER.size))
     expected = num_tokens * TOKEN_TYPE.itemsize + TRAILER.size
     if mark != MARK or size != expected:
         why = f"it has {size:,} bytes of {expected:,}" if mark == MARK else "its end is missing"

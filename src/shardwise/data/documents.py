@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.data.corpus import MARK as MARK_OF_TOKENS
-from shardwise.data.corpus import TOKEN_TYPE, digest
+from shardwise.data.corpus import TOKEN_TYPE, digest, disk_errors
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file
 
@@ -83,28 +83,24 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """
     num_tokens = checksum = 0
     entries: list[tuple[int, int]] = []
-    try:
-        with atomic_file(path) as partial, partial.open("wb") as out:
-            for document in documents:
-                is_target = document.is_target.copy()
-                is_target[:1] = False
-                if not is_target.any():
-                    raise LoadError("a document holds nothing to learn", at=f"document {len(entries)}")
-                marked = document.tokens.astype(TOKEN_TYPE) | np.where(is_target, TARGET, np.uint32(0))
-                out.write(marked.data)
-                checksum = zlib.crc32(marked.data, checksum)
-                num_tokens += len(marked)
-                entries.append((num_tokens, int(is_target.argmax())))
-            if not entries:
-                raise LoadError("the data holds no text", at="data", why="every file or line is empty")
-            index = np.array(entries, dtype=ENTRY)
-            out.write(index.data)
-            out.write(TRAILER.pack(MARK, VERSION, num_tokens, len(entries), zlib.crc32(index.tobytes(), checksum)))
-    except LoadError:
-        raise
-    except OSError as error:
-        fix = "make room, or name another place with data.cache_dir"
-        raise LoadError(f"cannot write the documents to {path}", why=str(error.strerror), fix=fix) from error
+    fix = "make room, or name another place with data.cache_dir"
+    failing = disk_errors(f"cannot write the documents to {path}", fix=fix)
+    with failing, atomic_file(path) as partial, partial.open("wb") as out:
+        for document in documents:
+            is_target = document.is_target.copy()
+            is_target[:1] = False
+            if not is_target.any():
+                raise LoadError("a document holds nothing to learn", at=f"document {len(entries)}")
+            marked = document.tokens.astype(TOKEN_TYPE) | np.where(is_target, TARGET, np.uint32(0))
+            out.write(marked.data)
+            checksum = zlib.crc32(marked.data, checksum)
+            num_tokens += len(marked)
+            entries.append((num_tokens, int(is_target.argmax())))
+        if not entries:
+            raise LoadError("the data holds no text", at="data", why="every file or line is empty")
+        index = np.array(entries, dtype=ENTRY)
+        out.write(index.data)
+        out.write(TRAILER.pack(MARK, VERSION, num_tokens, len(entries), zlib.crc32(index.tobytes(), checksum)))
 
 
 def read_documents(path: Path, *, verify: bool = False) -> Documents:
@@ -118,22 +114,17 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
         LoadError: the file is none of documents, of another version, or has been cut or changed.
     """
     fix = "remove it: it is made again"
-    try:
+    with disk_errors(f"cannot read the documents in {path}"), path.open("rb") as file:
         size = path.stat().st_size
-        with path.open("rb") as file:
-            file.seek(max(0, size - TRAILER.size))
-            trailer = file.read()
-            mark, version, num_tokens, number, checksum = TRAILER.unpack(trailer.rjust(TRAILER.size))
-            expected = num_tokens * TOKEN_TYPE.itemsize + number * ENTRY.itemsize + TRAILER.size
-            if mark != MARK or version != VERSION or size != expected:
-                why = _what_it_is(trailer, mark, version, f"it has {size:,} bytes of {expected:,}")
-                raise LoadError(f"{path} is no complete file of documents", why=why, fix=fix)
-            file.seek(num_tokens * TOKEN_TYPE.itemsize)
-            index: NDArray[Any] = np.frombuffer(file.read(number * ENTRY.itemsize), dtype=ENTRY)
-    except LoadError:
-        raise
-    except OSError as error:
-        raise LoadError(f"cannot read the documents in {path}", why=str(error.strerror)) from error
+        file.seek(max(0, size - TRAILER.size))
+        trailer = file.read()
+        mark, version, num_tokens, number, checksum = TRAILER.unpack(trailer.rjust(TRAILER.size))
+        expected = num_tokens * TOKEN_TYPE.itemsize + number * ENTRY.itemsize + TRAILER.size
+        if mark != MARK or version != VERSION or size != expected:
+            why = _what_it_is(trailer, mark, version, f"it has {size:,} bytes of {expected:,}")
+            raise LoadError(f"{path} is no complete file of documents", why=why, fix=fix)
+        file.seek(num_tokens * TOKEN_TYPE.itemsize)
+        index: NDArray[Any] = np.frombuffer(file.read(number * ENTRY.itemsize), dtype=ENTRY)
     tokens = np.memmap(path, dtype=TOKEN_TYPE, mode="r", shape=(num_tokens,))
     if verify and zlib.crc32(index.tobytes(), zlib.crc32(tokens.data)) != checksum:
         raise LoadError(f"{path} is damaged", why="its checksum is another", fix=fix)

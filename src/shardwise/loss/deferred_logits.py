@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.errors import LayoutError
 from shardwise.loss import cross_entropy
 from shardwise.loss.cross_entropy import Head, head_cross_entropy, reduced
+from shardwise.loss.logits import attribute_of
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
@@ -241,8 +242,7 @@ def go_on(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of `func` where its deferred logits need not be made, else NotImplemented."""
     name = getattr(func, "__name__", "")
     name = _OPERATORS.get(name, name)
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
-    if name in _ASKING or attribute in _ASKED:
+    if name in _ASKING or attribute_of(func) in _ASKED:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     logits = args[0] if args else kwargs.get("input")

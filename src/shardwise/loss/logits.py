@@ -15,7 +15,7 @@ waits alone raises, before it has communicated anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from shardwise.comm.collectives import gather_full
 from shardwise.errors import RankError
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["SplitLogits", "as_logits"]
+__all__ = ["SplitLogits", "as_logits", "attribute_of", "only_asks", "takes_data"]
 
 _SECONDS_TO_MEET = 60.0
 _NUMBERS = itertools.count(1)
@@ -46,6 +46,23 @@ _ASKING = frozenset(
 
 _READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that do."""
+
+
+def attribute_of(func: Any) -> str | None:
+    """The name of the attribute of a tensor that a torch function reads; None where it is another function."""
+    is_read = getattr(func, "__name__", "") == "__get__"
+    return getattr(getattr(func, "__self__", None), "__name__", "") if is_read else None
+
+
+def takes_data(func: Any) -> bool:
+    """Whether a function gives the same tensor without its graph."""
+    return getattr(func, "__name__", "") == "detach" or attribute_of(func) == "data"
+
+
+def only_asks(func: Any, asking: Collection[str]) -> bool:
+    """Whether a function asks about a tensor without reading its values: one of `asking`, or an attribute."""
+    attribute = attribute_of(func)
+    return getattr(func, "__name__", "") in asking or (attribute is not None and attribute not in _READING)
 
 
 @dataclass
@@ -74,11 +91,10 @@ class SplitLogits(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
-        if name == "detach" or attribute == "data":
+        kwargs = kwargs or {}
+        if takes_data(func):
             return args[0]._detached()
-        if name in _ASKING or (attribute is not None and attribute not in _READING):
+        if only_asks(func, _ASKING):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 

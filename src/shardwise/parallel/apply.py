@@ -87,7 +87,8 @@ def apply_plan(
     apply_compilation(model, registry, spec.compilation, budget=spec.recompute.budget)
     train_without_cache(model, recomputes=spec.recompute.mode != "none")
     apply_data_parallelism(model, registry, spec.fsdp)
-    fit_absent(registry, compute_dtype=_compute_dtype(spec, dtype))
+    compute_dtype = getattr(torch, spec.precision.compute) if spec.precision is not None else dtype
+    fit_absent(registry, compute_dtype=compute_dtype)
     guard_hooks(model, registry)
     return registry
 
@@ -102,11 +103,6 @@ def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:
     """The most classes of a split head that a tp rank has; None where it is not split."""
     entry = entries_of(head).get("weight") if head is not None else None
     return context.even_sizes(entry.layout.shape[0])[0] if entry is not None and entry.split is not None else None
-
-
-def _compute_dtype(spec: ParallelSpec, dtype: torch.dtype | None) -> torch.dtype | None:
-    """That of the computation, where it is another than that of the parameters as they came."""
-    return getattr(torch, spec.precision.compute) if spec.precision is not None else dtype
 
 
 def check_unsplit(model: nn.Module) -> None:

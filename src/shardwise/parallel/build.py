@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,12 @@ def read_config(
     """
     where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
-    try:
+    what = f"transformers cannot read the model config {'values' if isinstance(source, Mapping) else repr(source)}"
+    with _reading(what, fix="correct the values, or take the config of another checkpoint of the kind"):
         if isinstance(source, Mapping):
             return AutoConfig.for_model(**source), rest
         _check_file(source, where)
         config, unused = AutoConfig.from_pretrained(os.fspath(source), return_unused_kwargs=True, **where, **rest)
-    except LoadError:
-        raise
-    except Exception as error:  # a config's class refuses its values with errors of many kinds
-        raise LoadError(
-            f"transformers cannot read the model config {'values' if isinstance(source, Mapping) else repr(source)}",
-            why=" ".join(str(error).split()),
-            fix="correct the values, or take the config of another checkpoint of the kind",
-        ) from error
     return config, unused
 
 
@@ -93,15 +87,21 @@ def read_class_config(
     where = {name: value for name, value in where.items() if name != "variant"}
     place = source if config is None else config
     _check_file(place, dict(where))
-    try:
+    what = f"{config_class.__name__} cannot read the model config {os.fspath(place)!r}"
+    with _reading(what, fix="use the model class of this checkpoint"):
         found, rest = config_class.from_pretrained(os.fspath(place), return_unused_kwargs=True, **where, **options)
-    except Exception as error:  # a config's class refuses its values with errors of many kinds
-        raise LoadError(
-            f"{config_class.__name__} cannot read the model config {os.fspath(place)!r}",
-            why=" ".join(str(error).split()),
-            fix="use the model class of this checkpoint",
-        ) from error
     return found, rest
+
+
+@contextmanager
+def _reading(what: str, *, fix: str) -> Iterator[None]:
+    """Says what could not be read: a config's class refuses its values with errors of many kinds."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        raise LoadError(what, why=" ".join(str(error).split()), fix=fix) from error
 
 
 def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import ConfigError
 from shardwise.runtime.arguments import Arguments, edit_arguments
-from shardwise.runtime.positions import keep_rows_whole
+from shardwise.runtime.positions import leave_out_cache
 
 __all__ = ["train_without_cache"]
 
@@ -34,9 +34,7 @@ def train_without_cache(model: nn.Module, *, recomputes: bool) -> None:
                 raise ConfigError(
                     "use_cache=True under recomputation", fix="leave it out, or run under torch.no_grad()"
                 )
-            if arguments.get("use_cache") is None:
-                keep_rows_whole(module, arguments)
-            arguments["use_cache"] = arguments.get("use_cache") or False
+            leave_out_cache(module, arguments)
 
     for module in _cache_builders(model):
         edit_arguments(module, without_cache)

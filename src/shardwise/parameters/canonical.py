@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -98,7 +99,8 @@ def canonical_tensors(
     mesh = registry_of(model).mesh
     dtypes = dtypes_of(values, mesh)
     layouts = {name: entry.layout for name, entry in canonical_entries(model).items() if name in dtypes}
-    for names in _batches({name: _nbytes(layout, dtypes[name]) for name, layout in layouts.items()}):
+    sizes = {name: math.prod(layout.shape) * dtypes[name].itemsize for name, layout in layouts.items()}
+    for names in _batches(sizes):
         parts = [_Part(values.get(name), layouts[name], dtypes[name]) for name in names]
         yield from zip(names, _full_tensors(parts, mesh, rank0_only=rank0_only), strict=True)
 
@@ -146,10 +148,6 @@ class _Part(NamedTuple):
     local: Tensor | None
     layout: Layout
     dtype: torch.dtype | None
-
-
-def _nbytes(layout: Layout, dtype: torch.dtype) -> int:
-    return torch.Size(layout.shape).numel() * dtype.itemsize
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -38,7 +38,7 @@ from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.modes import is_checkpointed
 from shardwise.runtime.outputs import map_fields
-from shardwise.runtime.positions import keep_rows_whole
+from shardwise.runtime.positions import leave_out_cache
 from shardwise.runtime.same_batch import check_same_batch
 from shardwise.topology.axes import SAME_ROWS_AXES
 
@@ -127,9 +127,7 @@ class _Forward:
         # Not whether this rank has anything to train: all of them must choose alike.
         self.learns = bool(self.targets) and torch.is_grad_enabled()
         if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
-            if self.arguments.get("use_cache") is None:
-                keep_rows_whole(model, self.arguments)
-            self.arguments["use_cache"] = self.arguments.get("use_cache") or False
+            leave_out_cache(model, self.arguments)
 
     def run(self) -> Any:
         """The output of the whole model."""
@@ -176,7 +174,12 @@ class _Forward:
                     fix="leave it out, or use pp_size 1",
                 )
         given = self.arguments.items() if self.learns else ()
-        nested = (name for name, value in given if not isinstance(value, Tensor | Cache) and _needs_gradient(value))
+        nested = (
+            name
+            for name, value in given
+            if not isinstance(value, Tensor | Cache)
+            and any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(value))
+        )
         if (holder := next(nested, None)) is not None:
             raise UnsupportedError(
                 f"a gradient of what {holder} holds, in a {type(self.model).__name__} in stages",
@@ -277,10 +280,6 @@ def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any
 def _detached_leaf(value: Any) -> Any:
     needs = isinstance(value, Tensor) and value.requires_grad
     return value.detach().clone().requires_grad_() if needs else value
-
-
-def _needs_gradient(value: Any) -> bool:
-    return any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(value))
 
 
 def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:

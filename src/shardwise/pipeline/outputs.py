@@ -24,7 +24,7 @@ from shardwise.comm.agree import meet
 from shardwise.comm.collectives import as_dtensor
 from shardwise.comm.operations import Group, broadcast_, broadcast_object
 from shardwise.errors import RankError, UnsupportedError
-from shardwise.loss.logits import as_logits
+from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
 
 __all__ = ["LaterTensor", "hand_out", "merge_outputs"]
@@ -35,7 +35,6 @@ _ASKING = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
     | {"get_device", "__len__", "__set__"}
 )
-_READING = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 class _Slot(NamedTuple):
@@ -199,14 +198,12 @@ class LaterTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else None
-        if name == "detach" or attribute == "data":
+        if takes_data(func):
             return args[0]
-        if name in _ASKING or (attribute is not None and attribute not in _READING):
+        if only_asks(func, _ASKING):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        args, kwargs = tree_map(_present, (args, kwargs))
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(_present, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @classmethod

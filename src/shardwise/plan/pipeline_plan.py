@@ -174,7 +174,8 @@ class PipelinePlan:
             names: FQNs of all parameters, tied aliases included.
             tied: alias FQN to canonical FQN.
         """
-        found = {name: self._stages_using(name) for name in names}
+        uses = self.order.uses
+        found = {name: tuple(sorted(set(map(self.stage_of, uses.get(name, ()))))) for name in names}
         used = {tied.get(name, name) for name, stages in found.items() if stages}
         for name in found:
             if name not in tied and name not in used:
@@ -187,9 +188,6 @@ class PipelinePlan:
         inside = is_within(name, self.order.calls)
         beside = (min(found) for used, found in self.order.uses.items() if found and used.startswith(f"{module}."))
         return self.rank_of[self._stage_around(name) if inside else self.stage_of(min(beside, default=0))]
-
-    def _stages_using(self, name: str) -> tuple[int, ...]:
-        return tuple(sorted({self.stage_of(segment) for segment in self.order.uses.get(name, ())}))
 
     def _stage_around(self, name: str) -> int:
         inside = (segment for segment, layer in enumerate(self.order.calls) if name.startswith(f"{layer}."))

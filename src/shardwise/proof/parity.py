@@ -157,7 +157,8 @@ def measure(
     with counted_layers(model, mesh) as collectives:
         loss = step(model, mesh, copied(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
-    optimizers = torch.optim.AdamW(reference.parameters(), **OPTIMIZER), _optimizer_of(model)
+    unsplit_optimizer = torch.optim.AdamW(reference.parameters(), **OPTIMIZER)
+    optimizers = unsplit_optimizer, build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
     parameter = Difference(error=0.0, allowed=tolerance.parameter)
     for number in range(num_steps):
         if number:
@@ -185,10 +186,6 @@ def measure(
     )
     exact = functools.partial(measure, split=split, step=step, reference_loss=reference_loss, tolerance=tolerance)
     return _without_rounding(found, exact, unsplit, batch, mesh)
-
-
-def _optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
 
 
 def _without_rounding(

@@ -8,10 +8,17 @@ from transformers import PreTrainedConfig
 
 from shardwise.runtime.arguments import Arguments, argument_names
 
-__all__ = ["keep_rows_whole"]
+__all__ = ["leave_out_cache"]
 
 
-def keep_rows_whole(module: nn.Module, arguments: Arguments) -> None:
+def leave_out_cache(module: nn.Module, arguments: Arguments) -> None:
+    """Has a forward with these `arguments` build no cache of keys and values, unless they ask for one."""
+    if arguments.get("use_cache") is None:
+        _keep_rows_whole(module, arguments)
+    arguments["use_cache"] = arguments.get("use_cache") or False
+
+
+def _keep_rows_whole(module: nn.Module, arguments: Arguments) -> None:
     """Adds a mask that hides nothing where `arguments` have positions and no mask, and the model would build a cache.
 
     Without a cache transformers takes a row whose positions restart for several documents, which do not see each other;

@@ -143,7 +143,9 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         if order is None:
             raise
         name, runs = type(model).__name__, ", ".join(order.calls)
-        logger.warning("%s is cut only before one of %s: between its layers, %s", name, runs, _in_a_line(error))
+        logger.warning(
+            "%s is cut only before one of %s: between its layers, %s", name, runs, " ".join(str(error).split())
+        )
         return order
 
 
@@ -199,10 +201,6 @@ def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: Laye
     except Exception:  # noqa: BLE001 - it wants other inputs to train
         return
     _stages_of_one(trained, order).shapes(0, copied(batch))
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
