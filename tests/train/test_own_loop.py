@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import tempfile
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
@@ -221,6 +223,24 @@ def other_directories(pair):
     return []
 
 
+def replaced_parameters(pair):
+    """What is computed of a part is not what is computed of the full parameter."""
+    linear = pair.split.model.layers[0].mlp.up_proj
+    with pytest.raises(
+        UnsupportedError, match=r"a parameter of model\.layers\.0\.mlp\.up_proj, which is split already"
+    ):
+        prune.l1_unstructured(linear, "weight", amount=0.5)
+    pair.backward(0)
+    return pair.gradient_problems()
+
+
+def pickled(pair):
+    """The class that FSDP2 makes is none that pickle finds."""
+    with pytest.raises(UnsupportedError, match="pickling a Qwen3ForCausalLM that is split"):
+        pickle.dumps(pair.split)
+    return []
+
+
 def _local(gradient):
     return getattr(gradient, "_local_tensor", gradient)
 
@@ -429,6 +449,7 @@ EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler,
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
+    replaced_parameters,
     *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later, other_learning_rates, other_directories),
 )
 ALONE = (head_by_itself, embedding_by_itself)
@@ -438,7 +459,7 @@ CASES = {
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-        *(interrupted_backward, nothing_to_train, other_learning_rates),
+        *(interrupted_backward, nothing_to_train, other_learning_rates, pickled),
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

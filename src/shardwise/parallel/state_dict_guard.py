@@ -52,7 +52,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     attributes = dict(vars(model))
     vars(model).clear()
     vars(model).update({_REFUSAL: _RefusePickle(type(model).__name__), **attributes})
-    if registry.stages is not None:
+    if registry.stages is not None or registry.mesh.data_mesh is not None:
         apply_mixin(model, _RefusesPickle)
     if registry.mesh.shape.world_size == 1:
         return
@@ -95,7 +95,7 @@ def local_state_dict(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, A
 
 
 class _RefusesPickle:
-    """Mixin of a model whose class is none that pickle finds, so that the refusal must come before it."""
+    """Mixin of a model whose class, that of stages or of FSDP2, is none that pickle finds: the refusal comes before."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

@@ -6,7 +6,10 @@ import functools
 import itertools
 
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
@@ -98,8 +101,21 @@ def adopt_parameters(model: nn.Module) -> None:
 
 @functools.cache
 def _watch_registrations() -> None:
-    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features, or layers."""
+    """Has PEFT, in this process, refuse to wrap modules that compute with a rank's own heads or features, or layers,
+    and `torch.nn.utils.prune` to compute masks of parts.
+    """
     register_module_module_registration_hook(_check_wrapped)
+    register_module_parameter_registration_hook(_check_renamed)
+
+
+def _check_renamed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    is_known = module.__dict__.get(_ADAPTED, False) or knows(module, name)
+    if module.__dict__.get(_GIVEN) == "split" and not is_known and parameter is not None and entry_of(parameter):
+        raise UnsupportedError(
+            f"a parameter of {module.__dict__[_NAME]}, which is split already, put away as {name}",
+            why="what takes its place (torch.nn.utils.prune, spectral_norm) would be computed of a part of it",
+            fix="do so before shardwise.parallelize splits the model, or use a layout without tp",
+        )
 
 
 def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
