@@ -4,7 +4,8 @@ A dataclass is an object of its fields, or says itself by `to_json` and `from_js
 `kind` which one it is.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,11 +16,14 @@ from shardwise.topology.shape import MeshShape
 
 __all__ = ["from_json", "to_json"]
 
+_PLAIN = frozenset((str, int, float, bool, NoneType))
 _KINDS: dict[str, type] = {"replicate": Replicate, "held": Held, "chunk": Chunk, "split": Split}
 
 
 def to_json(value: Any) -> Any:
     """`value` (a layout, a placement, a decided plan) as what `json.dumps` takes; `from_json` reads it back."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, MeshShape):
         return str(value)
     if hasattr(value, "to_json"):
@@ -56,10 +60,10 @@ def _decode(form: Any, data: Any) -> Any:
     if hasattr(form, "from_json"):
         return form.from_json(data)
     if is_dataclass(form):
-        hints: dict[str, Any] = get_type_hints(form)
+        made: Any = form
+        hints = _hints_of(made)
         if data.keys() != {each.name for each in fields(form)}:
             raise KeyError(f"{form} has the attributes {', '.join(each.name for each in fields(form))}")
-        made: Any = form
         return made(**{name: _decode(hints[name], each) for name, each in data.items()})
     if form == Placement:
         return _decode(_KINDS[data["kind"]], {name: each for name, each in data.items() if name != "kind"})
@@ -76,3 +80,8 @@ def _decode(form: Any, data: Any) -> Any:
     if type(data) is not form:
         raise TypeError(f"{data!r} is no {form.__name__}")
     return data
+
+
+@functools.cache
+def _hints_of(form: Hashable) -> dict[str, Any]:
+    return get_type_hints(form)
