@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError, LayoutError, RankError, UnsupportedError
-from shardwise.parameters.registry import entry_of
+from shardwise.optim.reduction import time_reduction
+from shardwise.parameters.registry import entry_of, registry_of
+from shardwise.plan.options import FsdpPolicy
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
@@ -399,6 +401,25 @@ def interrupted_backward(pair):
     return pair.gradient_problems()
 
 
+def sums_put_off(pair):
+    """What FSDP2 has not reduced yet when a step is left, or gradients are cleared, is in no later step."""
+    pair = Pair("", pair.mesh, fsdp=FsdpPolicy(zero_stage=1))
+    calls = []
+    second = pair.split.register_forward_pre_hook(lambda *_: calls.append(0) or (_interrupt() if calls[1:] else None))
+    with pytest.raises(KeyboardInterrupt):
+        shardwise.TrainStep(pair.split, pair.mesh, num_microbatches=2)(rows_of(pair.batches[0], pair.mesh))
+    second.remove()
+    pair.backward(1)
+    problems = pair.gradient_problems()
+    pair.full.zero_grad()
+    time_reduction(registry_of(pair.split), is_last=False)
+    pair.split(**rows_of(pair.batches[2], pair.mesh)).loss.backward()
+    time_reduction(registry_of(pair.split), is_last=True)
+    pair.split.zero_grad()
+    pair.backward(3)
+    return problems + pair.gradient_problems()
+
+
 def _interrupt(*_):
     raise KeyboardInterrupt
 
@@ -459,7 +480,7 @@ CASES = {
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-        *(interrupted_backward, nothing_to_train, other_learning_rates, pickled),
+        *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled),
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

@@ -289,7 +289,8 @@ def _check_base(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, s
         f"the checkpoint {stored.manifest.tag} was trained on another base than this model's",
         at=str(stored.directory),
         why=f"the frozen parameters have other values than those that were saved with: {_shown(found)}",
-        fix="load the base that it was trained on, in the same dtype, or pass strict=False to go on with this one",
+        fix="load the base that it was trained on, in the same dtype (model.dtype of a run),\n"
+        "or pass strict=False to load_checkpoint to go on with this one",
     )
 
 

@@ -31,8 +31,10 @@ from transformers import PreTrainedModel
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.optim.late import Late
+from shardwise.optim.reduction import time_reduction
 from shardwise.optim.summing import complete_gradients, scale_back_to_partial
 from shardwise.parameters.added import adopt_parameters, note_inputs
+from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
 from shardwise.parameters.registry import (
     ParameterEntry,
@@ -142,6 +144,10 @@ class Gradients:
                 self._begin_partial()
         try:
             yield
+        except BaseException:  # what the step was to sum is no part of the next one
+            forget_unreduced(self.model)
+            time_reduction(self.registry, is_last=True)
+            raise
         finally:
             self.is_put_off = self.is_in_step = False
             if self.registry.casting is not None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
@@ -83,8 +83,9 @@ def _refuse_copy(memo: Any) -> NoReturn:
 
 
 def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-    """Clears gradients of the parameters at rest; see [Note: left gathered]."""
+    """Clears gradients of the parameters at rest, and those to be; see [Note: left gathered]."""
     reshard(model)
+    forget_unreduced(model)
     type(model).zero_grad(model, set_to_none)
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardwise.parameters.registry import ParameterEntry, entries_of, find_parameters, registry_of
-from shardwise.runtime.gathered import free
+from shardwise.runtime.gathered import drop_unreduced, free
 
-__all__ = ["copy_out_of_mmap", "held_parameters", "reshard"]
+__all__ = ["copy_out_of_mmap", "forget_unreduced", "held_parameters", "reshard"]
 
 
 def copy_out_of_mmap(model: nn.Module) -> None:
@@ -49,3 +49,9 @@ def reshard(model: nn.Module) -> None:
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 free(module)
+
+
+def forget_unreduced(model: nn.Module) -> None:
+    """Drops gradients that FSDP2 keeps for a later backward to reduce with its own: no `.grad` shows them."""
+    for root in (model, *registry_of(model).stage_roots.values()):
+        drop_unreduced(root)

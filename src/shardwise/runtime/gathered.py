@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "drop_unreduced",
     "follow_requires_grad",
     "forget_interrupted",
     "free",
@@ -44,11 +45,17 @@ def forget_interrupted(root: nn.Module) -> None:
         return
     if state._is_root and any(each._training_state.name != "IDLE" for each in states):
         state._reset_iter_state()
-        for group in (group for each in states for group in each._fsdp_param_groups):
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+        drop_unreduced(root)
+
+
+def drop_unreduced(root: nn.Module) -> None:
+    """Lets FSDP2 forget gradients that wait for a later backward to be reduced, of all units of `root`."""
+    for group in (group for each in root.modules() if isinstance(each, FSDPModule) for group in param_groups(each)):
+        group._partial_reduce_output = None
+        for held in group.fsdp_params:
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
 
 
 def follow_requires_grad(root: nn.Module) -> None:
