@@ -36,6 +36,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "did_you_mean",
+    "one_line",
 ]
 
 _CONTINUATION = "\n" + " " * len("  why: ")
@@ -111,3 +112,8 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     known = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f" (did you mean {known[close[0]]!r}?)" if close else ""
+
+
+def one_line(error: BaseException, *, limit: int | None = None) -> str:
+    """The text of another library's error as part of ours: in one line, of `limit` letters at most."""
+    return " ".join(str(error).split())[:limit]

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from shardwise.api.prepare import decide
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError, one_line
 from shardwise.parallel.build import build_meta_model
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import ParallelSpec
@@ -86,7 +86,7 @@ def _unsplit_model(given: Any) -> nn.Module:
     try:
         config = AutoConfig.for_model(given) if isinstance(given, str) else given.config_class()
     except Exception as error:  # a config's class refuses its own defaults with errors of many kinds
-        why = " ".join(str(error).split())[:300]
+        why = one_line(error, limit=300)
         raise UnsupportedError(f"there is no default config of {given!r}: {why}") from error
     return build_meta_model(config, given if is_class else None, dtype=None, options={})
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, split_rows, target_names
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, one_line
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
 from shardwise.loss.label_use import note_label_use
@@ -243,7 +243,7 @@ def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the adapter does not fit {type(tiny).__name__}",
-            why=" ".join(str(error).split())[:400],
+            why=one_line(error, limit=400),
             fix="name modules of this model in target_modules",
         ) from error
 

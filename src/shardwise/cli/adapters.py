@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from shardwise.cli.config_file import Problems
-from shardwise.errors import did_you_mean
+from shardwise.errors import did_you_mean, one_line
 from shardwise.lora.inject import read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.train.run_config import Problem, TrainConfig
@@ -78,7 +78,7 @@ def check_adapter(config: TrainConfig) -> list[Problem]:
         try:
             adapter_of(config)
         except (ValueError, TypeError) as error:
-            problems.append(Problem("adapter", " ".join(str(error).split())))
+            problems.append(Problem("adapter", one_line(error)))
     return problems
 
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
 
 __all__ = [
@@ -101,7 +101,7 @@ def _reading(what: str, *, fix: str) -> Iterator[None]:
     except LoadError:
         raise
     except Exception as error:
-        raise LoadError(what, why=" ".join(str(error).split()), fix=fix) from error
+        raise LoadError(what, why=one_line(error), fix=fix) from error
 
 
 def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.comm.agree import gather_from_all
-from shardwise.errors import PlanError, UnsupportedError
+from shardwise.errors import PlanError, UnsupportedError, one_line
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import running_alone
@@ -143,9 +143,7 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         if order is None:
             raise
         name, runs = type(model).__name__, ", ".join(order.calls)
-        logger.warning(
-            "%s is cut only before one of %s: between its layers, %s", name, runs, " ".join(str(error).split())
-        )
+        logger.warning("%s is cut only before one of %s: between its layers, %s", name, runs, one_line(error))
         return order
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.simulated import SimulatedGroup, run_ranks
-from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.errors import ShardwiseError, UnsupportedError, one_line
 from shardwise.optim.gradients import track_gradients
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
@@ -222,7 +222,7 @@ def failures_explained(explain: Callable[[Verdict], ShardwiseError]) -> Iterator
 
 def failed(error: Exception) -> Verdict:
     """The verdict on a plan with which running a model raised `error`."""
-    text = " ".join(str(error).split())[:_REASON]
+    text = one_line(error, limit=_REASON)
     reason = text if isinstance(error, ShardwiseError) else f"{type(error).__name__}: {text}"
     return Verdict(passed=False, reason=reason, lacks_stack=isinstance(error, NoStackError), module=_running(error))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, one_line
 from shardwise.mesh import Mesh
 from shardwise.weights.staging import atomic_file
 
@@ -172,4 +172,4 @@ def read_file(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise LoadError(f"cannot read {path}", why=" ".join(str(error).split())[:300]) from error
+        raise LoadError(f"cannot read {path}", why=one_line(error, limit=300)) from error
