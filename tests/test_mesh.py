@@ -148,7 +148,10 @@ def policies_of_loops(is_ours=True):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux schedules threads one by one")
 def test_gloo_gives_way_where_ranks_of_tests_take_every_core():
     crowded, roomy = ({"LOCAL_WORLD_SIZE": str(size)} for size in (len(os.sched_getaffinity(0)), 0))
-    for policies in spawn(policies_of_loops, 2, env=crowded):
+    found = spawn(policies_of_loops, 2, env=crowded)
+    if not any(found) and torch.__version__ < (2, 13):
+        pytest.skip("gloo's threads have no names in this torch, so that nobody can tell them from others")
+    for policies in found:
         assert policies and {policy for policy, _ in policies} == {os.SCHED_BATCH}
         assert all(niceness > 0 for _, niceness in policies)
     for policies in (*spawn(policies_of_loops, 2, env=roomy), *spawn(policies_of_loops, 2, False, env=crowded)):

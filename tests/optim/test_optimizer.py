@@ -127,6 +127,29 @@ def test_states_of_a_librarys_own_form_are_not_saved(tmp_path):
             shardwise.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
 
 
+@pytest.mark.single
+@pytest.mark.filterwarnings("ignore")  # of the library, when it is imported
+def test_torchaos_8_bit_states_train_like_adamw(monkeypatch):
+    library = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function=None, **_: function or (lambda each: each))  # takes a minute
+    losses = {}
+    for optimizer_class in (torch.optim.AdamW, library.AdamW8bit):
+        with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+            model = shardwise.parallelize(tiny_model("llama", hidden_size=128, intermediate_size=256), mesh).train()
+            optimizer = shardwise.build_optimizer(model, optimizer_class, lr=1e-2)
+            step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model)
+            found = losses[optimizer_class] = []
+            for _ in range(4):
+                found.append(float(step(batch).loss))
+                shardwise.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    kinds = {type(value).__name__ for state in optimizer.state.values() for value in state.values()}
+    assert "OptimState8bit" in kinds
+    assert losses[library.AdamW8bit] == pytest.approx(losses[torch.optim.AdamW], abs=0.02)
+    assert found[-1] < found[0] - 0.5
+
+
 CLASSES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 

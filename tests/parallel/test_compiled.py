@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm import collectives
+from shardwise.comm.operations import reduce_scatter_single
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parallel.compiled import count_compilation
 from shardwise.ranks.fake_mesh import fake_mesh
@@ -174,10 +175,20 @@ def steps(model, mesh, num_steps):
     return losses, {name: getattr(grad, "_local_tensor", grad).clone() for name, grad in found.items()}, counts
 
 
+def writes_what_is_scattered(mesh):
+    """Whether ranks that are not there have values: in torch 2.11 their reduce-scatter leaves its output as it was
+    allocated. What such steps compute is compared on ranks (`test_blocks_are_compiled_whole_and_compute_the_same`).
+    """
+    scattered = torch.zeros(1)
+    reduce_scatter_single(scattered, torch.ones(mesh.shape.world_size), mesh.group())
+    return float(scattered) != 0
+
+
 @pytest.mark.single
 @pytest.mark.parametrize("cell", PRODUCT if FULL_PRODUCT else CHOSEN, ids=lambda cell: "-".join(map(str, cell)))
 def test_every_product_is_compiled_whole(forget, cell):
     with fake_mesh(MeshShape.parse(cell[0].removesuffix("+sp"))) as mesh:
+        is_told = mesh.group() is None or writes_what_is_scattered(mesh)
         losses, gradients, _ = steps(build(mesh, cell, None), mesh, 1)
         # Graphs and breaks are the same for every backend.
         choice = shardwise.Compile(backend="aot_eager" if FULL_PRODUCT else "eager")
@@ -187,8 +198,10 @@ def test_every_product_is_compiled_whole(forget, cell):
     assert 1 <= found.graphs <= 2
     assert found.recompiles <= 1, "the first block of a frozen model has an input without gradient"
     assert counts[-1] == counts[0], "what the first step compiled serves the others"
-    assert {abs(loss - losses[0]) < 1e-6 for loss in compiled_losses} == {True}
     assert list(compiled) == list(gradients)
+    if not is_told:
+        return
+    assert {abs(loss - losses[0]) < 1e-6 for loss in compiled_losses} == {True}
     for name, gradient in gradients.items():
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 

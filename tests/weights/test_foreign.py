@@ -11,6 +11,7 @@ import types
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -79,16 +80,22 @@ def save_sharded(base):
         model = fully_shard(tiny_model("llama", num_key_value_heads=NUM_KEYS))
         dcp.save({"model": model.state_dict()}, checkpoint_id=base / "dcp")
         split = AutoModelForCausalLM.from_pretrained(base / "plain", distributed_config=DistributedConfig(tp_size=2))
-        split.save_pretrained(base / "transformers", distributed_checkpoint=True)
+        try:
+            split.save_pretrained(base / "transformers", distributed_checkpoint=True)
+        except ValueError as error:
+            return str(error)  # of releases that save only what FSDP has wrapped
+    return None
 
 
 @pytest.mark.spawn
 def test_what_ranks_have_saved_with_dcp_and_transformers(model, tmp_path):
     model.save_pretrained(tmp_path / "plain")
-    spawn(save_sharded, 2, tmp_path)
-    for name in ("dcp", "transformers"):
+    refused = spawn(save_sharded, 2, tmp_path)[0]
+    for name in ("dcp",) if refused else ("dcp", "transformers"):
         with open_weights(tmp_path / name) as index:
             assert_same(index, model.state_dict())
+    if refused:
+        pytest.skip(f"transformers {transformers.__version__}: {refused}")
     loaded = shardwise.load(tmp_path / "transformers", shardwise.Mesh.open("tp1"))
     found = shardwise.full_state_dict(loaded)
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
