@@ -282,6 +282,16 @@ def test_what_is_wrong_is_one_error_before_the_first_step(run, capsys, name):
     assert "step" not in out
 
 
+@pytest.mark.spawn
+def test_bad_data_is_one_error_of_all_ranks(run, run_forked, capfd):  # noqa: F811
+    for name in ("data: empty response", "data: no template"):
+        prepare, _, parts = BAD[name]
+        prepare()
+        assert run_forked("run.yaml", "layout=tp2") == 1
+        err = capfd.readouterr().err
+        assert [each for each in parts if err.count(each) != 1] == [] and "Traceback" not in err, err
+
+
 def test_a_model_that_cannot_keep_documents_apart_is_refused_in_words(run, capsys):
     model = "model={config: {model_type: mamba, hidden_size: 16, num_hidden_layers: 1}, tokenizer: model}"
     words = [model, "adapter=null"]

@@ -79,6 +79,7 @@ def test_a_job_of_which_a_rank_was_killed_goes_on_from_its_last_checkpoint(tmp_p
 
 def test_weights_alone_and_what_is_no_checkpoint(tmp_path):
     module = Evaluated()
+    module.save_hyperparameters({"width": 5})
     run = trainer("tp1", max_steps=2)
     run.fit(module, loader(), loader(num_rows=4))
     run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
@@ -89,6 +90,12 @@ def test_weights_alone_and_what_is_no_checkpoint(tmp_path):
             Evaluated(), loader(num_rows=4), ckpt_path=str(tmp_path / name), verbose=False
         )
         assert again == found
+    assert shardwise.load_checkpoint(tmp_path, "all.ckpt")["hyper_parameters"] == {"width": 5}
+    again = Evaluated()  # as docs/lightning.md has it, in place of `load_from_checkpoint`
+    shardwise.parallelize(again.model, shardwise.Mesh.open("tp1"))
+    shardwise.load_checkpoint(tmp_path, "weights.ckpt", model=again)
+    wanted, state = shardwise.full_state_dict(module.model), shardwise.full_state_dict(again.model)
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
     with pytest.raises(KeyError, match="contains only the model"):
         trainer("tp1", max_steps=3).fit(Automatic(), loader(), ckpt_path=str(tmp_path / "weights.ckpt"))
     with pytest.raises(LoadError, match="no checkpoint 'other'"):
