@@ -215,6 +215,29 @@ def drifted_replicas(pair):
     return []
 
 
+def other_calls(pair):
+    """Data ranks that clip otherwise, divide their rows otherwise, or keep gradients, are one error."""
+    rows, rank = rows_of(pair.batches[0], pair.mesh), pair.mesh.rank
+    steps = [shardwise.TrainStep(pair.split, pair.mesh, num_microbatches=number) for number in (1, 2)]
+    with pytest.raises(RankError, match="ranks do not train alike") as caught:
+        steps[rank](rows)
+    assert caught.value.at == "num_microbatches"
+    steps[0](rows)
+    if rank:
+        pair.split.zero_grad()
+    with pytest.raises(RankError, match="ranks do not train alike") as caught:
+        steps[0](rows)
+    assert caught.value.at == "gradients of earlier steps"
+    pair.split.zero_grad()
+    steps[0](rows)
+    shardwise.clip_grad_norm_(pair.split, 1.0 + rank)
+    with pytest.raises(RankError, match=r"ranks do not train alike[^$]*clip_grad_norm_ to 2\.0"):
+        steps[0](rows)
+    with pytest.raises(ConfigError, match="ranks do not call (full_gradients|full_state_dict) alike"):
+        (shardwise.full_gradients if rank else shardwise.full_state_dict)(pair.split)
+    return []
+
+
 def other_directories(pair):
     """Nobody's directory is written where ranks name several, or shards of different sizes."""
     place = tempfile.gettempdir()
@@ -460,7 +483,7 @@ def other_learning_rates(pair):
     optimizer.step()
     calls = [step] if pair.mesh.size("tp") == 1 else [step, lambda given: pair.split(**given)]
     for call in calls:
-        with pytest.raises(RankError, match=r"updated their parameters differently[^$]*'lr': 0\.002") as caught:
+        with pytest.raises(RankError, match=r"ranks do not train alike[^$]*'lr': 0\.002") as caught:
             call(rows)
         assert caught.value.at == "the optimizers' steps"
     return []
@@ -480,7 +503,7 @@ CASES = {
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
-        *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled),
+        *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled, other_calls),
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import Base
-from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.lora.files import adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
@@ -33,10 +33,12 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     Args:
         rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
 
-    Communicates: over tp, one all-gather (with `rank0_only` a gather) of each split parameter; over pp, one broadcast
-        (with `rank0_only` a message to rank 0) of each parameter, and one broadcast of each persistent buffer.
+    Communicates: over all ranks, one all-gather of 16 bytes; over tp, one all-gather (with `rank0_only` a gather) of
+        each split parameter; over pp, one broadcast (with `rank0_only` a message to rank 0) of each parameter, and one
+        broadcast of each persistent buffer.
     """
     registry = registry_of(model)
+    _meet(model, "full_state_dict")
     reshard(model)
     entries, values = named_entries(model), {name: each.detach() for name, each, _ in find_parameters(model)}
     found = {entries[name].fqn: full for name, full in canonical_tensors(model, values, rank0_only=rank0_only)}
@@ -56,6 +58,7 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
 
     Communicates: gathers as `full_state_dict` does.
     """
+    _meet(model, "full_gradients")
     reshard(model)
     gradients_of(model).complete()
     found = {name: each.grad for name, each, _ in find_parameters(model) if each.grad is not None}
@@ -96,6 +99,7 @@ def export_pretrained(
         that another rank holds than the one that writes it.
     """
     mode = _adapter_mode(model, adapter)
+    _meet(model, "export_pretrained")
     if mode is None:
         write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         return
@@ -115,6 +119,12 @@ def export_pretrained(
             base = Base(names=names, change=Merger(model).change_of)
     inner = find_model(model)
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
+
+
+def _meet(model: nn.Module, doing: str) -> None:
+    """Where ranks call something else, they are told so; where one does not come, those that wait say which."""
+    mesh = registry_of(model).mesh
+    check_calls(mesh.group(), {}, device=mesh.device, doing=doing)
 
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:

@@ -54,6 +54,8 @@ def clip_grad_norm_(
         gradients_of(parameters).norm = total
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(f"the gradient norm of order {norm_type} is {float(total)}, so it cannot be clipped")
+    if registry is not None and isinstance(max_norm, int | float):  # no tensor, which would be read
+        registry.context.steps.add(f"clip_grad_norm_ to {max_norm}")
     if chosen and math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         values = [value for value, _ in chosen]

@@ -17,11 +17,13 @@ from shardwise.comm.operations import Group, host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["check_same_batch", "check_same_steps", "compared_already"]
+__all__ = ["check_same_batch", "check_same_call", "compared_already", "describe_call", "words_of"]
 
 _STEPS = "the optimizers' steps"
-_OTHER_STEPS = "ranks have updated their parameters differently"
-_SAME_OPTIONS = "build optimizers and schedules from the same options on every rank, and call step() on all of them"
+_UNLIKE = "ranks do not train alike"
+_SAME_OPTIONS = (
+    "build optimizers and schedules from the same options on every rank, and make the same calls, in the same mode"
+)
 
 _MOST_READ = 2**16
 
@@ -59,11 +61,7 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
             for path, value in tree_flatten_with_path(inputs)[0]
             if isinstance(value, Tensor | int)
         }
-        described |= {name: repr(value) for name, value in (also or {}).items()}
-        autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
-        described |= {"torch.autocast": str(autocast)}
-        if context.same_rows is None:  # stages have parameters of their own
-            described |= {_STEPS: str(context.steps)}
+        described |= describe_call(context, also or {})
         try:
             check_equal(
                 group,
@@ -77,16 +75,35 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
         except BatchError as error:
             if error.at != _STEPS:
                 raise
-            raise RankError(_OTHER_STEPS, at=error.at, why=error.why, fix=_SAME_OPTIONS) from None
+            raise RankError(_UNLIKE, at=error.at, why=error.why, fix=_SAME_OPTIONS) from None
 
 
-def check_same_steps(group: Group, context: SplitContext) -> None:
-    """Raises the same `RankError` on every rank of the group unless their optimizers have taken the same steps.
+def describe_call(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
+    """What ranks must have in common besides their rows, as text by name: `also`, and what happened before."""
+    autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
+    described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
+    if context.same_rows is None:  # stages have parameters of their own
+        described[_STEPS] = str(context.steps)
+    return described
 
-    Communicates: what `check_equal` does.
+
+def words_of(described: Mapping[str, str]) -> tuple[int, int]:
+    """Numbers whose sums over ranks say whether all of them have the same: a checksum, and its square."""
+    word = zlib.crc32(str(described).encode()) % 2**20
+    return word, word * word
+
+
+def check_same_call(group: Group, described: Mapping[str, str], sums: tuple[int, int], context: SplitContext) -> None:
+    """Raises the same `RankError` on every rank of the group unless what `describe_call` says is the same on all.
+
+    Args:
+        sums: those of `words_of` over the group.
+
+    Communicates: what `check_equal` does, where it differs.
     """
-    steps = {_STEPS: str(context.steps)}
-    check_equal(group, steps, what=_OTHER_STEPS, fix=_SAME_OPTIONS, device=context.device)
+    words, squares = sums
+    if squares * group.size() != words**2:  # by Cauchy and Schwarz
+        check_equal(group, described, what=_UNLIKE, fix=_SAME_OPTIONS, device=context.device)
 
 
 @contextmanager

@@ -26,7 +26,13 @@ from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
-from shardwise.runtime.same_batch import check_same_batch, check_same_steps, compared_already
+from shardwise.runtime.same_batch import (
+    check_same_batch,
+    check_same_call,
+    compared_already,
+    describe_call,
+    words_of,
+)
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
@@ -180,10 +186,8 @@ class TrainStep:
         fault: ShardwiseError | None = None
         rows, kilo_flops = 0, 0
         counts: list[Count] = [0]
+        also = self._describe()
         try:
-            also: dict[str, Any] = {"model.training": self.model.training}
-            also |= {"the model": self._pipeline.name} if self._pipeline is not None else {}
-            also |= {"gradients": torch.is_grad_enabled()}
             check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
             _check_gradients()
             rows = check_batch(self.model, batch, self.num_microbatches)
@@ -193,7 +197,7 @@ class TrainStep:
             if self.mesh.data_size == 1:
                 raise
             fault = error
-        num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault)
+        num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault, also)
         placed = (
             batch.take() if isinstance(batch, SentBatch) else {k: send(v, self.mesh.device) for k, v in batch.items()}
         )
@@ -208,16 +212,26 @@ class TrainStep:
         stays = self._gradients.is_late and self.mesh.data_size == 1 and self._pipeline is None
         return count_targets(self.model, part, stays=stays)
 
-    def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None) -> list[Any]:
-        """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank."""
+    def _describe(self) -> dict[str, Any]:
+        """What must be the same on all ranks besides the rows."""
+        if self._pipeline is not None:
+            also: dict[str, Any] = {"the model": self._pipeline.name}
+        else:
+            first = next(self.model.parameters(), None)
+            also = {"gradients of earlier steps": first is not None and first.grad is not None}
+        also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
+        return {**also, "num_microbatches": self.num_microbatches}
+
+    def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None, also: Mapping[str, Any]) -> list[Any]:
+        """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank; and where
+        they do not make the same call.
+        """
         world = self.mesh.group()
         if self.mesh.data_size == 1 or world is None:
             return counts
-        word = (
-            self._registry.context.steps.digest % 2**20 if self._pipeline is None else 0
-        )  # stages have parameters of their own
+        described = describe_call(self._registry.context, also)
         totals = torch.tensor(
-            [*counts, fault is not None, word, word * word], device=host_device(world, self.mesh.device)
+            [*counts, fault is not None, *words_of(described)], device=host_device(world, self.mesh.device)
         )
         all_reduce_(totals, world)
         *sums, num_faults, words, squares = totals.tolist()
@@ -225,8 +239,7 @@ class TrainStep:
             with raise_on_all_ranks(self.mesh.group(), "checking its batch"):
                 if fault is not None:
                     raise fault
-        if squares * self.mesh.shape.world_size != words**2:  # they differ: by Cauchy and Schwarz
-            check_same_steps(world, self._registry.context)
+        check_same_call(world, described, (words, squares), self._registry.context)
         return [number * self.mesh.data_size // self.mesh.shape.world_size for number in sums]
 
     def _scale_gradients(self, factor: float) -> None:
