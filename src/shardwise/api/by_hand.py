@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from shardwise.api.prepare import complete_split
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.estimate.cuts import cut
+from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import SplitModule, context_of, layout_of
@@ -35,6 +36,7 @@ from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
+from shardwise.runtime.adapters import find_model
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
@@ -83,7 +85,7 @@ def build_in_turns(
 
 
 def adopt_model(
-    model: nn.Module,
+    given: nn.Module,
     mesh: Mesh,
     *,
     policy: FsdpPolicy | None = None,
@@ -95,8 +97,9 @@ def adopt_model(
     what this rank holds goes to the mesh's device.
 
     Args:
-        model: with `shardwise.modules.split_module` modules over `mesh`, and any others; a parameter with the attribute
-            `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over tp.
+        given: with `shardwise.modules.split_module` modules over `mesh`, and any others, or PEFT's model around one; a
+            parameter with the attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its
+            gradient is summed over tp.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
         recompute: what backward computes again.
         order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
@@ -111,6 +114,7 @@ def adopt_model(
     Communicates: the creation of groups for what several ranks hold of split parameters. From here on every backward
         sums gradients over the data ranks (their mean) and where tp ranks hold parts of the sum.
     """
+    model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)
     note_heads(model, mesh)
@@ -131,6 +135,7 @@ def adopt_model(
         apply_data_parallelism(model, registry, policy)
     fit_absent(registry, compute_dtype=None)
     complete_split(model, registry)
+    guard_wrapper(given, registry)
     return registry
 
 

@@ -74,7 +74,8 @@ def export_pretrained(
     tokenizer: Any = None,
     adapter: str | None = None,
 ) -> None:
-    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise.
+    """Writes a split model as a plain Hugging Face directory, which `from_pretrained` loads without Shardwise; of a
+    model that is not transformers' the weights alone, for `safetensors.torch.load_model`.
 
     Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Files go round
     among the ranks that see the directory (with adapters merged, rank 0 writes all). A rank that writes holds one full

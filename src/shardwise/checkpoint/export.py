@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from shardwise.checkpoint.shards import Base, Export
 from shardwise.comm.agree import check_same, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import UnsupportedError
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import dtypes_of, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of
@@ -43,10 +42,6 @@ def write_pretrained(
     check_replicas(model)
     dtypes = _dtypes(model)
     with raise_on_all_ranks(group, "preparing the export"):
-        if not isinstance(model, PreTrainedModel):
-            raise UnsupportedError(
-                f"exporting a {type(model).__name__}", why="it is no transformers model", fix="use full_state_dict"
-            )
         base = base or Base(names={name: name for name in state_names(model)})
         every = _wholes(model, dtypes)
         wholes = {name: every[own] for name, own in base.names.items()}
@@ -111,16 +106,16 @@ def _total(model: nn.Module, wholes: Mapping[str, Tensor], size: Callable[[Tenso
     return sum(size(value) for name, value in wholes.items() if name not in tied)
 
 
-def _write_companions(model: PreTrainedModel, directory: Path, tokenizer: Any) -> None:
-    """Config, generation config and tokenizer, next to the weights."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    config.dtype = next(model.parameters()).dtype
-    config.save_pretrained(directory)
-    if model.can_generate():
-        model.generation_config.save_pretrained(directory)
-    if tokenizer is None:
-        tokenizer = _tokenizer_of(model)
+def _write_companions(model: nn.Module, directory: Path, tokenizer: Any) -> None:
+    """Config, generation config and tokenizer, next to the weights; of another model a tokenizer alone."""
+    if isinstance(model, PreTrainedModel):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = next(model.parameters()).dtype
+        config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        tokenizer = _tokenizer_of(model) if tokenizer is None else tokenizer
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 

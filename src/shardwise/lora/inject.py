@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean
 from shardwise.lora.library import peft
+from shardwise.lora.split_layers import grouped_biases, register_split_layers
 
 __all__ = ["inject", "inject_alike", "named_targets", "read_adapter_config"]
 
@@ -62,6 +63,7 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
         UnsupportedError: the adapter's first values need the full weights.
     """
     config = read_adapter_config(adapter)
+    register_split_layers(model, config)
     if on_meta:
         _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
     try:
@@ -75,6 +77,8 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
             why=" ".join(str(error).split())[:400],
             fix="name modules of this model in target_modules",
         ) from error
+    for bias in grouped_biases(wrapped, config).values():
+        bias.requires_grad_()
     return wrapped.eval()
 
 

@@ -86,9 +86,14 @@ class Merger:
                 raise UnsupportedError(
                     f"merging adapters of {type(wrapper).__module__}", fix="export them by themselves"
                 )
-            for own, entry in entries_of(unwrapped(wrapper)).items():
-                if own in (getattr(wrapper, "parameter_name", "weight"), "bias"):
-                    self._wrappers.setdefault(entry.fqn, []).append((own, wrapper))
+            known, weight = entries_of(unwrapped(wrapper)), getattr(wrapper, "parameter_name", "weight")
+            if weight not in known:
+                raise UnsupportedError(
+                    f"merging adapters of {type(unwrapped(wrapper)).__name__} without {weight!r}",
+                    fix="export them by themselves",
+                )
+            for own in known.keys() & {weight, "bias"}:
+                self._wrappers.setdefault(known[own].fqn, []).append((own, wrapper))
 
     @torch.no_grad()
     def change_of(self, fqn: str) -> Change:
@@ -111,7 +116,8 @@ class Merger:
             held = getattr(wrapper, kind)
             if adapter in held:
                 is_module = isinstance(held[adapter], nn.Module)
-                value = self._full(held[adapter], "weight") if is_module else self._full(held, adapter)
+                first = next(iter(entries_of(held[adapter])), "weight") if is_module else ""  # or "weight_qkv"
+                value = self._full(held[adapter], first) if is_module else self._full(held, adapter)
                 parts[kind] = {adapter: SimpleNamespace(weight=value) if is_module else value}
         return (lambda full: type(wrapper).get_delta_weight(_Whole(wrapper, parts, full), adapter)) if parts else None
 

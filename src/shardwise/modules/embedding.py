@@ -35,7 +35,8 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
 
     Args:
         by_features: divide features instead of the vocabulary; outputs are gathered.
-        sequence_dim: the dim of the output along which every rank keeps its part; None where it keeps all of it.
+        sequence_dim: the dim of the output along which every rank keeps its part; None where it keeps all of it. With 0
+            the output begins with the sequence, the second dim of the ids.
         init_weight: of the full weight; by default normal.
 
     Raises:
@@ -70,7 +71,7 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
         self.scales_by_frequency, self.sequence_dim = scale_grad_by_freq, sequence_dim
         size, dim = (embedding_dim, 1) if by_features else (num_embeddings, 0)
         split = split_even(dim, size, parts=mesh.size("tp"))
-        padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        padding_idx = self.padding_row = None if padding_idx is None else padding_idx % num_embeddings
         draw = partial(_new_table, num_embeddings, embedding_dim, dtype, init_weight or init.normal_, padding_idx)
         self.start(draw, {"weight": split}, device)
         coord = mesh.coord("tp")
@@ -80,7 +81,10 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
         self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[...]`, the same on every tp rank. Returns `[..., embedding]`."""
+        """Args: ids int `[b, s]`, the same on every tp rank. Returns `[b, s, embedding]`, or this rank's part of it:
+        `[s / tp, b, embedding]` or `[b, s / tp, embedding]`.
+        """
+        ids = ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids
         if self.by_features:
             out = gather_features(_LookUp.forward(self, ids), self.placements["weight"], self._split)
         else:
@@ -89,6 +93,13 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
             return out
         sizes = self._split.even_sizes(out.shape[self.sequence_dim])
         return split_full(out, self._split.group, dim=self.sequence_dim, sizes=sizes)
+
+    def own_ids(self, ids: Tensor) -> Tensor:
+        """Those of which this rank puts out the rows, in their order."""
+        if self.sequence_dim is None:
+            return ids
+        ids = ids.transpose(0, 1) if self.sequence_dim == 0 else ids
+        return ids.split(self._split.even_sizes(ids.shape[self.sequence_dim]), self.sequence_dim)[self._split.coord]
 
 
 def _new_table(

@@ -26,6 +26,7 @@ from shardwise.comm.collectives import copy_to_region
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.modules.split_module import Init, SplitModule, gather_features, new_linear
+from shardwise.plan.structure import upwards
 from shardwise.sharding.placement import Split, split_even, split_sections
 
 __all__ = ["GroupedProjections", "note_heads"]
@@ -75,7 +76,7 @@ class GroupedProjections(SplitModule):
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         super().__init__(mesh)
-        self.out_features, self.copies, self.num_heads = out_features, copies, num_heads
+        self.in_features, self.out_features, self.copies, self.num_heads = in_features, out_features, copies, num_heads
         self.gathers, self.sequence_dim, self.reduce_dtype, self.fused = gathers, sequence_dim, reduce_dtype, fused
         self.splits = self._divided()
         sizes = (out_features[0], out_features[1], out_features[1])
@@ -225,7 +226,7 @@ def _new_projections(
 
 def note_heads(model: nn.Module, mesh: Mesh) -> None:
     """Lets grouped projections in `model` know their key/value heads, where its config says how many there are, of keys
-    or of queries, or the module around one has a `head_dim`.
+    or of queries, or a module around one has a `head_dim`.
 
     Raises:
         ConfigError: they do not go with the copies.
@@ -243,16 +244,16 @@ def note_heads(model: nn.Module, mesh: Mesh) -> None:
 def _find_heads(model: nn.Module) -> dict[GroupedProjections, int]:
     config: Any = getattr(model, "config", None)
     found: dict[GroupedProjections, int] = {}
-    for around in model.modules():
-        for module in around.children():
-            if isinstance(module, GroupedProjections) and module.num_heads is None:
-                query, size = module.out_features
-                keys, queries = (getattr(config, f"num_{kind}_heads", None) for kind in ("key_value", "attention"))
-                width = getattr(around, "head_dim", None)
-                if type(keys) is int:
-                    found[module] = keys
-                elif type(queries) is int and queries * size % query == 0:
-                    found[module] = queries * size // query
-                elif type(width) is int and width > 0 and size % width == 0:
-                    found[module] = size // width
+    keys, queries = (getattr(config, f"num_{kind}_heads", None) for kind in ("key_value", "attention"))
+    widths: dict[str, Any] = {name: getattr(module, "head_dim", None) for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedProjections) and module.num_heads is None:
+            query, size = module.out_features
+            width: int = next((widths[each] for each in (*upwards(name), "") if type(widths[each]) is int), 0)
+            if type(keys) is int:
+                found[module] = keys
+            elif type(queries) is int and queries * size % query == 0:
+                found[module] = queries * size // query
+            elif width > 0 and size % width == 0:
+                found[module] = size // width
     return found

@@ -141,6 +141,11 @@ class SplitModule(nn.Module):
                 own.copy_(local_tensor(full, entries[name].layout, self._provisional.mesh.coords))
 
     @property
+    def mesh(self) -> Mesh:
+        """What it is divided over."""
+        return self._provisional.mesh
+
+    @property
     def is_adopted(self) -> bool:
         """Whether the model around it is known, whose backward sums gradients that ranks hold parts of."""
         entries: dict[str, ParameterEntry] = self.__dict__["_shardwise_entries"]

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -261,27 +262,30 @@ class _StateStore:
         """Nothing is read from disk."""
 
 
-def plan_export(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
+def plan_export(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
     """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
 
     transformers' reverse conversion runs once, over all of the model, on lazy tensors: a group is what the result shows
     to hang together, one tensor mostly. Tied names but one and those that the model never saves are left out.
 
     Args:
-        model: Any transformers model, unsplit or split.
+        model: Any transformers model, unsplit or split; the tensors of another model are written as they are.
         tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the unsplit model.
     """
     store = _StateStore()
-    ties = model.all_tied_weights_keys
-    dropped = {target for target, source in ties.items() if source in tensors}
-    dropped.update(model._keys_to_ignore_on_save or ())
+    dropped: set[str] = set()
+    if isinstance(model, PreTrainedModel):
+        dropped = {target for target, source in model.all_tied_weights_keys.items() if source in tensors}
+        dropped.update(model._keys_to_ignore_on_save or ())
     lazies = {
         fqn: LazyTensor.of(store, fqn, tensor.shape, tensor.dtype)
         for fqn, tensor in tensors.items()
         if fqn not in dropped
     }
-    canonical = _CanonicalModel(model, {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()})
-    made = revert_weight_conversion(canonical, lazies)
+    made = lazies
+    if isinstance(model, PreTrainedModel):
+        canonical = _CanonicalModel(model, {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()})
+        made = revert_weight_conversion(canonical, lazies)
     return tuple(
         ExportGroup(fqns, names, tuple(made[name] for name in names), store) for fqns, names in _connected(made)
     )

@@ -109,7 +109,7 @@ class LoRAModel(Transparent):
     """A model, not split yet, with adapters: PEFT's model, whose base is frozen.
 
     Raises:
-        ConfigError: no module's name includes one of the keywords, or PEFT cannot adapt one, such as a parallel layer.
+        ConfigError: no module's name includes one of the keywords, or PEFT cannot adapt one.
         PlanError: the model has been split already.
     """
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import UnsupportedError
@@ -101,10 +100,6 @@ class ParallelEmbedding(StandaloneEmbedding):
         mark(self)
 
     init_weight_cpu = StandaloneEmbedding.reset_parameters
-
-    def forward(self, ids: Tensor, **options: Any) -> Tensor:
-        """Args: ids int `[b, s]`. Returns `[b, s, h]`; `[s / tp, b, h]` or `[b, s / tp, h]` of sequence parallelism."""
-        return super().forward(ids.transpose(0, 1).contiguous() if self.sequence_dim == 0 else ids, **options)
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:

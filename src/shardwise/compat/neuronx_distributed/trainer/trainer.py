@@ -50,7 +50,6 @@ def initialize_parallel_model(
         ConfigError: `lora_config` or `pipeline_config` do not fit the model.
         MeshError: the sizes do not divide the ranks.
         PlanError: the model cannot be split.
-        UnsupportedError: adapters on parallel layers of a hand-written model.
 
     Communicates: as `shardwise.parallelize`.
     """
