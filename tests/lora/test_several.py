@@ -185,14 +185,34 @@ def use_adapters(mesh, layout, place):
     with pytest.raises(UnsupportedError, match="adapters combined by 'svd' in a model that is split over"):
         split.add_weighted_adapter(["two", "default"], [0.7, 0.4], "more")
     for each in (split, split.get_base_model()):
-        with pytest.raises(UnsupportedError, match=r"(?s)save_pretrained of .*on every rank"):
+        with pytest.raises(UnsupportedError, match=r"(?s)save_pretrained .*on every rank"):
             each.save_pretrained(place)
     for model in (full, split):  # of what FSDP2 has gathered, and not freed, for a forward without backward
         model.set_adapter("default")
         model.zero_grad()
         model(**batch).loss.backward()
     expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
-    return problems + differing_gradients(shardwise.full_gradients(split), expected)
+    problems += differing_gradients(shardwise.full_gradients(split), expected)
+    return problems + train_both(full, split, batch)
+
+
+def train_both(full, split, batch):
+    """Two adapters trained at once, beside forwards of the base alone as in training on preferences; one leaves."""
+    for model in (full, split):
+        model.zero_grad()
+        model.base_model.set_adapter(["default", "two"])
+        with torch.no_grad(), model.disable_adapter():
+            base = model(**batch).loss
+        (model(**batch).loss - base).backward()
+        with torch.no_grad(), model.disable_adapter():
+            model(**batch)
+    expected = {name: value.grad for name, value in full.named_parameters() if value.grad is not None}
+    problems = differing_gradients(shardwise.full_gradients(split), expected)
+    problems += [] if {name.split(".")[-2] for name in expected} == {"default", "two"} else [f"of {sorted(expected)}"]
+    for model in (full, split):
+        model.delete_adapter("two")
+    assert shardwise.full_state_dict(split).keys() == full.state_dict().keys()
+    return problems + differing("one that stays", split(**batch).loss.detach(), full(**batch).loss.detach(), 1e-5)
 
 
 def on_shared_ranks(mesh, layout, place, what):
