@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.parameters.registry import entry_of, local_part
 
@@ -224,9 +225,10 @@ def _as_parameter(value: Any, parameter: Tensor, local: Tensor) -> Any:
     is_alike = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local.shape
     if not (is_alike and isinstance(parameter, DTensor)):
         return value
-    shape, stride = parameter.shape, parameter.stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # `DTensor.from_local` would move what is offloaded to the mesh's device.
+    meta = TensorMeta(parameter.shape, parameter.stride(), value.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)
 
 
 def with_fused(
