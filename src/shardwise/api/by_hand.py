@@ -129,7 +129,8 @@ def adopt_model(
     if stages is not None:
         apply_stages(model, registry)
     attach_registry(model, registry)
-    model.to(mesh.device)
+    if not any(value.is_meta for value in model.parameters()):  # what is loaded lazily has nothing to move yet
+        model.to(mesh.device)
     apply_recomputation(model, registry, recompute or Recompute())
     if policy is not None:
         apply_data_parallelism(model, registry, policy)
