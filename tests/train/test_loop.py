@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import math
+import pickle
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from bench.onecard.reads import ReadCount
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.errors import BatchError, GradientError
+from shardwise.optim.late import Late
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig, ScheduleConfig, lr_factor
 from shardwise.train.step import StepResult
@@ -52,6 +54,19 @@ def make_parts(model, *, loss_of=None):
 
 def settings(**options):
     return OptimizerConfig(**{"lr": 0.2, "schedule": ScheduleConfig(name="constant"), **options})
+
+
+def test_the_result_of_a_step_is_a_frozen_dataclass_whether_or_not_its_count_has_come():
+    for count in (5, Late(torch.tensor(5))):
+        result = StepResult(loss=1.0, num_tokens=count, flops=2.0)
+        copies = [result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))]
+        assert [type(vars(each)["num_tokens"]) for each in copies[1:]] == [int, int]
+        assert [*map(dataclasses.asdict, copies)] == [{"loss": 1.0, "num_tokens": 5, "flops": 2.0}] * 3
+        assert dataclasses.replace(result, num_tokens=6) == StepResult(loss=1.0, num_tokens=6, flops=2.0) != result
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            result.num_tokens = 6
+    with pytest.raises(TypeError, match="num_tokens"):
+        StepResult(loss=1.0)
 
 
 def test_steps_lower_the_loss_and_every_one_is_reported():

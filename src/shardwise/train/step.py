@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -44,30 +45,40 @@ Weight = float | Tensor
 """The share of a microbatch's targets, likewise."""
 
 
+class _Count:
+    """The field `num_tokens` of a `StepResult`: read where it is still on its way from the device."""
+
+    def __get__(self, result: Any, owner: Any = None) -> int:
+        if result is None:
+            raise AttributeError  # so that dataclasses find no default
+        found = vars(result)["num_tokens"]
+        if isinstance(found, Late):
+            found = vars(result)["num_tokens"] = int(found.read())
+        return cast(int, found)
+
+    def __set__(self, result: Any, value: int | Late) -> None:
+        vars(result)["num_tokens"] = value
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a step computed.
 
-    Args:
+    Attributes:
         loss: float32 scalar on the mesh's device, detached: the mean over all target tokens of the full batch, the
             same on every rank. `float(result.loss)` waits for the device.
-        num_tokens: target tokens of the full batch; on their way from the device where the labels were there.
+        num_tokens: target tokens of the full batch. Where the labels were on a GPU, to ask waits for this step's
+            beginning.
         flops: operations of its forward and backward by the formula of [Note: model FLOPs] (`plan/token_work.py`),
             6 N + 12 L H Q T for each of its tokens: divided by seconds, devices and a device's peak, the MFU.
     """
 
-    def __init__(self, *, loss: Tensor, num_tokens: int | Late, flops: float = 0.0) -> None:
-        self.loss, self.flops = loss, flops
-        self._num_tokens = num_tokens
+    loss: Tensor
+    num_tokens: _Count = _Count()
+    flops: float = 0.0
 
-    @property
-    def num_tokens(self) -> int:
-        """Target tokens of the full batch. Where the labels were on a GPU, to ask waits for this step's beginning."""
-        if isinstance(self._num_tokens, Late):
-            self._num_tokens = int(self._num_tokens.read())
-        return self._num_tokens
-
-    def __repr__(self) -> str:
-        return f"StepResult(loss={self.loss}, num_tokens={self.num_tokens}, flops={self.flops})"
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "num_tokens": self.num_tokens}
 
 
 class TrainStep:
