@@ -30,12 +30,18 @@ Arguments = dict[str, Any]
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments that the module's forward takes, in order; without `*args` and `**kwargs`."""
     forward = module.forward
-    return _names_of(forward.__func__)[1:] if isinstance(forward, MethodType) else _names_of.__wrapped__(forward)
+    if "forward" in vars(module) or not isinstance(forward, MethodType):
+        return _names_of(forward)  # which may hold a model, and so is not kept
+    return _names_of_method(forward.__func__)
 
 
 @functools.lru_cache(4096)
-def _names_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
+def _names_of_method(function: Callable[..., Any]) -> tuple[str, ...]:
+    return _names_of(MethodType(function, object()))
+
+
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(forward).parameters.values()
     return tuple(each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD))
 
 
