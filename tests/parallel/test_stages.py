@@ -228,6 +228,12 @@ def test_what_an_operation_returns_without_values_is_found_again_by_all_that_dec
         assert float(torch.zeros_like(real).add_(1).sum()) == 6
         with pytest.raises(UnsupportedError):
             real.sum().item()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (whole / 2).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (whole / 2).dtype == torch.float32
 
 
 def test_shapes_follow_the_batch():

@@ -322,7 +322,7 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
                 if entry is not None and entry_of(parameter) is not entry:
                     mark(parameter, entry)
                 if entry is not None and id(entry) in held:
-                    raise _untied(f"{name}.{own}" if name else own, fqn)
+                    raise _untied(fqn_of(name, own), fqn)
                 held.add(id(entry))
                 yield fqn, parameter, entry
 

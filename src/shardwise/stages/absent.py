@@ -204,7 +204,7 @@ def _run_once(func: Any, args: Any, kwargs: Any) -> Any:
     """`_run`, once for everything that looks the same, of what writes nowhere and makes nothing that is present."""
     if torch._C._len_torch_dispatch_stack():
         return _run(func, args, kwargs)  # a mode may make other tensors of it
-    key = func, _looks(args), _looks(tuple(kwargs.items()))
+    key = func, _looks(args), _looks(tuple(kwargs.items())), torch.get_default_dtype()
     try:
         out = _seen.get(key)
     except TypeError:  # it cannot be looked up by one of its arguments
