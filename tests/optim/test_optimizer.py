@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.plain_step import stepping_class
+from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
@@ -70,6 +71,19 @@ def test_a_copy_of_an_optimizer_goes_on_like_it(copied):
     other.step()
     assert type(other) is type(optimizer)
     assert all(torch.equal(*each) for each in zip(parameters, linear.parameters(), strict=True))
+
+
+@pytest.mark.single
+def test_options_that_look_different_in_every_process_are_no_difference_between_ranks():
+    seen = []
+    for _ in range(2):  # as two ranks would
+        with shardwise.Mesh.open("tp1") as mesh:
+            model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+            optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(torch.tensor(0.9), torch.tensor(0.99)))
+            optimizer.defaults["schedule"] = optimizer.param_groups[0]["schedule"] = object()
+            optimizer.step()
+            seen.append(str(registry_of(model).context.steps))
+    assert seen[0] == seen[1] and "'lr': 0.001" in seen[0] and "tensor" not in seen[0]
 
 
 @pytest.mark.single

@@ -165,12 +165,20 @@ def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> No
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
-    """Class and options, the same for the same updates; what is a tensor is not read."""
+    """Class and options, the same for the same updates, as far as they are numbers and words: tensors are not read,
+    and other objects look different in every process.
+    """
     options = [
-        {name: group[name] for name in optimizer.defaults if type(group[name]) is not Tensor}
+        {name: group[name] for name in optimizer.defaults if _is_plain(group.get(name))}
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__} with {', '.join(sorted({*map(repr, options)}))}"
+
+
+def _is_plain(option: Any) -> bool:
+    if isinstance(option, tuple | list):
+        return all(map(_is_plain, option))
+    return option is None or isinstance(option, bool | int | float | str)
 
 
 def _check_kept_wide(parameters: Iterable[Tensor]) -> None:
