@@ -10,8 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
+from shardwise.api.by_hand import adopt_model
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.plain_step import stepping_class
+from shardwise.optim.zero_redundancy import build_sharded
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
@@ -84,6 +86,26 @@ def test_options_that_look_different_in_every_process_are_no_difference_between_
             optimizer.step()
             seen.append(str(registry_of(model).context.steps))
     assert seen[0] == seen[1] and "'lr': 0.001" in seen[0] and "tensor" not in seen[0]
+
+
+def step_with_zero(mesh):
+    """Two steps with torch's ZeRO, which gives the only parameter that is trained to one of the ranks."""
+    model = tiny_model("llama", num_hidden_layers=1, tie_word_embeddings=False).requires_grad_(False)
+    model.lm_head.weight.requires_grad_()
+    adopt_model(model, mesh)
+    optimizer = build_sharded([model.lm_head.weight], torch.optim.AdamW, mesh, lr=1e-3)
+    step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model, rows=2)
+    losses = []
+    for _ in range(2):
+        losses.append(float(step(batch).loss))
+        optimizer.step()
+    return losses, registry_of(model).context.steps.count
+
+
+@pytest.mark.spawn
+def test_ranks_on_which_zero_updates_nothing_have_stepped_too(on_ranks):
+    first, second = on_ranks(step_with_zero, layout="ddp2")
+    assert first == second and first[0][1] < first[0][0] and first[1] == 2
 
 
 @pytest.mark.single

@@ -27,6 +27,7 @@ __all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
 _KNOWN = "_shardwise_known"
+_WITHIN = "_shardwise_within"
 
 Groups = Sequence[Mapping[str, Any]] | Callable[[str, Tensor], Mapping[str, Any]]
 
@@ -127,8 +128,12 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
     if not entries and idle is None:
         return []
-    if isinstance(getattr(optimizer, "optim", None), torch.optim.Optimizer):
-        return []  # ZeRO around another, which is looked at when it steps
+    inner = getattr(optimizer, "optim", None)
+    if isinstance(inner, torch.optim.Optimizer):  # ZeRO around another, which is looked at when it steps
+        inner.__dict__[_WITHIN] = True
+        for entry in entries.values():  # noted here: the inner one has nothing to update on some ranks
+            entry.registry.context.steps.add(_describe(optimizer))
+        return []
     check_optimizer(optimizer)
     _check_kept_wide(parameters)
     known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
@@ -161,7 +166,8 @@ def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> No
     for model in models:
         gradients = gradients_of(model)
         mind_nonfinite(model, gradients, optimizer)
-        gradients.registry.context.steps.add(_describe(optimizer))
+        if _WITHIN not in optimizer.__dict__:
+            gradients.registry.context.steps.add(_describe(optimizer))
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
