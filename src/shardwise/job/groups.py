@@ -69,9 +69,7 @@ def new_own_group(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
 
 
 def end_process_groups() -> None:
-    """Ends torch's process groups, if there are any; an interrupt waits until that is done, and finds the handler that
-    was there before.
-    """
+    """Ends torch's process groups, if there are any; an interrupt (SIGINT) in the meantime is ignored."""
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
     try:

@@ -28,7 +28,7 @@ class Late:
         self._event.record()
 
     def read(self) -> Any:
-        """The numbers, as Python has them; waits until they have come, for nothing behind them."""
+        """The numbers, as Python has them; waits until they have come, for nothing after them."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.numpy().tolist()

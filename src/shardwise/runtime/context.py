@@ -126,10 +126,8 @@ class ForwardState:
     def enter_stack(self, stack: str | None) -> None:
         """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
         inside, length = stack is not None, self.length_of(stack) if stack is not None else 0
-        if (inside, length) != (
-            self.sequence_parallel,
-            self.sequence_length,
-        ):  # a write makes torch.compile compile again
+        # Written only where it changes: a write makes torch.compile compile again.
+        if (inside, length) != (self.sequence_parallel, self.sequence_length):
             self.sequence_parallel, self.sequence_length = inside, length
 
     def enter_rows(self, rows: int) -> None:
