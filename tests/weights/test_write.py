@@ -124,6 +124,15 @@ def fail_too_early(writer: PretrainedWriter) -> None:
     writer.finish()
 
 
+def test_a_file_that_lacks_a_tensor_is_not_taken_for_whole(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(4), "b": torch.ones(4)}
+    with opened(tmp_path / "out", tensors) as writer:
+        writer.add("a", tensors["a"])
+        with pytest.raises(LoadError, match="'b' was planned and not added"):
+            writer.finish()
+    assert names_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("fail", [fail_before_finish, fail_twice, fail_dtype, fail_too_early])
 def test_a_failure_leaves_the_target_as_it_was(tmp_path: Path, fail: Callable[[PretrainedWriter], None]) -> None:
     target = tmp_path / "out"

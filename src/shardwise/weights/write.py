@@ -63,6 +63,14 @@ class PlannedShards:
         """Where a shard is until it has its name."""
         return self._staging / f".shard-{number}"
 
+    def missing(self) -> list[str]:
+        """The first tensor that each shard lacks; of those that other processes write, only whether they are there."""
+        found = []
+        for number, shard in enumerate(self._planned):
+            left = self._files[number][1] if number in self._files else [] if self.path(number).exists() else shard
+            found += [name for name, _, _ in left[:1]]
+        return found
+
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Writes the next tensor of its shard; with the last one the shard is flushed to disk.
 
@@ -156,7 +164,7 @@ class PretrainedWriter:
         Raises:
             LoadError: a tensor was not added, or a file cannot be written; the target is then as it was.
         """
-        lost = [names[0] for number, names in enumerate(self.shards.names) if not self.shards.path(number).exists()]
+        lost = self.shards.missing()
         if lost or not self.shards.names:
             what = f"{lost[0]!r} was planned and not added" if lost else "no tensor was planned"
             raise LoadError(what, at=str(self._target))
