@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 
 import shardwise.compat.neuronx_distributed as nxd
+from shardwise.comm.agree import run_in_turns
 from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state, xm
 from shardwise.compat.neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
@@ -43,7 +45,8 @@ def used(mesh):
     wrong += [name for name, value in model.state_dict().items() if not torch.equal(value, parts[name])]
     for kind, dim in ((layers.ColumnParallelLinear, 0), (layers.RowParallelLinear, 1)):
         torch.manual_seed(0)
-        layer = kind(6, 8, bias=False, keep_master_weight=True)
+        build = functools.partial(kind, 6, 8, bias=False, keep_master_weight=True)
+        layer = run_in_turns(build, mesh.group(), turn=mesh.rank, num_turns=2, doing="building")  # one rank at a time
         torch.manual_seed(0)
         whole = torch.nn.Linear(6, 8, bias=False).weight
         own = whole.chunk(2, dim)[parallel_state.get_tensor_model_parallel_rank()]

@@ -77,9 +77,11 @@ class SplitModule(nn.Module):
         placements: how each divided parameter is.
         padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
             activations].
+        keeps_full: whether `start` leaves full weights, as they were drawn, in `full_values`; set before `__init__`.
     """
 
     padded_width: int = 0
+    keeps_full: bool = False
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -88,6 +90,7 @@ class SplitModule(nn.Module):
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )
         self.placements: dict[str, Split] = {}
+        self.full_values: dict[str, Tensor] = {}
         self._draw: Callable[[], Mapping[str, Tensor | None]] = dict
         self.register_load_state_dict_pre_hook(_take_parts)
 
@@ -101,6 +104,8 @@ class SplitModule(nn.Module):
         self._draw = draw
         for name, full in draw().items():
             self.add_parameter(name, full, splits[name], device=device)
+            if self.keeps_full and full is not None and name.startswith("weight") and not full.is_meta:
+                self.full_values[name] = full.detach().clone()
 
     def add_parameter(
         self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None

@@ -54,11 +54,12 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
             raise ConfigError(
                 f"output_size is {output_size!r}", fix="use [features of query, features of key or value]"
             )
+        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
         order = ("dtype", "device", "sequence_parallel_enabled")
         chosen = own_options(order, (dtype, device, sequence_parallel_enabled), options)
         chosen |= {"copies": kv_size_multiplier, "fused": fuse_qkv, "bias": bias, "gathers": gather_output}
         super().__init__(input_size, (output_size[0], output_size[1]), current_mesh(), **chosen)
-        mark(self, keeps=options.get("keep_master_weight", False))
+        mark(self)
 
     initialize_weight_biases = GroupedProjections.reset_parameters
 

@@ -13,7 +13,6 @@ from shardwise.modules.embedding import StandaloneEmbedding
 from shardwise.modules.linears import ColumnLinear, RowLinear
 from shardwise.modules.norms import LayerNorm
 from shardwise.modules.split_module import SplitModule
-from shardwise.parameters.canonical import full_value
 
 __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
 
@@ -54,10 +53,11 @@ class ColumnParallelLinear(ColumnLinear):
         *args: Any,
         **options: Any,
     ) -> None:
+        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
         chosen = own_options(_LINEAR, args, options)
         super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
-        mark(self, keeps=options.get("keep_master_weight", False))
+        mark(self)
 
     init_weight_cpu = ColumnLinear.reset_parameters
 
@@ -77,12 +77,13 @@ class RowParallelLinear(RowLinear):
         *args: Any,
         **options: Any,
     ) -> None:
+        self.__dict__["keeps_full"] = options.get("keep_master_weight", False)
         chosen = own_options(_LINEAR, args, options) | {"input_is_split": input_is_parallel, "reduces": reduce_output}
         super().__init__(input_size, output_size, current_mesh(), bias=bias, **chosen)
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
         if self.sequence_dim is not None and self.bias is not None:
             self.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]
-        mark(self, keeps=options.get("keep_master_weight", False))
+        mark(self)
 
     init_weight_cpu = RowLinear.reset_parameters
 
@@ -126,15 +127,12 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
     return {_OURS.get(name, name): value for name, value in given.items() if name not in _IDLE}
 
 
-def mark(module: SplitModule, *, keeps: bool = False) -> None:
-    """Puts NxD's attributes on parameters that are divided, for code that reads them; nothing here does. With `keeps`
-    the module also has its full weights, as `master_weight…`.
-
-    Communicates: where it `keeps`, one all-gather of every weight over tp.
+def mark(module: SplitModule) -> None:
+    """Puts NxD's attributes on parameters that are divided, and full weights that are kept on the module, as
+    `master_weight…`, for code that reads them; nothing here does.
     """
     for name, split in module.placements.items():
         parameter: Any = module._parameters[name]
         parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
         parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
-        if keeps and name.startswith("weight") and not parameter.is_meta:
-            module.__dict__[f"master_{name}"] = full_value(parameter)
+    module.__dict__.update({f"master_{name}": full for name, full in module.full_values.items()})
