@@ -32,11 +32,12 @@ def register_split_layers(model: nn.Module, config: Any) -> None:
     """
     if not any(isinstance(module, SplitModule) for module in model.modules()):
         return
-    if not hasattr(config, "_register_custom_module") or getattr(config, "use_dora", False):
+    others = (getattr(config, each, False) for each in ("use_dora", "lora_bias"))
+    if not hasattr(config, "_register_custom_module") or any(others):
         raise UnsupportedError(
             f"adapters by {type(config).__name__} around modules that divide themselves",
             why="only the sum of what A and B multiply is computed from parts",
-            fix="use LoRA, without variants such as DoRA",
+            fix="use LoRA, without biases of its own and variants such as DoRA",
         )
     config._register_custom_module(_layers())
 
