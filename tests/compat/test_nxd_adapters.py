@@ -20,6 +20,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
+from tests.families import FULL_PRODUCT
 from tests.oracle import differing
 
 pytestmark = pytest.mark.spawn
@@ -168,7 +169,7 @@ def adapters(mesh, tp, copies, parts, base, merged, biases, directory):
 @pytest.mark.parametrize(
     ("tp", "copies", "parts", "base", "merged", "biases"),
     [
-        (2, 1, True, True, False, "none"),
+        *([(2, 1, True, True, False, "none")] if FULL_PRODUCT else []),
         (2, 2, False, True, True, "all"),
         (4, 2, True, False, False, "lora_only"),
     ],
