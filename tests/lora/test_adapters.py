@@ -9,11 +9,15 @@ import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from shardwise.api.describing import describe
 from shardwise.api.prepare import decide
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, UnsupportedError
 from shardwise.lora.checks import check_prompts
+from shardwise.lora.inject import inject
+from shardwise.mesh import Mesh
+from shardwise.modules.linears import ColumnLinear
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.adapters import plan_adapter
@@ -201,6 +205,14 @@ def test_adapters_that_read_the_full_weight_are_refused_by_name(config, what):
     with pytest.raises(PlanError, match=f"{what}.* cannot be split over tp=2") as raised:
         decided(model)
     assert "the full weight, of which a rank holds a part" in str(raised.value) and "use fsdp" in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["use_dora", "lora_bias"])
+def test_what_is_more_than_a_product_is_refused_around_modules_that_divide_themselves(option):
+    with Mesh.open("tp1") as mesh:
+        model = nn.Sequential(ColumnLinear(4, 4, mesh))
+        with pytest.raises(UnsupportedError, match="around modules that divide themselves"):
+            inject(model, peft.LoraConfig(target_modules=["0"], **{option: True}))
 
 
 IN_COMMON = [

@@ -32,8 +32,9 @@ itself 2.9e-6 off what float64 trains (eps 1e-4); with this one 3e-7, and no fam
 gradient's size, which Adam hides where eps is small, shows here.
 """
 TRAINED = 1e-6
-"""How far parameters and files may be off PEFT's own after three steps, in which they move by up to 3e-3; gradients are compared by
-themselves."""
+"""How far parameters and files may be off PEFT's own after three steps, in which they move by up to 3e-3; gradients are
+compared by themselves.
+"""
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 BUILT = {"t5": (transformers.T5Config, "Seq2SeqLM"), "bloom": (transformers.BloomConfig, "CausalLM")}
