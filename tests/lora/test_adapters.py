@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+import shardwise
 from shardwise.api.describing import describe
 from shardwise.api.prepare import decide
 from shardwise.errors import PlanError, UnsupportedError
@@ -227,6 +228,20 @@ def test_adapters_with_parameters_in_common_are_refused(config, layout):
     model = find_model(peft.get_peft_model(tiny_model("llama", tied=True), config))
     with pytest.raises(PlanError, match=r"(?s)the adapter on .* cannot be divided over .*its parameters are those of"):
         decide(model, MeshShape.parse(layout), ParallelSpec())
+
+
+def split_with_parameters_in_common(mesh):
+    """What this rank is told."""
+    model = peft.get_peft_model(tiny_model("llama", tied=True), IN_COMMON[1])
+    with pytest.raises(PlanError, match="its parameters are those of") as raised:
+        shardwise.parallelize(model, mesh)
+    return str(raised.value)
+
+
+@pytest.mark.spawn
+def test_ranks_refuse_them_together(on_ranks):
+    first, second = on_ranks(split_with_parameters_in_common, layout="tp2")
+    assert first == second
 
 
 PROMPTS = [

@@ -110,9 +110,7 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     check_options(shape, spec)
-    check_unsplit(model)
-    check_adapters(model, shape)
-    facts = read_facts(model)
+    facts = _read(model, shape)
     rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
     return decide_split(rules, model, facts, shape, spec, order=order)
@@ -151,8 +149,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     _check_cuts(model, mesh.shape, spec)
 
     def read() -> tuple[ModelFacts, dict[str, str]]:
-        check_unsplit(model)
-        facts = read_facts(model)
+        facts = _read(model, mesh.shape)
         return facts, _describe(model, facts, mesh.shape, spec)
 
     def find() -> Any:
@@ -181,6 +178,13 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         what="the ranks decided differently",
         fix="use the same versions of all libraries",
     )
+
+
+def _read(model: nn.Module, shape: MeshShape) -> ModelFacts:
+    """The facts of a model that may be split over such a mesh; raises where it may not."""
+    check_unsplit(model)
+    check_adapters(model, shape)
+    return read_facts(model)
 
 
 def _parts_of(plan: SplitPlan) -> dict[str, str]:
