@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.at_rest import reshard
+from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.registry import Registry
 from shardwise.parameters.whole_names import names_only
 from shardwise.runtime.adapters import find_model
@@ -48,8 +48,10 @@ class _SplitWrapper:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """As torch, of the parameters at rest; see [Note: left gathered]."""
-        reshard(find_model(self))  # type: ignore[arg-type]
+        """As torch, of the parameters at rest, and of gradients to be; see [Note: left gathered]."""
+        inner: Any = find_model(self)  # type: ignore[arg-type]
+        reshard(inner)
+        forget_unreduced(inner)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
