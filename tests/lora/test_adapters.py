@@ -19,10 +19,12 @@ from shardwise.lora.checks import check_prompts
 from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
 from shardwise.modules.linears import ColumnLinear
+from shardwise.optim.reduction import time_reduction
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
+from shardwise.parameters.registry import registry_of
 from shardwise.plan.adapters import plan_adapter
-from shardwise.plan.options import ParallelSpec
+from shardwise.plan.options import FsdpPolicy, ParallelSpec
 from shardwise.runtime.adapters import find_model
 from shardwise.search import adapters
 from shardwise.search.planning import plan_for
@@ -30,7 +32,7 @@ from shardwise.search.trial import Trial
 from shardwise.sharding.placement import Replicate, Split
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
-from tests.families import tiny_model
+from tests.families import rows_of, tiny_batch, tiny_model
 from tests.staged import split_and_train
 
 # peft warns of attributes that transformers has renamed, of tied layers, and of patterns of its own for experts.
@@ -242,6 +244,30 @@ def split_with_parameters_in_common(mesh):
 def test_ranks_refuse_them_together(on_ranks):
     first, second = on_ranks(split_with_parameters_in_common, layout="tp2")
     assert first == second
+
+
+def gradients_after_zero_grad(mesh):
+    """Those of a backward, alone and after another one that FSDP2 had not reduced when gradients were cleared."""
+    model = peft.get_peft_model(tiny_model("llama", num_hidden_layers=1), peft.LoraConfig(target_modules=["q_proj"]))
+    model = shardwise.parallelize(model, mesh, fsdp=FsdpPolicy(zero_stage=1))
+    batch = rows_of(tiny_batch(model, rows=4), mesh)
+
+    def backward():
+        model(**batch).loss.backward()
+        return {name: each.clone() for name, each in shardwise.full_gradients(model).items()}
+
+    alone = backward()
+    time_reduction(registry_of(find_model(model)), is_last=False)
+    model(**batch).loss.backward()
+    time_reduction(registry_of(find_model(model)), is_last=True)
+    model.zero_grad()
+    return alone, backward()
+
+
+@pytest.mark.spawn
+def test_the_wrappers_zero_grad_clears_what_is_not_reduced_yet(on_ranks):
+    for alone, after in on_ranks(gradients_after_zero_grad, layout="fsdp2"):
+        assert alone and all(torch.equal(value, after[name]) for name, value in alone.items())
 
 
 PROMPTS = [
