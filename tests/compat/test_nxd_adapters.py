@@ -20,6 +20,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
     ParallelEmbedding,
     RowParallelLinear,
 )
+from shardwise.parameters.replicas import find_unequal_replicas
 from tests.families import FULL_PRODUCT
 from tests.oracle import differing
 
@@ -177,3 +178,26 @@ def adapters(mesh, tp, copies, parts, base, merged, biases, directory):
 def test_adapters_of_parallel_layers(on_ranks, layout, tp, copies, parts, base, merged, biases, tmp_path):
     for problems in on_ranks(adapters, directory=str(tmp_path), timeout=200.0):
         assert problems == [], problems
+
+
+def drops(mesh):
+    """Copies after steps with dropout, of layers of which ranks have parts of different sizes."""
+    config = LoraConfig(**CONFIG, lora_dropout=0.3, target_modules=["qkv", "out", "up", "down", "head"])
+    nxd_config = nxd.neuronx_distributed_config(4, lora_config=config)
+    torch.manual_seed(0)
+    model = nxd.initialize_parallel_model(nxd_config, Words, 4, 2)
+    optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.SGD, model.parameters(), lr=0.1)
+    model.train()
+    for step in range(2):
+        model.run_train(input_ids=ids_of(step), labels=ids_of(step))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = find_unequal_replicas(model.local_module())
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's
+@pytest.mark.parametrize("layout", ["tp4"])
+def test_ranks_with_parts_of_other_sizes_drop_alike_what_they_all_have(on_ranks, layout):
+    assert [*map(list, on_ranks(drops))] == [[]] * 4

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.modules.embedding import StandaloneEmbedding
 from shardwise.modules.grouped import GroupedProjections
 from shardwise.modules.linears import ColumnLinear, RowLinear
+from shardwise.modules.random_streams import own_stream
 from shardwise.modules.split_module import SplitModule
 from shardwise.sharding.placement import split_sections
 
@@ -109,10 +111,12 @@ class _Divided:
         own: Any = self
         if own.disable_adapters and own.merged:
             own.unmerge()
-        out = own.base_layer(x, *args, **options)
+        out, base = own.base_layer(x, *args, **options), own.get_base_layer()
+        is_part = base.input_is_split if isinstance(base, RowLinear) else base.sequence_dim is not None
         for name in () if own.disable_adapters or own.merged else own.active_adapters:
             if name in own.lora_A:
-                given = own._cast_input_dtype(own.lora_dropout[name](x), own.lora_A[name].weight.dtype)
+                with own_stream(own.lora_dropout[name], base._split) if is_part else nullcontext():
+                    given = own._cast_input_dtype(own.lora_dropout[name](x), own.lora_A[name].weight.dtype)
                 out = _sum(out, own.lora_B[name](own.lora_A[name](given)), own.scaling[name])
         return out
 

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 
 import numpy
 import torch
+from torch import nn
 
 from shardwise.mesh import Mesh
+from shardwise.runtime.context import SplitContext, generator_of
+from shardwise.runtime.modes import has_dropout
 
-__all__ = ["RandomStreams", "seed_by_coords"]
+__all__ = ["RandomStreams", "own_stream", "seed_by_coords"]
 
 _BETWEEN_DATA_RANKS = 1_000_003
 
@@ -55,3 +58,21 @@ def seed_by_coords(seed: int, mesh: Mesh) -> int:
     numpy.random.seed(own % 2**32)
     random.seed(own)
     return own
+
+
+@contextmanager
+def own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
+    """Inside, what `module` drops of this rank's part differs between tp ranks; then all draw alike again, however
+    much each has drawn.
+    """
+    if context.size == 1 or not (module.training and has_dropout(module)):
+        yield
+        return
+    generator = generator_of(context.device)
+    seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.coord
+    before = generator.get_state()
+    generator.manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

@@ -296,7 +296,7 @@ class SplitContext:
         """
         if not (self.has_dropout and module.training) or level in self.state.random:
             return  # several modules may enter one region, one after another
-        generator = _generator(self.device)
+        generator = generator_of(self.device)
         if replicated:
             self.state.replicated_seed = None
             seed = generator.initial_seed() - self.coord + _REPLICATED + zlib.crc32(replicated.encode())
@@ -314,7 +314,7 @@ class SplitContext:
         seed, own = self.state.replicated_seed, self.state.random
         if not (self.has_dropout and module.training) or seed is None or "region" not in own or "adapter" in own:
             return
-        generator = _generator(self.device)
+        generator = generator_of(self.device)
         own["adapter"] = generator, generator.get_state()
         generator.manual_seed((seed + _REPLICATED + zlib.crc32(name.encode())) % 2**63)
 
@@ -332,7 +332,7 @@ class SplitContext:
         if seed is None:
             yield
             return
-        generator = _generator(self.device)
+        generator = generator_of(self.device)
         state = generator.get_state()
         generator.manual_seed((seed ^ zlib.crc32(f"{stage}.{microbatch}".encode()) * _REPLICATED) % 2**63)
         try:
@@ -350,7 +350,7 @@ def ends_missing(stack: str, what: str) -> LayoutError:
     )
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
     """The generator that modules on `device` draw from."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
