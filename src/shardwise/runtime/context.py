@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm.operations import Group
 from shardwise.errors import LayoutError
 
-__all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing"]
+__all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing", "generator_of"]
 
 LEVELS = ("layer", "full_sequence", "region", "adapter")
 """Of random streams, from the outside in."""
