@@ -45,7 +45,7 @@ Weight = float | Tensor
 """The share of a microbatch's targets, likewise."""
 
 
-class _Count:
+class _NumTokens:
     """The field `num_tokens` of a `StepResult`: read where it is still on its way from the device."""
 
     def __get__(self, result: Any, owner: Any = None) -> int:
@@ -74,7 +74,7 @@ class StepResult:
     """
 
     loss: Tensor
-    num_tokens: _Count = _Count()
+    num_tokens: _NumTokens = _NumTokens()
     flops: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,10 +134,9 @@ class TrainStep:
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
             nothing; where the full batch has none, the loss is 0 and gradients stay as they are (of labels on a GPU the
-            host does not know, and zeros are added). Auxiliary losses that
-            a model adds to its own (a mixture of experts' balance) are computed on each microbatch of each data rank
-            and averaged with the same weights. A loss without token labels (classes, spans, regression) is weighted by
-            rows.
+            host does not know, and zeros are added). Auxiliary losses that a model adds to its own (a mixture of
+            experts' balance) are computed on each microbatch of each data rank and averaged with the same weights. A
+            loss without token labels (classes, spans, regression) is weighted by rows.
 
         Raises:
             RankError: the ranks' optimizers have taken other steps.
