@@ -50,6 +50,7 @@ def doors(layout):
         model.load_state_dict({name: value * 2 for name, value in local.items()}, strict=False)
         assert all(torch.equal(value, 2 * local[name]) for name, value in model.named_parameters())
         model.load_state_dict(expected, assign=True)
+        assert model.lm_head.weight is model.model.embed_tokens.weight, "they were tied"
         shardwise.TrainStep(model, mesh)(tiny_batch(model))
         assert same_state(shardwise.full_state_dict(model), expected) == []
         return refusals(model)

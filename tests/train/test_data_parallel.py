@@ -226,4 +226,4 @@ def test_each_stage_communicates_what_it_must(on_ranks, layout, stage, accumulat
         assert calls == {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": 2}
         assert nbytes["all_gather"] == {1: everything, 2: everything, 3: (everything + again) * accumulation}[stage]
         assert nbytes["reduce_scatter"] == everything * (accumulation if stage > 1 else 1)
-        assert nbytes["all_reduce"] == 24 + 4, "targets and operations of the model, with a flag, and the loss"
+        assert nbytes["all_reduce"] == 40 + 4, "targets and operations, a flag, how ranks call, and the loss"

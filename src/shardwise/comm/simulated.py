@@ -80,9 +80,10 @@ class SimulatedGroup(_Base):
         parts = torch.stack(self.exchange(x))
         x.detach().copy_(parts.amax(0) if options.reduceOp == dist.ReduceOp.MAX else parts.sum(0))
 
-    def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> None:
-        """`dist.all_gather_single`."""
+    def all_gather_single(self, out: Tensor, x: Tensor, options: Any) -> _Done:
+        """`dist.all_gather_single`, also as one that is waited for later."""
         out.copy_(torch.cat(self.exchange(x)))
+        return _Done()
 
     def reduce_scatter_single(self, mine: Tensor, x: Tensor, options: Any) -> None:
         """`dist.reduce_scatter_single`."""
@@ -141,6 +142,10 @@ class LoneGroup(SimulatedGroup):
 class _Done:
     def wait(self) -> None:
         """Nothing: it is done already."""
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
 
 
 class _Shared:

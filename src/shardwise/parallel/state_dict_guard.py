@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
     canonical_entries,
+    entries_of,
     entry_of,
     find_parameters,
     named_entries,
@@ -54,6 +56,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     vars(model).update({_REFUSAL: _RefusePickle(type(model).__name__), **attributes})
     if registry.stages is not None or registry.mesh.data_mesh is not None:
         apply_mixin(model, _RefusesPickle)
+    model.register_load_state_dict_post_hook(_tie_again)
     if registry.mesh.shape.world_size == 1:
         return
     name, shape = type(model).__name__, registry.plan.shape
@@ -78,7 +81,8 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.resize_token_embeddings = _refuse_resize
-            module.save_pretrained = module.push_to_hub = _refuse_saving
+            module.save_pretrained = partial(_refuse_saving, "save_pretrained")
+            module.push_to_hub = partial(_refuse_saving, "push_to_hub")
             module.num_parameters = MethodType(_num_parameters, module)
             if registry.stages is not None:
                 module.tie_weights = _keep_ties
@@ -209,6 +213,17 @@ def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries
             state[f"{prefix}{name}"] = given[id(entry)]
 
 
+def _tie_again(module: nn.Module, _: Any) -> None:
+    """Makes names of one parameter share the last again: `assign=True` gives each a parameter of its own."""
+    named = [(owner, name, entry) for owner in module.modules() for name, entry in entries_of(owner).items()]
+    loaded = {
+        id(entry): owner._parameters[name] for owner, name, entry in named if owner._parameters.get(name) is not None
+    }
+    for owner, name, entry in named:
+        if owner._parameters.get(name) is not None:
+            owner._parameters[name] = loaded[id(entry)]
+
+
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002 - transformers' signature
     """As transformers' own, of the full parameters: the same on every rank.
 
@@ -243,9 +258,9 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _refuse_saving(*args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_saving(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise UnsupportedError(
-        "save_pretrained or push_to_hub of a split model",
+        f"{name} of a split model",
         why="this rank holds parts of its parameters, and other ranks may not have called",
         fix="call shardwise.export_pretrained(model, directory) on every rank",
     )
