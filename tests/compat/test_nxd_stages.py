@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers.models.bert.modeling_bert import BertConfig, BertForMaskedLM
 
@@ -192,6 +193,10 @@ def trained(mesh, kind, tp, zero, options, directory):
     full = shardwise.full_state_dict(model.local_module())
     for name, value in whole.named_parameters():
         problems += differing(name, full[name], value.detach(), 1e-4)
+    shardwise.export_pretrained(model.local_module(), f"{directory}/exported")
+    exported = load_file(f"{directory}/exported/model.safetensors")
+    names = [name for name, _ in whole.named_parameters()]  # each of what is tied once
+    problems += [f"{name} is exported otherwise" for name in names if not torch.equal(exported[name], full[name])]
     held = {name for name, _ in model.local_named_parameters()}
     nxd.save_checkpoint(directory, model=model, optimizer=optimizer)
     parallel_state.destroy_model_parallel()

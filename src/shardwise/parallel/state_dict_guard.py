@@ -18,7 +18,6 @@ from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
     canonical_entries,
-    entries_of,
     entry_of,
     find_parameters,
     named_entries,
@@ -56,7 +55,7 @@ def guard_state_dict(model: nn.Module, registry: Registry) -> None:
     vars(model).update({_REFUSAL: _RefusePickle(type(model).__name__), **attributes})
     if registry.stages is not None or registry.mesh.data_mesh is not None:
         apply_mixin(model, _RefusesPickle)
-    model.register_load_state_dict_post_hook(_tie_again)
+    _keep_tied(model)
     if registry.mesh.shape.world_size == 1:
         return
     name, shape = type(model).__name__, registry.plan.shape
@@ -213,15 +212,29 @@ def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries
             state[f"{prefix}{name}"] = given[id(entry)]
 
 
-def _tie_again(module: nn.Module, _: Any) -> None:
-    """Makes names of one parameter share the last again: `assign=True` gives each a parameter of its own."""
-    named = [(owner, name, entry) for owner in module.modules() for name, entry in entries_of(owner).items()]
-    loaded = {
-        id(entry): owner._parameters[name] for owner, name, entry in named if owner._parameters.get(name) is not None
-    }
-    for owner, name, entry in named:
-        if owner._parameters.get(name) is not None:
-            owner._parameters[name] = loaded[id(entry)]
+def _keep_tied(model: nn.Module) -> None:
+    """Makes names that have one parameter share the last of them after `load_state_dict(assign=True)`, too, which gives
+    each a parameter of its own.
+    """
+    tied: list[list[tuple[nn.Module, str]]] = []
+
+    def before(module: nn.Module, *_: Any) -> None:
+        names: dict[int, list[tuple[nn.Module, str]]] = {}
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), []).append((owner, name))
+        tied[:] = [group for group in names.values() if len(group) > 1]
+
+    def after(module: nn.Module, _: Any) -> None:
+        for group in tied:
+            owner, name = group[-1]
+            for other, alias in group:
+                other._parameters[alias] = owner._parameters[name]
+        tied.clear()
+
+    model.register_load_state_dict_pre_hook(before)
+    model.register_load_state_dict_post_hook(after)
 
 
 def _num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:  # noqa: FBT001, FBT002 - transformers' signature
