@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.corpus import Encoder, file_source, write_tokens
 from shardwise.data.documents import Document, documents_path, read_documents, write_documents
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import DocumentRows, pack_documents, segment_inputs
@@ -72,15 +71,6 @@ def test_a_file_that_was_cut_or_changed_is_told(path, damage, why):
     with pytest.raises(LoadError) as raised:
         read_documents(path, verify=True)
     assert why in raised.value.why and "made again" in raised.value.fix
-
-
-def test_a_flat_file_of_tokens_is_known_for_what_it_is(tmp_path):
-    (tmp_path / "a.txt").write_text("some text")
-    encoder = Encoder(encode=lambda texts: [list(t.encode()) for t in texts], separator=256, fingerprint="bytes")
-    write_tokens(tmp_path / "out", file_source([tmp_path / "a.txt"]), encoder=encoder)
-    with pytest.raises(LoadError) as raised:
-        read_documents(tmp_path / "out")
-    assert raised.value.why == "it is a flat file of tokens"
 
 
 # --- rows

@@ -14,7 +14,8 @@ import torch
 from shardwise.cli.sources import open_source
 from shardwise.data import corpus
 from shardwise.data.config import DataConfig, patterns_of
-from shardwise.data.corpus import Encoder, cache_path, file_source, find_files, read_tokens, write_tokens
+from shardwise.data.corpus import Encoder, file_source, find_files
+from shardwise.data.documents import read_documents, text_documents, write_documents
 from shardwise.data.once_per_machine import once_per_machine
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import StreamRows
@@ -31,19 +32,18 @@ PATTERNS = patterns_of(DataConfig())
 
 
 def decoded(path):
-    """The documents in a token file, as text."""
-    documents = [[]]
-    for token in read_tokens(path).tolist():
-        if token == SEPARATOR:
-            documents.append([])
-        else:
-            documents[-1].append(token)
-    assert documents.pop() == [], "the last document is ended too"
-    return [bytes(document).decode() for document in documents]
+    """The documents in a file, as text."""
+    found, documents, start = read_documents(path, verify=True), [], 0
+    for end in found.ends.tolist():
+        (*tokens, separator), is_target = (part.tolist() for part in found.read(start, end - start))
+        assert separator == SEPARATOR and is_target == [False] + [True] * len(tokens)
+        documents.append(bytes(tokens).decode())
+        start = end
+    return documents
 
 
 def encode_all(source, path):
-    write_tokens(path, source, encoder=BYTES)
+    write_documents(path, text_documents(source, BYTES))
     return decoded(path)
 
 
@@ -82,7 +82,7 @@ def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monk
     source = file_source(find_files(tmp_path, PATTERNS))
     assert len(list(source.read(lambda done: None))) > 10
     done = []
-    write_tokens(tmp_path / "out", source, encoder=BYTES, on_progress=done.append)
+    write_documents(tmp_path / "out", text_documents(source, BYTES, done.append))
     assert decoded(tmp_path / "out") == [text, "end"]
     assert done == sorted(done) and done[-1] == source.size
 
@@ -102,7 +102,7 @@ def test_unreadable_text_is_an_error_that_says_where_and_leaves_no_file(tmp_path
     (tmp_path / name).write_bytes(content)
     source = file_source(find_files(tmp_path, PATTERNS))
     with pytest.raises(error, match=message):
-        write_tokens(tmp_path / "cache" / "out", source, encoder=BYTES)
+        write_documents(tmp_path / "cache" / "out", text_documents(source, BYTES))
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -115,16 +115,14 @@ def test_a_missing_path_and_a_directory_without_text_name_what_is_there(tmp_path
         find_files(tmp_path / "corpus", PATTERNS)
 
 
-def test_the_cache_is_another_file_when_text_key_or_tokenizer_change(tmp_path):
+def test_a_source_has_another_fingerprint_when_text_or_key_change(tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("one")
-    other = Encoder(encode=BYTES.encode, separator=SEPARATOR, fingerprint="other")
-    paths = [cache_path(tmp_path, file_source([file]), BYTES), cache_path(tmp_path, file_source([file]), other)]
-    paths.append(cache_path(tmp_path, file_source([file], text_key="body"), BYTES))
-    assert cache_path(tmp_path, file_source([file]), BYTES) == paths[0]
+    found = [file_source([file]).fingerprint, file_source([file], text_key="body").fingerprint]
+    assert file_source([file]).fingerprint == found[0]
     file.write_text("another")
-    paths.append(cache_path(tmp_path, file_source([file]), BYTES))
-    assert len(set(paths)) == 4
+    found.append(file_source([file]).fingerprint)
+    assert len(set(found)) == 3
 
 
 def test_a_disk_that_fills_while_tokens_are_written_is_an_error_and_leaves_no_file(tmp_path):
@@ -133,7 +131,7 @@ def test_a_disk_that_fills_while_tokens_are_written_is_an_error_and_leaves_no_fi
     resource.setrlimit(resource.RLIMIT_FSIZE, (10000, limits[1]))
     try:
         with pytest.raises(LoadError, match="cannot write the tokens to .*out") as raised:
-            write_tokens(tmp_path / "cache" / "out", file_source([tmp_path / "a.txt"]), encoder=BYTES)
+            write_documents(tmp_path / "cache" / "out", text_documents(file_source([tmp_path / "a.txt"]), BYTES))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in str(raised.value) and "data.cache_dir" in str(raised.value)

@@ -7,9 +7,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -19,11 +18,11 @@ from shardwise.cli.launch import local_rank
 from shardwise.cli.sources import open_records, open_source
 from shardwise.cli.tokenizer import build_encoder
 from shardwise.data.config import DataConfig, held_out, rows_of
-from shardwise.data.corpus import Encoder, Source, cache_path, read_tokens, text_batches, write_tokens
-from shardwise.data.documents import Document, documents_path, read_documents, write_documents
+from shardwise.data.corpus import Source
+from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
 from shardwise.data.examples import ExampleEncoder, build_example_encoder, encode_examples
 from shardwise.data.once_per_machine import once_per_machine
-from shardwise.data.records import RecordSource
+from shardwise.data.records import Record
 from shardwise.data.rows import Apart, DocumentRows, Rows, StreamRows
 from shardwise.errors import LoadError
 from shardwise.train.run_config import Problem, TrainConfig
@@ -34,7 +33,6 @@ logger = logging.getLogger("shardwise.train")
 
 _FEW_RECORDS = 100
 """How many records are read to find what is wrong with all of them."""
-T = TypeVar("T", Source, RecordSource)
 
 
 def prepare_rows(
@@ -51,29 +49,17 @@ def prepare_rows(
         BatchError: there is not one row.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
-    if rows_of(data) == "stream":
-        encoder = build_encoder(tokenizer)
-
-        def find() -> tuple[Path, Source]:
-            source = open_source(data)
-            return cache_path(directory, source, encoder), source
-
-        path = _prepare(
-            find, read_tokens, lambda p, s, told: write_tokens(p, s, encoder=encoder, on_progress=told), console
-        )
-        return StreamRows(read_tokens(path), seq_length=data.seq_length)
     maker = _maker_of(data, tokenizer)
 
-    def find_documents() -> tuple[Path, Any]:
+    def find() -> tuple[Path, Source[Any]]:
         source = maker.open()
         return documents_path(directory, source.fingerprint, maker.fingerprint), source
 
-    def write(path: Path, source: Any, told: Callable[[int], None]) -> None:
-        write_documents(path, maker.make(source, told))
-
-    path = _prepare(find_documents, read_documents, write, console)
+    documents = read_documents(_prepare(find, maker, console))
+    if rows_of(data) == "stream":
+        return StreamRows(documents.tokens, seq_length=data.seq_length)
     return DocumentRows(
-        read_documents(path),
+        documents,
         seq_length=data.seq_length,
         too_long=data.too_long,
         apart=apart,
@@ -111,7 +97,7 @@ class _Maker:
         fingerprint: digest of what decides them besides the source.
     """
 
-    open: Callable[[], Any]
+    open: Callable[[], Source[Any]]
     make: Callable[..., Iterator[Document]]
     fingerprint: str
 
@@ -120,8 +106,10 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     encoder = build_encoder(tokenizer)
     if data.format == "text":
 
-        def of_text(source: Source, told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
-            return itertools.islice(_text_documents(source, encoder, told), limit)
+        def of_text(
+            source: Source[str | None], told: Callable[[int], None], limit: int | None = None
+        ) -> Iterator[Document]:
+            return itertools.islice(text_documents(source, encoder, told), limit)
 
         fingerprint = f"text {encoder.fingerprint} {encoder.separator}"
         return _Maker(open=lambda: open_source(data), make=of_text, fingerprint=fingerprint)
@@ -129,41 +117,21 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     keys = {name: str(getattr(data, f"{name}_key")) for name in names}
     examples: ExampleEncoder = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
 
-    def of_records(source: RecordSource, told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
+    def of_records(source: Source[Record], told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
         return encode_examples(itertools.islice(source.read(told), limit), examples)
 
     fingerprint = f"{examples.fingerprint} {encoder.fingerprint}"
     return _Maker(open=lambda: open_records(data), make=of_records, fingerprint=fingerprint)
 
 
-def _text_documents(source: Source, encoder: Encoder, told: Callable[[int], None]) -> Iterator[Document]:
-    """A document of each text, every token but the first a target, the separator at its end included."""
-    ids: list[int] = []
-    for texts in text_batches(source.read(told)):
-        encoded = iter(encoder.encode([text for text in texts if text is not None]))
-        for text in texts:
-            if text is not None:
-                ids += next(encoded)
-                continue
-            tokens = np.array([*ids, encoder.separator], dtype=np.uint32)
-            if len(tokens) > 1:
-                yield Document(tokens, np.ones(len(tokens), dtype=np.bool_))
-            ids = []
-
-
-def _prepare(
-    find: Callable[[], tuple[Path, T]],
-    read: Callable[..., Any],
-    write: Callable[[Path, T, Callable[[int], None]], None],
-    console: Console,
-) -> Path:
+def _prepare(find: Callable[[], tuple[Path, Source[Any]]], maker: _Maker, console: Console) -> Path:
     """The file that `find` names, written by one rank of each machine unless it is there and whole."""
 
     def work() -> None:
         path, source = find()
         try:
             if path.exists():
-                read(path, verify=True)
+                read_documents(path, verify=True)
                 return
         except LoadError as error:
             logger.warning("%s (%s); it is made again", error.summary, error.why)
@@ -171,7 +139,7 @@ def _prepare(
             console.print("tokenizing ...")
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("tokenizing", total=source.size)
-            write(path, source, lambda done: bar.update(task, completed=done))
+            write_documents(path, maker.make(source, lambda done: bar.update(task, completed=done)))
 
     # The others look for the source afterwards: by then a data set of the hub has been downloaded once.
     once_per_machine(work, local_rank=local_rank())

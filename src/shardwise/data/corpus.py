@@ -1,32 +1,20 @@
-"""From text to one flat file of tokens: find the documents, encode them once, keep the result.
-
-The file is the cache: little-endian uint32, documents one after the other, each ended by the separator, then their
-number and a checksum. Its name is a digest of everything that decides its content, so a changed text or tokenizer makes
-another file.
-"""
+"""Text for training: files and data sets, found and read piece by piece."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Generic, TypeVar
 
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "Encoder",
     "Source",
-    "cache_path",
     "dataset_source",
     "digest",
     "disk_errors",
@@ -34,16 +22,9 @@ __all__ = [
     "find_files",
     "json_lines",
     "read_files",
-    "read_tokens",
     "text_batches",
-    "write_tokens",
 ]
 
-FORMAT = 2
-TOKEN_TYPE = np.dtype("<u4")
-TRAILER = struct.Struct("<8sQI")
-"""What ends a file of tokens: this mark, their number, their CRC-32."""
-MARK = b"SHTOKENS"
 PIECE_CHARS = 1 << 20
 """A larger text file is encoded in pieces of about this size, cut at line ends, so that memory stays bounded."""
 ENCODE_CHARS = 4 << 20
@@ -53,19 +34,18 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """Documents in a fixed order.
+class Source(Generic[Item]):
+    """Items in a fixed order: of text the runs of every document that is not empty, each document followed by None.
 
     Attributes:
         fingerprint: a digest that changes when they do.
         size: how much there is to read, in the source's own unit: what progress is a share of.
-        read: gives the runs of text of every document that is not empty, each document followed by None, and tells its
-            argument how much of `size` has been read.
+        read: gives every item, and tells its argument how much of `size` has been read.
     """
 
     fingerprint: str
     size: int
-    read: Callable[[Callable[[int], None]], Iterator[str | None]]
+    read: Callable[[Callable[[int], None]], Iterator[Item]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +91,7 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     return tuple(files)
 
 
-def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source:
+def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source[str | None]:
     """Text files, one document each, and .jsonl files, one document a line.
 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes where there is much
@@ -195,7 +175,7 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
                 raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
 
 
-def dataset_source(rows: Any, *, text_key: str) -> Source:
+def dataset_source(rows: Any, *, text_key: str) -> Source[str | None]:
     """The rows of one split of a `datasets` data set, one document each.
 
     Args:
@@ -214,40 +194,6 @@ def dataset_source(rows: Any, *, text_key: str) -> Source:
     return Source(fingerprint=digest("dataset", text_key, str(rows._fingerprint)), size=len(rows), read=read)
 
 
-def cache_path(directory: Path, source: Source, encoder: Encoder) -> Path:
-    """Where the tokens of `source` under `encoder` are kept."""
-    return directory / f"{digest(FORMAT, source.fingerprint, encoder.fingerprint, encoder.separator)}.tokens"
-
-
-def write_tokens(
-    path: Path, source: Source, *, encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
-) -> None:
-    """Encodes `source` into `path`, which appears only when it is complete.
-
-    Args:
-        path: where to write.
-        source: the documents.
-        encoder: the tokenizer.
-        on_progress: given how much of `source.size` has been read.
-
-    Raises:
-        LoadError: the source could not be read, or holds no text at all, or `path` cannot be written.
-    """
-    num_tokens = checksum = 0
-    fix = "make room, or name another place with data.cache_dir"
-    failing = disk_errors(f"cannot write the tokens to {path}", fix=fix)
-    with failing, atomic_file(path) as partial, partial.open("wb") as out:
-        for texts in text_batches(source.read(on_progress)):
-            rows = iter(encoder.encode([text for text in texts if text is not None]))
-            for text in texts:
-                tokens = np.asarray([encoder.separator] if text is None else next(rows), dtype=TOKEN_TYPE)
-                out.write(tokens.data)
-                num_tokens, checksum = num_tokens + len(tokens), zlib.crc32(tokens.data, checksum)
-        if num_tokens == 0:
-            raise LoadError("the data holds no text", at="data", why="every file or line is empty")
-        out.write(TRAILER.pack(MARK, num_tokens, checksum))
-
-
 @contextmanager
 def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
     """Says of what the disk refuses in the block what it was for."""
@@ -257,30 +203,6 @@ def disk_errors(summary: str, *, fix: str | None = None) -> Iterator[None]:
         raise
     except OSError as error:
         raise LoadError(summary, why=str(error.strerror), fix=fix) from error
-
-
-def read_tokens(path: Path, *, verify: bool = False) -> NDArray[np.uint32]:
-    """The tokens in `path` as a read-only memory map: uint32 [num_tokens].
-
-    Args:
-        path: what `write_tokens` wrote.
-        verify: also read all of it, and compare the checksum.
-
-    Raises:
-        LoadError: the file was not written by `write_tokens`, or has been cut or changed.
-    """
-    with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:
-        size = path.stat().st_size
-        file.seek(max(0, size - TRAILER.size))
-        mark, num_tokens, checksum = TRAILER.unpack(file.read().rjust(TRAILER.size))
-    expected = num_tokens * TOKEN_TYPE.itemsize + TRAILER.size
-    if mark != MARK or size != expected:
-        why = f"it has {size:,} bytes of {expected:,}" if mark == MARK else "its end is missing"
-        raise LoadError(f"{path} is no complete file of tokens", why=why, fix="remove it: it is made again")
-    tokens = np.memmap(path, dtype=TOKEN_TYPE, mode="r", shape=(num_tokens,))
-    if verify and zlib.crc32(tokens.data) != checksum:
-        raise LoadError(f"{path} is damaged", why="its checksum is another", fix="remove it: it is made again")
-    return tokens
 
 
 def text_batches(texts: Iterator[str | None]) -> Iterator[list[str | None]]:

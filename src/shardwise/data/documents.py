@@ -1,17 +1,17 @@
-"""Documents that keep to themselves, as one file: their tokens, which of these are targets, and where each one ends.
+"""Documents as one file: their tokens, which of these are targets, and where each one ends.
 
 # [Note: the file of documents]
 Little-endian throughout: the tokens of all documents (uint32, whose highest bit marks a target), one entry a document
 (where it ends, uint64; its first target, uint32), and a trailer: mark, version, numbers of both, CRC-32 of what stands
-before. It depends neither on the length of rows nor on how they are made, so that one file serves all of them. A flat
-file of tokens (`corpus.py`) is another kind, and both are recognised for what they are.
+before. It depends neither on the length of rows nor on how they are made, so that one file serves all of them. The file
+is a cache: its name is a digest of everything that decides its content.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.data.corpus import MARK as MARK_OF_TOKENS
-from shardwise.data.corpus import TOKEN_TYPE, digest, disk_errors
+from shardwise.data.corpus import Encoder, Source, digest, disk_errors, text_batches
 from shardwise.errors import LoadError
 from shardwise.weights.staging import atomic_file
 
-__all__ = ["Document", "Documents", "documents_path", "read_documents", "write_documents"]
+__all__ = ["Document", "Documents", "documents_path", "read_documents", "text_documents", "write_documents"]
 
 VERSION = 1
+TOKEN_TYPE = np.dtype("<u4")
 MARK = b"SHDOCUME"
 TRAILER = struct.Struct("<8sIQQI")
 TARGET = np.uint32(1 << 31)
@@ -36,16 +36,18 @@ ENTRY = np.dtype([("end", "<u8"), ("first_target", "<u4")])
 
 @dataclass(frozen=True)
 class Document:
-    """One document.
+    """One document, or a piece of a long one.
 
     Attributes:
         tokens: [num_tokens] ids.
         is_target: [num_tokens] bool: whether a token is learned. The first one has nothing to be predicted from, and is
             none.
+        ends: whether no further piece of the document follows.
     """
 
     tokens: NDArray[np.uint32]
     is_target: NDArray[np.bool_]
+    ends: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,27 +77,46 @@ def documents_path(directory: Path, *parts: object) -> Path:
     return directory / f"{digest('documents', VERSION, *parts)}.documents"
 
 
+def text_documents(
+    source: Source[str | None], encoder: Encoder, on_progress: Callable[[int], None] = lambda done: None
+) -> Iterator[Document]:
+    """A document of each text, in pieces: all of its tokens and the separator, every one but the first a target."""
+    is_empty = True
+    for texts in text_batches(source.read(on_progress)):
+        encoded = iter(encoder.encode([text for text in texts if text is not None]))
+        for text in texts:
+            tokens = np.asarray([encoder.separator] if text is None else next(encoded), dtype=TOKEN_TYPE)
+            if len(tokens) and not (is_empty and text is None):
+                yield Document(tokens, np.ones(len(tokens), dtype=np.bool_), ends=text is None)
+            is_empty = text is None or (is_empty and not len(tokens))
+
+
 def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """Writes `documents` to `path`, which appears only when it is complete; those without a target are an error.
 
     Raises:
         LoadError: there are none, or `path` cannot be written; and what reading them raises.
     """
-    num_tokens = checksum = 0
+    start = num_tokens = checksum = 0
+    first_target: int | None = None
     entries: list[tuple[int, int]] = []
     fix = "make room, or name another place with data.cache_dir"
-    failing = disk_errors(f"cannot write the documents to {path}", fix=fix)
+    failing = disk_errors(f"cannot write the tokens to {path}", fix=fix)
     with failing, atomic_file(path) as partial, partial.open("wb") as out:
-        for document in documents:
-            is_target = document.is_target.copy()
-            is_target[:1] = False
-            if not is_target.any():
-                raise LoadError("a document holds nothing to learn", at=f"document {len(entries)}")
-            marked = document.tokens.astype(TOKEN_TYPE) | np.where(is_target, TARGET, np.uint32(0))
+        for piece in documents:
+            marked = piece.tokens.astype(TOKEN_TYPE) | np.where(piece.is_target, TARGET, np.uint32(0))
+            if num_tokens == start:
+                marked[:1] &= ~TARGET
+            if first_target is None and (is_target := marked >= TARGET).any():
+                first_target = num_tokens - start + int(is_target.argmax())
             out.write(marked.data)
             checksum = zlib.crc32(marked.data, checksum)
             num_tokens += len(marked)
-            entries.append((num_tokens, int(is_target.argmax())))
+            if piece.ends:
+                if first_target is None:
+                    raise LoadError("a document holds nothing to learn", at=f"document {len(entries)}")
+                entries.append((num_tokens, first_target))
+                start, first_target = num_tokens, None
         if not entries:
             raise LoadError("the data holds no text", at="data", why="every file or line is empty")
         index = np.array(entries, dtype=ENTRY)
@@ -114,14 +135,15 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
         LoadError: the file is none of documents, of another version, or has been cut or changed.
     """
     fix = "remove it: it is made again"
-    with disk_errors(f"cannot read the documents in {path}"), path.open("rb") as file:
+    with disk_errors(f"cannot read the tokens in {path}"), path.open("rb") as file:
         size = path.stat().st_size
         file.seek(max(0, size - TRAILER.size))
-        trailer = file.read()
-        mark, version, num_tokens, number, checksum = TRAILER.unpack(trailer.rjust(TRAILER.size))
+        mark, version, num_tokens, number, checksum = TRAILER.unpack(file.read().rjust(TRAILER.size))
         expected = num_tokens * TOKEN_TYPE.itemsize + number * ENTRY.itemsize + TRAILER.size
         if mark != MARK or version != VERSION or size != expected:
-            why = _what_it_is(trailer, mark, version, f"it has {size:,} bytes of {expected:,}")
+            why = f"it has {size:,} bytes of {expected:,}" if mark == MARK else "its end is missing"
+            if mark == MARK and version != VERSION:
+                why = f"it has version {version}, and this is version {VERSION}"
             raise LoadError(f"{path} is no complete file of documents", why=why, fix=fix)
         file.seek(num_tokens * TOKEN_TYPE.itemsize)
         index: NDArray[Any] = np.frombuffer(file.read(number * ENTRY.itemsize), dtype=ENTRY)
@@ -129,9 +151,3 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
     if verify and zlib.crc32(index.tobytes(), zlib.crc32(tokens.data)) != checksum:
         raise LoadError(f"{path} is damaged", why="its checksum is another", fix=fix)
     return Documents(tokens, index["end"], index["first_target"], checksum)
-
-
-def _what_it_is(trailer: bytes, mark: bytes, version: int, cut: str) -> str:
-    if mark == MARK:
-        return cut if version == VERSION else f"it has version {version}, and this is version {VERSION}"
-    return "it is a flat file of tokens" if MARK_OF_TOKENS in trailer else "its end is missing"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.data.corpus import digest, json_lines, read_files
+from shardwise.data.corpus import Source, digest, json_lines, read_files
 from shardwise.errors import LoadError
 
-__all__ = ["Record", "RecordSource", "dataset_records", "file_records"]
+__all__ = ["Record", "dataset_records", "file_records"]
 
 
 @dataclass(frozen=True)
@@ -26,22 +26,7 @@ class Record:
     values: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordSource:
-    """Records in a fixed order.
-
-    Attributes:
-        fingerprint: a digest that changes when they do.
-        size: how much there is to read, in the source's own unit.
-        read: gives every record, and tells its argument how much of `size` has been read.
-    """
-
-    fingerprint: str
-    size: int
-    read: Callable[[Callable[[int], None]], Iterator[Record]]
-
-
-def file_records(files: Sequence[Path]) -> RecordSource:
+def file_records(files: Sequence[Path]) -> Source[Record]:
     """The lines of .jsonl files, one object each; empty lines are left out, as is a byte order mark.
 
     Raises:
@@ -59,10 +44,10 @@ def file_records(files: Sequence[Path]) -> RecordSource:
         return (_record(value, f"{file}:{number}") for number, value in json_lines(file))
 
     size, times, read = read_files(files, records)
-    return RecordSource(fingerprint=digest("records", times), size=size, read=read)
+    return Source(fingerprint=digest("records", times), size=size, read=read)
 
 
-def dataset_records(rows: Any) -> RecordSource:
+def dataset_records(rows: Any) -> Source[Record]:
     """The rows of one split of a `datasets` data set."""
 
     def read(on_progress: Callable[[int], None]) -> Iterator[Record]:
@@ -70,7 +55,7 @@ def dataset_records(rows: Any) -> RecordSource:
             yield _record(row, f"row {number}")
             on_progress(number + 1)
 
-    return RecordSource(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
+    return Source(fingerprint=digest("dataset records", str(rows._fingerprint)), size=len(rows), read=read)
 
 
 def _record(value: Any, place: str) -> Record:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED
-from shardwise.data.documents import Documents
+from shardwise.data.documents import TARGET, Documents
 from shardwise.errors import BatchError
 
 __all__ = ["Apart", "DocumentRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
@@ -63,14 +63,14 @@ class StreamRows:
     """Documents one after the other, cut into rows of `seq_length`, dropping the rest.
 
     Args:
-        tokens: [num_tokens] unsigned integers, usually a memory map.
+        tokens: [num_tokens] uint32, as `Documents` has them; which are marked as targets does not matter.
         seq_length: tokens in a row.
 
     Raises:
         BatchError: there are fewer tokens than one row.
     """
 
-    def __init__(self, tokens: NDArray[np.unsignedinteger[Any]], *, seq_length: int) -> None:
+    def __init__(self, tokens: NDArray[np.uint32], *, seq_length: int) -> None:
         self.tokens, self.seq_length, self.num_tokens = tokens, seq_length, len(tokens)
         self.num_rows = len(tokens) // seq_length
         if self.num_rows == 0:
@@ -82,8 +82,8 @@ class StreamRows:
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, which equal them: transformers' causal models shift labels."""
         starts = [row * self.seq_length for row in rows]
-        read = np.stack([self.tokens[start : start + self.seq_length] for start in starts]).astype(np.int64)
-        input_ids = torch.from_numpy(read)
+        read = np.stack([self.tokens[start : start + self.seq_length] & ~TARGET for start in starts])
+        input_ids = torch.from_numpy(read.astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def identity(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class StreamRows:
         """A checksum of samples."""
         sampled = 0
         for start in range(0, len(self.tokens), max(1, len(self.tokens) // _NUM_SAMPLES)):
-            sampled = zlib.crc32(self.tokens[start : start + self.seq_length].tobytes(), sampled)
+            sampled = zlib.crc32((self.tokens[start : start + self.seq_length] & ~TARGET).tobytes(), sampled)
         return {"tokens": f"{sampled:08x}"}
 
     def notes(self) -> str:
