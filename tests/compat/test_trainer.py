@@ -61,7 +61,7 @@ def sample(mesh, directory):
         optimizer = nxd.initialize_parallel_optimizer(nxd_config, torch.optim.AdamW, model.parameters(), lr=1e-3)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         if tp == 4:
-            contents.append(nxd.load_checkpoint(directory, model=model, optimizer=optimizer, scheduler=scheduler))
+            contents.append(nxd.load_checkpoint(directory, 5, model=model, optimizer=optimizer, scheduler=scheduler))
         for ids in batches()[steps]:
             rows = rows_of_rank(ids)
             loss = model.run_train(input_ids=rows, labels=rows)
@@ -72,6 +72,7 @@ def sample(mesh, directory):
         if tp == 2:
             nxd.save_checkpoint(
                 directory,
+                tag=5,  # as scripts that count do
                 nxd_config=nxd_config,
                 model=model,
                 optimizer=optimizer,

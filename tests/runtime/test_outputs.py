@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
 from shardwise.errors import UnsupportedError
@@ -157,6 +158,38 @@ def test_blocks_that_run_again_or_are_compiled_hand_out_the_same(on_ranks, kind)
 def test_of_several_stacks_too(on_ranks):
     kind = "compiled" if FULL_PRODUCT else "traced"
     assert on_ranks(with_blocks, layout="tp2", kind=kind, name="bart") == [[], []]
+
+
+def losses_of_two_heads():
+    """A loss of its own beside the split head's, and one that adds both up."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, num_labels=1)
+        torch.manual_seed(0)
+        whole = transformers.GPT2DoubleHeadsModel(config).eval()
+        split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True)
+        ids = torch.randint(0, 96, (2, 2, 8), generator=torch.Generator().manual_seed(1))
+        batch = {"input_ids": ids, "labels": ids, "mc_token_ids": torch.tensor([[7, 5], [3, 7]])}
+        for model in (whole, split):
+            output = model(**batch, mc_labels=torch.tensor([0, 1]))
+            (output.loss + 0.5 * output.mc_loss).backward()
+        expected = {name: each.grad for name, each in whole.named_parameters()}
+        problems = differing_gradients(shardwise.full_gradients(split), expected)
+        penalized = shardwise.parallelize(Penalized(tiny_model("llama").config), mesh, sequence_parallel=True)
+        with pytest.raises(UnsupportedError, match="adds up those of a split head and of hidden states"):
+            penalized(ids.flatten(0, 1))
+        return problems
+
+
+class Penalized(transformers.LlamaForCausalLM):
+    def forward(self, input_ids):
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        return CausalLMOutput(loss=loss + hidden.square().mean(), logits=logits)
+
+
+def test_a_loss_of_hidden_states_beside_that_of_a_split_head():
+    assert spawn(losses_of_two_heads, 2) == [[], []]
 
 
 def one_token():

@@ -210,6 +210,26 @@ def test_heads_get_their_own_labels(task, name, labels):
     assert torch.isfinite(model(**batch).loss)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "shapes"),
+    [
+        ("bert", "BertForNextSentencePrediction", {"input_ids": (2, 16), "labels": (2,)}),
+        ("bert", "BertForPreTraining", {"labels": (2, 16), "next_sentence_label": (2,)}),
+        ("albert", "AlbertForPreTraining", {"labels": (2, 16), "sentence_order_label": (2,)}),
+        (
+            "roberta",
+            "RobertaForMultipleChoice",
+            {"input_ids": (2, 2, 16), "attention_mask": (2, 2, 16), "labels": (2,)},
+        ),
+    ],
+)
+def test_sentences_are_compared(model_type, name, shapes):
+    model = build(model_type, name=name)
+    batch = make_batch(model, seed=0, padding="left")
+    assert {key: tuple(batch[key].shape) for key in shapes} == shapes
+    assert has_loss(model, batch)
+
+
 @pytest.mark.parametrize("model_type", ["bert", "whisper", "wav2vec2"])
 def test_a_tiny_model_without_dropout_repeats_its_loss(model_type):
     names = {"bert": "BertForMaskedLM", "whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC"}

@@ -58,8 +58,11 @@ def root_of(path: Any) -> Path:
         raise ConfigError(
             f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
         ) from error
-    if "\0" in str(found):
-        raise ConfigError(f"{path!r:.100} cannot be the path of checkpoints", why="it has a NUL in it")
+    wrong = "it has a NUL in it" if "\0" in str(found) else "it is a URL" if "://" in str(path) else ""
+    if wrong:
+        raise ConfigError(
+            f"{path!r:.100} cannot be the path of checkpoints", why=wrong, fix="name a directory of a file system"
+        )
     return found
 
 
@@ -78,7 +81,7 @@ def check_tag(tag: str) -> str:
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise ConfigError(
-            f"{str(tag)[:100]!r} cannot be the tag of a checkpoint",
+            f"{tag!r:.102} cannot be the tag of a checkpoint",
             why="it names a directory: up to 100 letters, digits and _.=+-, beginning with a letter, digit or _, and\n"
             f"is not {LATEST!r}",
             fix='use one such as "step-100"',

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -27,7 +27,7 @@ from shardwise.plan.match import match
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
 
-__all__ = ["RuleStyle", "hf_plan", "read_plan", "style_of"]
+__all__ = ["RuleStyle", "declared_styles", "hf_plan", "read_plan", "style_of"]
 
 _PREPARED = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)
 _OF_TORCH: dict[str, tuple[type[ParallelStyle], dict[str, Any]]] = {
@@ -96,6 +96,22 @@ def hf_plan(plan: Plan) -> dict[str, ParallelStyle]:
     for rule in plan.rules:
         styles.setdefault(rule.pattern, []).append(rule.style)
     return {pattern: style_of(own[0]) if len(own) == 1 else RuleStyle(*own) for pattern, own in styles.items()}
+
+
+def declared_styles(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Style objects for the `_tp_plan`s that a model and its children declare, on their classes or on themselves.
+
+    Raises:
+        PlanError: a plan has an unknown style.
+    """
+    named = {"": model} | {f"{name}.": child for name, child in model.named_children()}
+    plans = ((start, plan) for start, module in named.items() for plan in _plans_of(module))
+    return {start + pattern: style_of(style) for start, plan in plans for pattern, style in plan.items()}
+
+
+def _plans_of(module: nn.Module) -> Iterator[Mapping[str, str]]:
+    yield getattr(type(module), "_tp_plan", None) or {}
+    yield vars(module).get("_tp_plan") or {}  # PEFT's models answer for the model inside, whose names differ
 
 
 def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:

@@ -6,12 +6,13 @@ Where the caller is given them, they are gathered at the end of the module that 
 arguments of the forward ask for, which are the same on every tp rank.
 
 What is computed between a stack of layers and a split head has gradients that are partial, because the head's are. A
-caller's loss gives every rank the full gradient of what it is given from there, so that each keeps 1 / tp of it.
+caller's loss gives every rank the full gradient of what it is given from there, so that each keeps 1 / tp of it. So
+does a loss that the model computes itself from there (GPT-2's of its second head), unless it holds the head's, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from shardwise.runtime.sequence_edges import cut
 __all__ = ["install_outputs", "map_fields"]
 
 _TAKEN_APART = ("_GatherFullBackward", "_FromTorchTensorBackward", "_SplitCrossEntropyBackward")
+_COLLECTIVES = ("_CopyBackward", "_ReduceBackward", "_GatherToRegionBackward", "_ScatterFromRegionBackward")
+_OF_HEADS = (*_TAKEN_APART, "_HeadCrossEntropyBackward")
 _HIDING = ("CompiledFunctionBackward", "CheckpointFunctionBackward")
 
 
@@ -124,9 +127,9 @@ def _scaled(context: SplitContext, *, ends_alike: bool) -> Callable[[str, Any], 
     def change(name: str, value: Any) -> Any:
         if type(value) is tuple:
             return tuple(change(name, each) for each in value)
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not (value.ndim and value.requires_grad):
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.requires_grad:
             return value
-        is_summed = _is_summed(value)
+        is_summed = _is_summed(value) if value.ndim else _is_own_loss(value)
         if is_summed is None and not ends_alike:
             return _Refused.apply(value)
         return value if is_summed is False else scale_gradient(value, 1 / context.size)
@@ -138,19 +141,43 @@ def _is_summed(x: Tensor) -> bool | None:
     """Whether the gradient of `x` is summed where a stack ends, and not first taken apart by a head; None where that
     end is hidden in a compiled or checkpointed block.
     """
-    seen: set[Any] = set()
-    pending = [x.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen or type(node).__name__ in _TAKEN_APART:
-            continue
-        seen.add(node)
+    for node in _computed_by(x, _TAKEN_APART):
         if getattr(node, "ends_stack", False):
             return True
         if type(node).__name__ in _HIDING:
             return None
-        pending += [each for each, _ in node.next_functions]
     return False
+
+
+def _is_own_loss(loss: Tensor) -> bool:
+    """Whether a loss `[]` is computed from the end of a stack without a split head.
+
+    Raises:
+        UnsupportedError: it holds the loss of a head, too, whose gradient must not be scaled.
+    """
+    nodes = list(_computed_by(loss, (*_OF_HEADS, *_COLLECTIVES)))
+    is_own = any(getattr(node, "ends_stack", False) for node in nodes)
+    if is_own and any(type(node).__name__ in _OF_HEADS for node in nodes):
+        raise UnsupportedError(
+            "a loss of the model that adds up those of a split head and of hidden states",
+            why="with sequence parallelism the gradients of the two are summed over ranks in different places",
+            fix="leave out sequence_parallel, or compute the loss from the model's outputs",
+        )
+    return is_own
+
+
+def _computed_by(x: Tensor, stops: Collection[str]) -> Iterator[Any]:
+    """The nodes of autograd that `x` comes from, on each path up to one named in `stops`, or that ends a stack."""
+    seen: set[Any] = set()
+    pending = [x.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if type(node).__name__ not in stops and not getattr(node, "ends_stack", False):
+            pending += [each for each, _ in node.next_functions]
 
 
 class _Refused(torch.autograd.Function):

@@ -25,6 +25,9 @@ _SEQUENCE_CLASSIFIERS = (
     "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
 )
+_CHOICES = ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",)  # of two sequences
+_YES_OR_NO = (*_CHOICES, "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES")
+_SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")  # of BERT's pretraining and its like
 _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
 
 
@@ -72,6 +75,8 @@ def make_batch(
         if family and family.masks_frames:
             batch["attention_mask"] = torch.ones(batch[name].shape[:2], dtype=torch.long)
     tokens = batch.get("input_ids")
+    if tokens is not None and _is_listed(model, *_CHOICES):
+        batch |= {name: torch.stack((value, value.flip(-1)), 1) for name, value in batch.items()}
     batch |= _labels(model, tokens, mask, generator)
     if tokens is not None and model.config.is_encoder_decoder and _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
@@ -113,6 +118,8 @@ def _labels(
         }
     if "labels" not in takes or "list[dict]" in str(takes["labels"].annotation):
         return {}  # boxes of every image are no tensor; without them there is no loss
+    if _is_listed(model, *_YES_OR_NO):
+        return {"labels": torch.randint(0, 2, (batch_size,), generator=generator)}
     if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
         return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
     if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames
@@ -125,7 +132,10 @@ def _labels(
         labels = tokens
     else:
         labels, mask = tokens.view(batch_size, -1, sequence_length).mT, mask[..., None]
-    return {"labels": labels.masked_fill(mask == 0, _IGNORED)}
+    sentences = [name for name in takes if name in _SENTENCE_LABELS]  # without them there is no loss
+    return {"labels": labels.masked_fill(mask == 0, _IGNORED)} | {
+        name: torch.randint(0, 2, (batch_size,), generator=generator) for name in sentences
+    }
 
 
 def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:

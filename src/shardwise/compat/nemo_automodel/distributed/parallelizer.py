@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from transformers import PreTrainedModel
 
 from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
@@ -23,7 +24,7 @@ from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parallel.torch_precision import cast_output, own_dtype, precision_of
-from shardwise.parallel.torch_styles import hf_plan, read_plan
+from shardwise.parallel.torch_styles import declared_styles, hf_plan, read_plan
 from shardwise.parallel.torch_styles import style_of as translate_to_torch_parallel_style
 from shardwise.parallel.units import unit_names
 from shardwise.parameters.canonical import full_value
@@ -136,11 +137,13 @@ def nvfsdp_strategy_parallelize(
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a model, of any architecture: patterns of module names to styles, torch's where torch
-    has them, else `RuleStyle`s.
+    has them, else `RuleStyle`s. Of a model that is not one of transformers, the `_tp_plan`s that it declares.
 
     Raises:
-        PlanError: there is none that computes the same.
+        PlanError: there is none that computes the same, or one that is declared has an unknown style.
     """
+    if not isinstance(model, PreTrainedModel) and (declared := declared_styles(model)):
+        return declared
     return hf_plan(plan_for(model, ParallelSpec(), tp_size=2))
 
 

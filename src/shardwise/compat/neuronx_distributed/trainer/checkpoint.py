@@ -66,7 +66,7 @@ def save_checkpoint(
         optimizer=_optimizer(optimizer),
         scheduler=scheduler,
         extra=user_content if lora is None else lora.packed(user_content),
-        tag=tag or None,
+        tag=None if tag is None else str(tag) or None,
         async_save=async_save,
         keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
         num_writers=num_workers,
@@ -96,7 +96,7 @@ def load_checkpoint(
     """
     content = checkpoints.load_checkpoint(
         path,
-        tag or None,
+        None if tag is None else str(tag) or None,
         model=None if model is None else seen_through(model),
         optimizer=_optimizer(optimizer),
         scheduler=scheduler,
