@@ -19,6 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # every rank imports us again: 
 import gc
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ gc.disable()  # until all is imported: of that nothing is garbage, and to look t
 
 # What ranks would each take long to import: a compiler, and the families that most tests are of. Last what each would
 # otherwise find out with its first model.
-_FAMILIES = ("bert", "gemma3", "gpt2", "mixtral", "qwen3", "t5")
+_FAMILIES = ("bart", "bert", "gemma2", "gemma3", "gpt2", "gpt_neox", "mixtral", "phi3", "qwen3", "t5")
 ranks.PRELOADED = (
     "torch._dynamo.backends.debugging",
     "torch._inductor.compile_fx",
@@ -41,7 +42,13 @@ ranks.PRELOADED = (
     "tests.warm_ranks",
 )
 
-DEAR = ("peft", "lightning.pytorch", "shardwise.cli.training", "shardwise.compat.neuronx_distributed.trainer")
+DEAR = (
+    "peft",
+    "lightning.pytorch",
+    "shardwise.lightning",
+    "shardwise.cli.training",
+    "shardwise.compat.neuronx_distributed.trainer",
+)
 """Takes every rank a second to import, so ranks find it imported where any selected test file imports it."""
 
 TIERS = ("pure", "single", "spawn", "device")
@@ -115,11 +122,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def on_ranks(request: pytest.FixtureRequest) -> Any:
-    """Runs a function on the ranks of a layout, once for several cases: see `tests/rank_cases.py`."""
+def on_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Runs a function on the ranks of a layout, which wait for the next case: see `tests/rank_cases.py`."""
     from tests.rank_cases import Ranks  # not above: pure tests stay pure
 
-    return Ranks(request.node)
+    ranks = Ranks(request.node)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

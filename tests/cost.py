@@ -1,7 +1,8 @@
 """Processor seconds of every test, children and ranks included: `python -m pytest -p tests.cost ...`, `make cost`.
 
 Wall time says little on a machine that others use too. Tests that share ranks or a fixture are told apart by file only:
-the first of them bears the cost. `SHARDWISE_COST=file` adds a line there as each test ends.
+ranks are counted when they end, with the last test that they run. `SHARDWISE_COST=file` adds a line there as each test
+ends.
 """
 
 from __future__ import annotations

@@ -58,10 +58,10 @@ def _is_long(item: pytest.Item) -> bool:
 def _group_of(item: pytest.Item) -> str:
     if not isinstance(item, pytest.Function):
         return item.nodeid
-    module, name = item.nodeid.split("[")[0].split("::")
+    module = item.nodeid.partition("::")[0]
     if "on_ranks" in item.fixturenames:
         layout = item.callspec.params.get("layout", "") if hasattr(item, "callspec") else ""
-        return f"{module}::{name}-{layout}"
+        return f"{module}::{layout}"
     fixtures = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
     is_shared = any(each.scope == "module" and each.baseid.endswith(module) for each in fixtures)
     return module if is_shared else item.nodeid

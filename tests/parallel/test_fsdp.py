@@ -7,9 +7,10 @@ import warnings
 
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, DebertaForMaskedLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config
@@ -157,7 +158,7 @@ def test_an_embedding_stays_with_the_model_where_the_head_gives_no_logits():
     """DeBERTa's newer head multiplies with the weight of the embedding, outside of the embedding's forward."""
     config = shrink_config(default_config("deberta"))
     config.legacy = False
-    facts = read_facts(build_tiny_model(config, DebertaForMaskedLM, seed=0))
+    facts = read_facts(build_tiny_model(config, transformers.DebertaForMaskedLM, seed=0))
     assert (facts.embedding,) not in find_units(facts)
     assert (facts.head,) in find_units(facts)
 

@@ -9,6 +9,7 @@ __all__: list[str] = []
 gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
 
 for _name in (
+    "encodings.idna",  # of names of hosts
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
