@@ -24,7 +24,14 @@ from shardwise.comm.operations import all_gather_single
 from shardwise.runtime.checks import check_index
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["CHUNK_ELEMENTS", "Head", "cross_entropy_of_parts", "head_cross_entropy", "reduced", "split_cross_entropy"]
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "Head",
+    "LossOptions",
+    "cross_entropy_of_parts",
+    "head_cross_entropy",
+    "split_cross_entropy",
+]
 
 CHUNK_ELEMENTS = 2**26
 """Logits that are made at a time where they are not needed together: 256 MiB in float32."""
@@ -48,42 +55,69 @@ class Head:
     steps: Steps = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What `F.cross_entropy` is asked for besides logits and targets; `weight` `[classes]` is full on every rank."""
+
+    weight: Tensor | None = None
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,  # noqa: FBT001 - torch's own signature
+        ignore_index: int = -100,
+        reduce: bool | None = None,  # noqa: FBT001
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> LossOptions:
+        """Those of a call, as `F.cross_entropy` takes them after the target."""
+        if size_average is not None or reduce is not None:
+            reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+        return cls(weight=weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+
+    def reduced(self, losses: Tensor, row_weights: Tensor, shape: torch.Size) -> Tensor:
+        """The losses of rows as `F.cross_entropy` reduces them; unreduced in `shape`."""
+        if self.reduction == "mean":
+            total = row_weights.sum()
+            # Over no targets the mean is NaN, as in torch, and its gradient zero: 0/0 would make that NaN too.
+            nothing = torch.where(total == 0, torch.nan, 0.0)
+            return losses.sum() / torch.where(total == 0, 1.0, total) + nothing
+        return losses.sum() if self.reduction == "sum" else losses.reshape(shape)
+
+
+_DEFAULTS = LossOptions()
+
+
 def split_cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    context: SplitContext,
-    num_classes: int,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Cross-entropy of every row, computed in float32 from this rank's classes.
+    logits: Tensor, target: Tensor, *, context: SplitContext, num_classes: int, options: LossOptions = _DEFAULTS
+) -> Tensor:
+    """Cross-entropy, computed in float32 from this rank's classes.
 
     Args:
-        logits: `[rows, classes]`, per rank `[rows, classes of this rank]` in the order of `torch.chunk`; not modified.
-        target: int `[rows]`, the same on every tp rank.
-        weight: `[classes]`, full on every rank.
-
-    Returns:
-        Losses `[rows]` and the weights `[rows]` by whose sum their mean is taken, both 0 where the target is ignored.
+        logits: `[..., classes]`, per rank `[..., classes of this rank]` in the order of `torch.chunk`; not modified.
+        target: int `[...]`, the same on every tp rank.
 
     Communicates: over tp, one all-gather of three values a row and rank (four with label smoothing); nothing backward.
     """
-    targets = _Targets.read(target, logits.shape[-1], context, num_classes, weight, ignore_index, label_smoothing)
-    losses: Tensor = _SplitCrossEntropy.apply(logits, targets, context)
-    return losses, targets.row_weight
+    width = logits.shape[-1]
+    targets = _Targets.read(target.reshape(-1), width, context, num_classes, options)
+    losses: Tensor = _SplitCrossEntropy.apply(logits.reshape(target.numel(), width), targets, context)
+    return options.reduced(losses, targets.row_weight, target.shape)
 
 
-def cross_entropy_of_parts(logits: Tensor, target: Tensor, *, context: SplitContext, **options: Any) -> Tensor:
-    """Losses `[...]` of logits `[..., classes of this rank]`, of any number of classes; see `split_cross_entropy`.
+def cross_entropy_of_parts(
+    logits: Tensor, target: Tensor, *, context: SplitContext, options: LossOptions = _DEFAULTS
+) -> Tensor:
+    """As `split_cross_entropy`, of any number of classes that all ranks have together.
 
     Communicates: over tp, one all-reduce of one integer, and as `split_cross_entropy`.
     """
-    width = logits.shape[-1]
-    number = sum_of(width, context.group, logits.device)
-    rows, targets = logits.reshape(-1, width), target.reshape(-1)
-    return split_cross_entropy(rows, targets, context=context, num_classes=number, **options)[0].view(target.shape)
+    number = sum_of(logits.shape[-1], context.group, logits.device)
+    return split_cross_entropy(logits, target, context=context, num_classes=number, options=options)
 
 
 def head_cross_entropy(
@@ -93,10 +127,8 @@ def head_cross_entropy(
     *,
     context: SplitContext,
     num_classes: int,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+    options: LossOptions = _DEFAULTS,
+) -> Tensor:
     """As `split_cross_entropy` of the logits that `head` makes of `hidden`; see [Note: the loss without logits].
 
     Args:
@@ -104,19 +136,9 @@ def head_cross_entropy(
 
     Communicates: what `split_cross_entropy` does.
     """
-    targets = _Targets.read(target, head.weight.shape[0], context, num_classes, weight, ignore_index, label_smoothing)
+    targets = _Targets.read(target, head.weight.shape[0], context, num_classes, options)
     losses: Tensor = _HeadCrossEntropy.apply(hidden, head.weight, head.bias, targets, context, tuple(head.steps))
-    return losses, targets.row_weight
-
-
-def reduced(losses: Tensor, weights: Tensor, reduction: str, shape: torch.Size) -> Tensor:
-    """The losses of rows as `F.cross_entropy` reduces them; unreduced in `shape`."""
-    if reduction == "mean":
-        total = weights.sum()
-        # Over no targets the mean is NaN, as in torch, and its gradient zero: 0/0 would make that NaN too.
-        nothing = torch.where(total == 0, torch.nan, 0.0)
-        return losses.sum() / torch.where(total == 0, 1.0, total) + nothing
-    return losses.sum() if reduction == "sum" else losses.reshape(shape)
+    return options.reduced(losses, targets.row_weight, target.shape)
 
 
 @dataclass(frozen=True)
@@ -145,16 +167,10 @@ class _Targets:
 
     @classmethod
     def read(
-        cls,
-        target: Tensor,
-        num_local: int,
-        context: SplitContext,
-        num_classes: int,
-        weight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
+        cls, target: Tensor, num_local: int, context: SplitContext, num_classes: int, options: LossOptions
     ) -> _Targets:
-        kept = target != ignore_index
+        weight, smoothing = options.weight, options.label_smoothing
+        kept = target != options.ignore_index
         _check_targets(target, kept, num_classes)
         sizes = context.even_sizes(num_classes)
         start = sum(sizes[: context.coord])

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.errors import LayoutError
 from shardwise.loss import cross_entropy
-from shardwise.loss.cross_entropy import Head, head_cross_entropy, reduced
+from shardwise.loss.cross_entropy import Head, LossOptions, head_cross_entropy
 from shardwise.loss.logits import attribute_of
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
@@ -43,20 +43,8 @@ _ASKING = frozenset(
     | {"_is_view", "register_hook"}
 )
 _ASKED = frozenset(
-    {
-        "shape",
-        "dtype",
-        "device",
-        "ndim",
-        "requires_grad",
-        "grad_fn",
-        "grad",
-        "is_leaf",
-        "is_cuda",
-        "is_meta",
-        "layout",
-        "_base",
-    }
+    ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda", "is_meta")
+    + ("layout", "_base")
 )
 
 
@@ -169,34 +157,21 @@ class DeferredLogits(Tensor):
         last = end_dim % self.ndim
         return self._hidden.flatten(start_dim, last) if last < self.ndim - 1 else None
 
-    def _cross_entropy(
-        self,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: bool | None = None,  # noqa: FBT001 - torch's own signature
-        ignore_index: int = -100,
-        reduce: bool | None = None,  # noqa: FBT001
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> Tensor | None:
+    def _cross_entropy(self, target: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        """`F.cross_entropy` of them; None where they must be made for it."""
         if self.ndim != 2 or target.is_floating_point() or type(target) not in _PLAIN:
             return None
-        if size_average is not None or reduce is not None:
-            reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
         steps = self._steps
         while steps and steps[-1].name in _CASTS:  # the loss is computed in float32 anyway
             steps = steps[:-1]
-        losses, weights = head_cross_entropy(
+        return head_cross_entropy(
             self._hidden,
             replace(self._source.head, steps=steps),
             target,
             context=self._source.context,
             num_classes=self._source.num_classes,
-            weight=weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
+            options=LossOptions.of(*args, **kwargs),
         )
-        return reduced(losses, weights, reduction, target.shape)
 
 
 class DeferringHead:

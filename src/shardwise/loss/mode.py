@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.loss.cross_entropy import reduced, split_cross_entropy
+from shardwise.loss.cross_entropy import LossOptions, split_cross_entropy
 from shardwise.loss.deferred_logits import DeferredLogits, go_on, make
 from shardwise.loss.logits import SplitLogits, as_logits
 from shardwise.runtime.context import SplitContext
@@ -53,7 +53,7 @@ class SplitLossMode(TorchFunctionMode):
         if not any(isinstance(value, SplitLogits) and value.is_gathered for value in tensors):
             logits = args[0] if args else kwargs.get("input")
             if func is F.cross_entropy and logits.placements == (Shard(_class_dim(logits)),):
-                return _intercepted(self.context, *args, **kwargs)
+                return _cross_entropy(self.context, *args, **kwargs)
             try:
                 return self._on_parts(func, args, kwargs)
             except (RuntimeError, NotImplementedError) as error:
@@ -90,36 +90,18 @@ def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _intercepted(  # noqa: PLR0913 - torch's own signature
-    context: SplitContext,
-    input: DTensor,  # noqa: A002
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,  # noqa: FBT001
-    ignore_index: int = -100,
-    reduce: bool | None = None,  # noqa: FBT001
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
+def _cross_entropy(context: SplitContext, input: DTensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
     """`F.cross_entropy` with its own signature, on split logits."""
-    if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
     if target.is_floating_point():  # class probabilities: rare, and as large as the logits themselves
-        return F.cross_entropy(
-            _full(input), target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
-        )
+        return F.cross_entropy(_full(input), target, *args, **kwargs)
     dim = _class_dim(input)
-    local = input.to_local().movedim(dim, -1)
-    losses, weights = split_cross_entropy(
-        local.reshape(target.numel(), local.shape[-1]),
-        target.reshape(-1),
+    return split_cross_entropy(
+        input.to_local().movedim(dim, -1),
+        target,
         context=context,
         num_classes=input.shape[dim],
-        weight=weight,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
+        options=LossOptions.of(*args, **kwargs),
     )
-    return reduced(losses, weights, reduction, target.shape)
 
 
 def _class_dim(logits: Tensor) -> int:

@@ -18,21 +18,19 @@ from shardwise.sharding.placement import equal_sections
 __all__ = ["ColumnLinear", "RowLinear"]
 
 
-class ColumnLinear(SplitModule):
-    """A linear whose output features are divided over tp, in parts of any sizes.
+class _SplitLinear(SplitModule):
+    """What the linears below have in common.
 
     Args:
         num_sections: of a fused weight, each divided on its own.
-        gathers: whether the output is full on every rank.
-        sequence_dim: the dim along which every rank is given a part of the sequence; None where it is given all of it.
+        sequence_dim: the dim along which a rank has a part of the sequence outside; None where it has all of it.
         init_weight: of the full weight; by default as `nn.Linear`'s.
-        reduce_dtype: in which gradients of narrower dtypes are summed.
+        reduce_dtype: in which sums over ranks of narrower dtypes are computed.
         returns_bias: return it beside the output instead of adding it.
-
-    Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and where it `gathers` an
-        all-gather forward.
     """
 
+    split_dim: int
+    """Of the weight."""
     weight: Tensor
     bias: Tensor | None
 
@@ -43,7 +41,6 @@ class ColumnLinear(SplitModule):
         mesh: Mesh,
         *,
         bias: bool = True,
-        gathers: bool = False,
         num_sections: int = 1,
         sequence_dim: int | None = None,
         dtype: torch.dtype | None = None,
@@ -54,11 +51,31 @@ class ColumnLinear(SplitModule):
     ) -> None:
         super().__init__(mesh)
         self.in_features, self.out_features = in_features, out_features
-        split = equal_sections(0, out_features, num_sections=num_sections, parts=mesh.size("tp"))
+        self.sequence_dim, self.reduce_dtype, self.returns_bias = sequence_dim, reduce_dtype, returns_bias
+        size = (out_features, in_features)[self.split_dim]
+        split = equal_sections(self.split_dim, size, num_sections=num_sections, parts=mesh.size("tp"))
         draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
-        self.start(draw, {"weight": split, "bias": split}, device)
-        self.gathers, self.sequence_dim, self.returns_bias = gathers, sequence_dim, returns_bias
-        self.reduce_dtype = reduce_dtype
+        self.start(draw, {"weight": split, "bias": split if self.split_dim == 0 else None}, device)
+
+
+class ColumnLinear(_SplitLinear):
+    """A linear whose output features are divided over tp, in parts of any sizes.
+
+    Args:
+        gathers: whether the output is full on every rank.
+        options: of `_SplitLinear`; `sequence_dim` is that of the input.
+
+    Communicates: over tp, one all-reduce of the input's gradient (see `SplitModule.enter`), and where it `gathers` an
+        all-gather forward.
+    """
+
+    split_dim = 0
+
+    def __init__(
+        self, in_features: int, out_features: int, mesh: Mesh, *, gathers: bool = False, **options: Any
+    ) -> None:
+        super().__init__(in_features, out_features, mesh, **options)
+        self.gathers = gathers
 
     def forward(self, x: Tensor) -> Any:
         """Args: x `[..., in]`. Returns `[..., out of this rank]`, or full; with `returns_bias` a pair."""
@@ -76,14 +93,13 @@ class ColumnLinear(SplitModule):
         return gather_features(x, self.placements["weight"], self._split)
 
 
-class RowLinear(SplitModule):
+class RowLinear(_SplitLinear):
     """A linear whose input features are divided over tp, in parts of any sizes; its product is summed.
 
     Args:
         input_is_split: whether a rank is given its part of the features, or all of them.
         reduces: whether the partial sums are summed; the bias is in the first rank's otherwise.
-        sequence_dim: the dim along which the output is divided; None where it is full.
-        others: as `ColumnLinear`'s.
+        options: of `_SplitLinear`; `sequence_dim` is that of the output.
 
     Raises:
         ConfigError: full features together with parts of the sequence.
@@ -92,39 +108,26 @@ class RowLinear(SplitModule):
         where the input is full, an all-gather of its gradient.
     """
 
-    weight: Tensor
-    bias: Tensor | None
+    split_dim = 1
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         in_features: int,
         out_features: int,
         mesh: Mesh,
         *,
-        bias: bool = True,
         input_is_split: bool = False,
         reduces: bool = True,
-        num_sections: int = 1,
-        sequence_dim: int | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        init_weight: Init | None = None,
-        reduce_dtype: torch.dtype | None = torch.float32,
-        returns_bias: bool = False,
+        **options: Any,
     ) -> None:
-        if sequence_dim is not None and not input_is_split:
+        super().__init__(in_features, out_features, mesh, **options)
+        if self.sequence_dim is not None and not input_is_split:
             raise ConfigError(
                 "a row-split linear that puts out parts of the sequence is given all features",
                 why="its input would have to be a part of the sequence and all of it",
                 fix="pass input_is_parallel=True, after a column-split linear",
             )
-        super().__init__(mesh)
-        self.in_features, self.out_features = in_features, out_features
-        split = equal_sections(1, in_features, num_sections=num_sections, parts=mesh.size("tp"))
-        draw = partial(new_linear, out_features, in_features, bias=bias, init_weight=init_weight, dtype=dtype)
-        self.start(draw, {"weight": split, "bias": None}, device)
-        self.input_is_split, self.reduces, self.sequence_dim = input_is_split, reduces, sequence_dim
-        self.reduce_dtype, self.returns_bias = reduce_dtype, returns_bias
+        self.input_is_split, self.reduces = input_is_split, reduces
 
     def forward(self, x: Tensor) -> Any:
         """Args: x `[..., in]`, per rank its part where `input_is_split`. Returns `[..., out]`."""
