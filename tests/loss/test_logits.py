@@ -144,9 +144,9 @@ def test_a_forward_may_write_into_its_logits_and_it_is_said_once():
 
 
 def look_alone():
-    from shardwise.loss import logits as split_logits
+    from shardwise.comm import agree
 
-    split_logits._SECONDS_TO_MEET = 1.0
+    agree.SECONDS_TO_MEET = 1.0
     with shardwise.Mesh.open("tp2") as mesh:
         model = shardwise.parallelize(tiny_model("llama"), mesh).train()
         batch = tiny_batch(model)

@@ -45,6 +45,7 @@ logger = logging.getLogger("shardwise.comm")
 _PATIENCE_SECONDS = 8.0  # after so long a rank that waits for others says so,
 _SECONDS_APART = 1.0  # when those have said so that came a little later
 _POLL_SECONDS = 0.0005
+SECONDS_TO_MEET = 60.0
 
 
 @contextmanager
@@ -278,19 +279,22 @@ def _saying_who_is_missing(group: Group, doing: str) -> Iterator[None]:
         store.delete_key(f"{place}/{own}")
 
 
-def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: float) -> list[int]:
-    """Waits until every rank of `group` has come to `place`, which all call by the same name and visit once.
+def meet(group: Group | None, place: str, *, after: str | None = None, who: str, looks_at: str, why: str) -> None:
+    """Waits until every rank of `group` has come to `place`, which all call by the same name and visit once: before a
+    collective that the code of a caller starts by looking at a tensor.
 
     Args:
         after: the place where all have met last; its name is forgotten.
+        who, looks_at, why: for the error: who must look at what, and why all of them must.
 
-    Returns:
-        The ranks that have not come within `seconds`; empty where all have.
+    Raises:
+        RankError: some ranks have not come within a minute.
 
     Communicates: nothing but a word in the store through which the processes found each other.
     """
     store = dist.distributed_c10d._get_default_store()
-    own, deadline = dist.get_rank(), time.monotonic() + seconds
+    assert group is not None, "a single rank looks at nothing of others"
+    own, deadline = dist.get_rank(), time.monotonic() + SECONDS_TO_MEET
     store.set(f"{place}/{own}", "")
     missing = []
     for rank in dist.get_process_group_ranks(group):
@@ -301,7 +305,13 @@ def meet(group: dist.ProcessGroup, place: str, *, after: str | None, seconds: fl
             missing.append(rank)
     if after is not None:
         store.delete_key(f"{after}/{own}")
-    return missing
+    if missing:
+        raise RankError(
+            f"rank {own} looks at {looks_at}, and not every {who} rank does",
+            why=f"{why}, and rank {', '.join(map(str, missing))} did not come to join it within "
+            f"{SECONDS_TO_MEET:.0f} seconds",
+            fix="compute on every rank what needs it, and let one rank report it",
+        )
 
 
 def sum_of(number: int, group: Group | None, device: torch.device) -> int:

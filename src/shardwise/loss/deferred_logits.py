@@ -43,8 +43,8 @@ _ASKING = frozenset(
     | {"_is_view", "register_hook"}
 )
 _ASKED = frozenset(
-    ("shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda", "is_meta")
-    + ("layout", "_base")
+    {"shape", "dtype", "device", "ndim", "requires_grad", "grad_fn", "grad", "is_leaf", "is_cuda", "is_meta"}
+    | {"layout", "_base"}
 )
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
@@ -29,12 +28,10 @@ from torch.utils._pytree import tree_map
 
 from shardwise.comm.agree import meet
 from shardwise.comm.collectives import gather_full
-from shardwise.errors import RankError
 from shardwise.runtime.context import SplitContext
 
 __all__ = ["SplitLogits", "as_logits", "attribute_of", "only_asks", "takes_data"]
 
-_SECONDS_TO_MEET = 60.0
 _NUMBERS = itertools.count(1)
 
 _ASKING = frozenset(
@@ -116,8 +113,17 @@ class SplitLogits(DTensor):
         """
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
-        if not self.is_gathered:
-            _meet(self._look)
+        look = self._look
+        if look.full is None:
+            meet(
+                look.context.group,
+                look.name,
+                after=look.context.last_look,
+                who="tp",
+                looks_at="the logits of a forward",
+                why="each has a part of them",
+            )
+            look.context.last_look = look.name
         return self.gather_parts()
 
     def gather_parts(self) -> Tensor:
@@ -158,18 +164,3 @@ def _tagged(value: Any, look: _Look) -> SplitLogits:
     value.__class__ = SplitLogits
     value._look = look
     return value
-
-
-def _meet(look: _Look) -> None:
-    """Raises unless all tp ranks are about to gather these logits."""
-    context = look.context
-    assert isinstance(context.group, dist.ProcessGroup)
-    missing = meet(context.group, look.name, after=context.last_look, seconds=_SECONDS_TO_MEET)
-    context.last_look = look.name
-    if missing:
-        raise RankError(
-            f"rank {dist.get_rank()} looks at the logits of a forward, and not every tp rank does",
-            why=f"each has a part of them, and rank {', '.join(map(str, missing))} did not come to join it within "
-            f"{_SECONDS_TO_MEET:.0f} seconds",
-            fix="compute on every rank what needs logits, and let one rank report it",
-        )

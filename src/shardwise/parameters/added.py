@@ -12,7 +12,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import ParameterEntry, attach_entry, entry_of, knows, registry_of
+from shardwise.parameters.registry import ParameterEntry, attach_entry, entries_of, entry_of, registry_of
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import is_adapter, unwrapped
@@ -66,7 +66,7 @@ def adopt_parameters(model: nn.Module) -> None:
     for name, module in model.named_modules():
         given[name] = module.__dict__.get(_GIVEN) or given[name.rpartition(".")[0]]
         for own, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or knows(module, own):
+            if parameter is None or not parameter.requires_grad or own in entries_of(module):
                 continue
             fqn = fqn_of(name, own)
             entry = entry_of(parameter)
@@ -109,7 +109,7 @@ def _watch_registrations() -> None:
 
 
 def _check_renamed(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    is_known = module.__dict__.get(_ADAPTED, False) or knows(module, name)
+    is_known = module.__dict__.get(_ADAPTED, False) or name in entries_of(module)
     if module.__dict__.get(_GIVEN) == "split" and not is_known and parameter is not None and entry_of(parameter):
         raise UnsupportedError(
             f"a parameter of {module.__dict__[_NAME]}, which is split already, put away as {name}",

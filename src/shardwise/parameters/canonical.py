@@ -190,7 +190,8 @@ def _full_tensors(parts: Sequence[_Part], mesh: Mesh, *, rank0_only: bool) -> li
 
 def _source(layout: Layout) -> int | None:
     """The first stage that holds a tensor of which not all do."""
-    return next((step.placement.coords[0] for step in layout.steps if isinstance(step.placement, Held)), None)
+    held = layout.placement("pp")
+    return held.coords[0] if isinstance(held, Held) else None
 
 
 def _taking_part(part: _Part, mesh: Mesh, *, rank0_only: bool) -> Tensor | None:

@@ -49,7 +49,6 @@ __all__ = [
     "entry_of",
     "find_parameters",
     "is_split",
-    "knows",
     "local_part",
     "mark",
     "named_entries",
@@ -89,7 +88,8 @@ class ParameterEntry:
     @functools.cached_property
     def stage_coords(self) -> tuple[int, ...]:
         """The coords on pp that hold it; none without a pipeline."""
-        return next((step.placement.coords for step in self.layout.steps if isinstance(step.placement, Held)), ())
+        held = self.layout.placement("pp")
+        return held.coords if isinstance(held, Held) else ()
 
     @functools.cached_property
     def is_held(self) -> bool:
@@ -142,18 +142,14 @@ class ParameterEntry:
     @functools.cached_property
     def split(self) -> Split | None:
         """How tp splits it, None where it is replicated over tp."""
-        for step in self.layout.steps:
-            if step.axis == "tp" and isinstance(step.placement, Split):
-                return step.placement
-        return None
+        placement = self.layout.placement("tp")
+        return placement if isinstance(placement, Split) else None
 
     @functools.cached_property
     def chunk(self) -> Chunk | None:
         """How fsdp splits this tp rank's part, None where it is replicated over fsdp."""
-        for step in self.layout.steps:
-            if step.axis == "fsdp" and isinstance(step.placement, Chunk):
-                return step.placement
-        return None
+        placement = self.layout.placement("fsdp")
+        return placement if isinstance(placement, Chunk) else None
 
     @functools.cached_property
     def tensor_layout(self) -> Layout:
@@ -293,11 +289,6 @@ def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
     return cast("Mapping[str, ParameterEntry]", owner.__dict__.get(_ENTRIES, {}))
 
 
-def knows(owner: nn.Module, name: str) -> bool:
-    """Whether the owner's parameter `name` has an entry."""
-    return name in entries_of(owner)
-
-
 def mark(value: Tensor, entry: ParameterEntry) -> None:
     """Makes `entry_of(value)` give `entry`."""
     setattr(value, _ENTRY, entry)
@@ -348,10 +339,10 @@ def named_entries(model: nn.Module) -> dict[str, ParameterEntry]:
 
 def canonical_entries(model: nn.Module) -> dict[str, ParameterEntry]:
     """As `named_entries`, every parameter by its first name alone, as `find_parameters` gives it."""
-    names: dict[int, str] = {}
+    first: dict[int, tuple[str, ParameterEntry]] = {}
     for name, entry in named_entries(model).items():
-        names.setdefault(id(entry), name)
-    return {name: entry for name, entry in named_entries(model).items() if names[id(entry)] == name}
+        first.setdefault(id(entry), (name, entry))
+    return dict(first.values())
 
 
 class LocalGradient:

@@ -23,13 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.comm.agree import meet
 from shardwise.comm.collectives import as_dtensor
 from shardwise.comm.operations import Group, broadcast_, broadcast_object
-from shardwise.errors import RankError, UnsupportedError
+from shardwise.errors import UnsupportedError
 from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
 
 __all__ = ["LaterTensor", "hand_out", "merge_outputs"]
 
-_SECONDS_TO_MEET = 60.0
 _NUMBERS = itertools.count(1)
 _ASKING = frozenset(
     {"size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"}
@@ -92,15 +91,14 @@ def hand_out(
     Communicates: over pp, a broadcast of a description and of every tensor, or of the scalars alone.
     """
     tensors: list[Tensor] = []
-    is_source = group.rank() == source
     given = [
         x for x in tree_leaves([x for x in own.values() if isinstance(x, Tensor | Mapping)]) if isinstance(x, Tensor)
     ]
-    known = {id(x): number for number, x in enumerate(given)}
-    described = broadcast_object(_describe(output, tensors, known) if is_source else None, group, source=source)
-    return _rebuild(
-        described, _Receiver(tensors, given, own, context, group, source=source, later=later, change=change)
-    )
+    described = None
+    if group.rank() == source:
+        described = _describe(output, tensors, {id(x): number for number, x in enumerate(given)})
+    described = broadcast_object(described, group, source=source)
+    return _Receiver(tensors, given, own, context, group, source, later, change).rebuild(described)
 
 
 def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name: str = "") -> Any:
@@ -120,28 +118,18 @@ def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name:
     return value if value is None or isinstance(value, int | float | str) else _Own(name)
 
 
+@dataclass(frozen=True)
 class _Receiver:
-    """Gives every rank the tensors of an output."""
+    """Gives every rank the tensors of an output; see `hand_out`."""
 
-    def __init__(
-        self,
-        tensors: list[Tensor],
-        given: list[Tensor],
-        own: Mapping[str, Any],
-        context: SplitContext,
-        group: Group,
-        *,
-        source: int,
-        later: bool,
-        change: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self.tensors, self.given, self.own, self.context, self.group = tensors, given, own, context, group
-        self.source, self.later, self.change = source, later, change
-
-    def take(self, slot: _Slot) -> Tensor:
-        if self.later and slot.full_shape + slot.shape:
-            return LaterTensor(slot.full_shape or slot.shape, slot.dtype, self.context.device, self, slot)
-        return self.receive(slot)
+    tensors: list[Tensor]
+    given: list[Tensor]
+    own: Mapping[str, Any]
+    context: SplitContext
+    group: Group
+    source: int
+    later: bool
+    change: Callable[[Tensor], Tensor] | None
 
     def receive(self, slot: _Slot) -> Tensor:
         if self.group.rank() == self.source:
@@ -155,25 +143,25 @@ class _Receiver:
             return local
         return as_logits(as_dtensor(local, self.context.mesh, slot.placements, slot.full_shape), self.context)
 
-
-def _rebuild(described: Any, receiver: _Receiver) -> Any:
-    if isinstance(described, _Slot):
-        return receiver.take(described)
-    if isinstance(described, _Given):
-        return receiver.given[described.number]
-    if isinstance(described, _Own):
-        if described.name not in receiver.own:
-            raise UnsupportedError(
-                f"the model returns {described.name or 'an object'}, of which every stage of a pipeline has its own",
-                fix=f"pass {described.name or 'it'} to the forward, or ask for use_cache=False",
-            )
-        return receiver.own[described.name]
-    if isinstance(described, _Fields):
-        values = {name: _rebuild(value, receiver) for name, value in described.values.items()}
-        return described.kind(**values) if described.kind is not dict else values
-    if type(described) in (tuple, list):
-        return type(described)(_rebuild(each, receiver) for each in described)
-    return described
+    def rebuild(self, described: Any) -> Any:
+        """The output that was described."""
+        if isinstance(described, _Slot):
+            is_later = self.later and described.full_shape + described.shape
+            return LaterTensor(self, described) if is_later else self.receive(described)
+        if isinstance(described, _Given):
+            return self.given[described.number]
+        if isinstance(described, _Own):
+            if described.name not in self.own:
+                what, name = described.name or "an object", described.name or "it"
+                raise UnsupportedError(
+                    f"the model returns {what}, of which every stage of a pipeline has its own",
+                    fix=f"pass {name} to the forward, or ask for use_cache=False",
+                )
+            return self.own[described.name]
+        if isinstance(described, _Fields):
+            values = {name: self.rebuild(value) for name, value in described.values.items()}
+            return described.kind(**values) if described.kind is not dict else values
+        return type(described)(map(self.rebuild, described)) if type(described) in (tuple, list) else described
 
 
 class LaterTensor(Tensor):
@@ -188,10 +176,9 @@ class LaterTensor(Tensor):
     _name: str
 
     @staticmethod
-    def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, receiver: _Receiver, slot: _Slot
-    ) -> LaterTensor:
-        self = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+    def __new__(cls, receiver: _Receiver, slot: _Slot) -> LaterTensor:
+        shape, device = slot.full_shape or slot.shape, receiver.context.device
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=slot.dtype, device=device)
         self._receiver, self._slot, self._fetched = receiver, slot, None
         self._name = f"shardwise/outputs/{next(_NUMBERS)}"
         return self
@@ -226,16 +213,8 @@ class LaterTensor(Tensor):
         """The tensor as the last stage has it, which may be in parts over tp."""
         if self._fetched is None:
             group = self._receiver.group
-            assert isinstance(group, dist.ProcessGroup)
             name = f"{self._name}/{dist.get_process_group_ranks(group)[0]}"
-            missing = meet(group, name, after=None, seconds=_SECONDS_TO_MEET)
-            if missing:
-                raise RankError(
-                    f"rank {dist.get_rank()} looks at the output of a forward, and not every pp rank does",
-                    why=f"the last stage has it, and rank {', '.join(map(str, missing))} did not come to join it "
-                    f"within {_SECONDS_TO_MEET:.0f} seconds",
-                    fix="compute on every rank what needs outputs, and let one rank report it",
-                )
+            meet(group, name, who="pp", looks_at="the output of a forward", why="the last stage has it")
             self._fetched = self._receiver.receive(self._slot)
         return self._fetched
 

@@ -48,7 +48,7 @@ class ParameterPlan:
     @property
     def placement(self) -> Placement:
         """Over the tp axis."""
-        return next((step.placement for step in self.layout.steps if step.axis == "tp"), Replicate())
+        return self.layout.placement("tp") or Replicate()
 
 
 @dataclass(frozen=True, kw_only=True)

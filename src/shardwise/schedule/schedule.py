@@ -1,11 +1,11 @@
-"""`Schedule`: what every rank of a pipeline computes, in order, as a value that prints and parses back."""
+"""`Schedule`: what every rank of a pipeline computes, in order, as a value that prints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from shardwise.schedule.action import Action, Kind, Step, parse_step
+from shardwise.schedule.action import Action, Kind, Step
 
 __all__ = ["Schedule"]
 
@@ -16,7 +16,7 @@ _HELD = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: 0, Kind.BACKWA
 class Schedule:
     """What each rank of a pipeline computes, in order: a rank starts a step as soon as its input is there.
 
-    `str` shows every rank's steps on a line, as torch writes them; `parse` reads it back. 1F1B on 2 ranks:
+    `str` shows every rank's steps on a line, as torch writes them. 1F1B on 2 ranks:
 
         1f1b
         0F0 0F1 0B0 0F2 0B1 0B2
@@ -31,12 +31,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join([self.name, *(" ".join(map(str, steps)) for steps in self.order)])
-
-    @classmethod
-    def parse(cls, text: str) -> "Schedule":
-        """The schedule that `text` says. Raises `ConfigError` for a step that cannot be read."""
-        name, *lines = text.splitlines()
-        return cls(name, tuple(tuple(map(parse_step, line.split())) for line in lines))
 
     @property
     def title(self) -> str:

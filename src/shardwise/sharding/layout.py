@@ -85,6 +85,10 @@ class Layout:
     def __str__(self) -> str:
         return ", ".join([str(list(self.shape)), *map(str, self.steps)])
 
+    def placement(self, axis: str) -> Placement | None:
+        """What an axis does to the tensor; None where nothing is said of it."""
+        return next((step.placement for step in self.steps if step.axis == axis), None)
+
     def is_held(self, coords: Mapping[str, int]) -> bool:
         """Whether the rank at `coords` has a local tensor, which may be empty."""
         places = ((step.placement, _coord(step, coords)) for step in self.steps)
