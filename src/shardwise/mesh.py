@@ -34,9 +34,6 @@ class Mesh:
     processes may coexist. A layout of one rank needs no launcher and starts no process group.
 
     Args:
-        shape: sizes of every axis.
-        rank: this process's global rank.
-        device: the device this rank computes on.
         ranks: the global ranks that fill the shape, tp innermost; by default in order.
         groups: this rank's process groups, by the axes of several ranks they run along.
         timeout: of the groups that `subgroup` creates.

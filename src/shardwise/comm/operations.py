@@ -27,11 +27,9 @@ __all__ = [
     "gather_list",
     "host_device",
     "receive_",
-    "receive_later",
     "reduce_scatter_single",
     "reduce_scatter_value",
     "send",
-    "send_later",
     "uses_functional",
 ]
 
@@ -130,18 +128,6 @@ def gather_list(x: Tensor, group: Group) -> list[Tensor] | None:
     received = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(x.contiguous(), received, group=group, group_dst=0)
     return received
-
-
-def send_later(x: Tensor, group: Group, *, to: int) -> dist.P2POp:
-    """Sending contiguous `x` to a rank of the group, which begins when it is asked for; `x` must stay as it is until
-    the receiver has it.
-    """
-    return dist.P2POp(dist.isend, x, group=group, group_peer=to)
-
-
-def receive_later(x: Tensor, group: Group, *, source: int) -> dist.P2POp:
-    """Receiving into contiguous `x`, of the sender's shape and dtype, from a rank of the group."""
-    return dist.P2POp(dist.irecv, x, group=group, group_peer=source)
 
 
 def broadcast_(x: Tensor, group: Group, *, source: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.mesh import Mesh
-from shardwise.runtime.context import SplitContext, generator_of
+from shardwise.runtime.context import SplitContext, seeded
 from shardwise.runtime.modes import has_dropout
 
 __all__ = ["RandomStreams", "own_stream", "seed_by_coords"]
@@ -68,11 +68,6 @@ def own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
     if context.size == 1 or not (module.training and has_dropout(module)):
         yield
         return
-    generator = generator_of(context.device)
     seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.coord
-    before = generator.get_state()
-    generator.manual_seed(seed % 2**63)
-    try:
+    with seeded(context.device, seed):
         yield
-    finally:
-        generator.set_state(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 """Storages of tensors by their ids, none of them kept alive."""
 
 
-class MemoryCount(TorchDispatchMode):
-    """While active, watches what the operations of a forward make, and tells how much of it still lives.
+class _Count(TorchDispatchMode):
+    """Sees what operations make.
 
     Args:
         model: split; its parameters at rest are not counted.
@@ -31,11 +31,29 @@ class MemoryCount(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._model = model
-        self._at_rest, self._made, self._of_parameters = _Storages(), _Storages(), _Storages()
-        self._hooks: list[RemovableHandle] = []
+        self._at_rest, self._made = _Storages(), _Storages()
         for parameter in model.parameters():
             _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # DTensor takes the operation apart; what it makes comes back here
+        result = func(*args, **(kwargs or {}))
+        self._see(func, args, {id(storage): storage for storage in _storages((args, kwargs))}, result)
+        return result
+
+    def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:
+        raise NotImplementedError
+
+
+class MemoryCount(_Count):
+    """While active, watches what the operations of a forward make, and says how much of it still lives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._model = model
+        self._of_parameters = _Storages()
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> MemoryCount:
         # Behind FSDP2's own hooks a module's parameters are the gathered ones.
@@ -49,18 +67,13 @@ class MemoryCount(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # DTensor takes the operation apart; what it makes comes back here
-        result = func(*args, **(kwargs or {}))
-        given = {id(each.untyped_storage()) for each in _tensors((args, kwargs))}
+    def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:
         for each in _tensors(result):
             if id(each.untyped_storage()) in given:
                 continue
             _add(each, self._made)
             if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self._at_rest:
                 _add(each, self._of_parameters)
-        return result
 
     def total(self) -> ActivationBytes:
         """What lives of all that was made inside. Let go of the model's output before, but keep the loss."""
@@ -74,34 +87,24 @@ class MemoryCount(TorchDispatchMode):
                 _add(parameter, self._of_parameters)
 
 
-class PeakCount(TorchDispatchMode):
-    """While active, tells the most memory that lives at once of all that operations make, gradients included.
+class PeakCount(_Count):
+    """While active, says the most memory that lives at once of all that operations make, gradients included.
 
     What an operation needs inside of itself, and what collectives of the backend hold, is not seen.
-
-    Args:
-        model: split; its parameters at rest are not counted.
 
     Attributes:
         peak_bytes: so far.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__(model)
         self.peak_bytes = 0
-        self._at_rest, self._made = _Storages(), _Storages()
         self._sizes: dict[int, int] = {}
         """Of what lived when it was summed last, and of all that was made or has grown since."""
         self._most = 0
         """Their sum: what lives, or more."""
-        for parameter in model.parameters():
-            _add(parameter.to_local() if isinstance(parameter, DTensor) else parameter, self._at_rest)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        given = {id(storage): storage for storage in _storages((args, kwargs))}
+    def _see(self, func: Any, args: Any, given: Mapping[int, torch.UntypedStorage], result: Any) -> None:
         for key, storage in given.items():
             if self._made.get(key) is storage:  # FSDP2 frees what it gathered by size, and gathers into it again
                 self._note(key, storage, grown=storage.nbytes() - self._sizes[key])
@@ -114,7 +117,6 @@ class PeakCount(TorchDispatchMode):
             self._sizes = {key: storage.nbytes() for key, storage in list(self._made.items())}
             self._most = sum(self._sizes.values())
             self.peak_bytes = max(self.peak_bytes, self._most)
-        return result
 
     def _note(self, key: int, storage: torch.UntypedStorage, *, grown: int) -> None:
         self._sizes[key] = storage.nbytes()

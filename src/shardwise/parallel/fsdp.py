@@ -257,7 +257,7 @@ def _check_hooks(model: nn.Module) -> None:
     """Raises `UnsupportedError` where a parameter has a hook for its gradient, which FSDP2 would never call."""
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks:
-            raise _unsupported_hook(name)
+            _refuse_hook(name)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
@@ -267,12 +267,8 @@ def _refuse_hooks(model: nn.Module) -> None:
             parameter.register_hook = functools.partial(_refuse_hook, name)  # type: ignore[method-assign]
 
 
-def _refuse_hook(name: str, hook: Any) -> NoReturn:
-    raise _unsupported_hook(name)
-
-
-def _unsupported_hook(name: str) -> UnsupportedError:
-    return UnsupportedError(
+def _refuse_hook(name: str, *_: Any) -> NoReturn:
+    raise UnsupportedError(
         f"register_hook on {name}, which data ranks share",
         why="FSDP2 reduces the gradient and puts it in place itself: such a hook would never run",
         fix="change parameter.grad after backward(), or use parameter.register_post_accumulate_grad_hook",

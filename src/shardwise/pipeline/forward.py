@@ -13,9 +13,10 @@ balance of a mixture of experts).
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -214,9 +215,9 @@ class _Forward:
         gradients = gradients_of(self.model)
         scale = gradients.loss_scale.value if gradients.loss_scale is not None else 1.0
         leaves = _leaves(parts)
-        microbatches = [
-            Microbatch(*each) for each in zip(parts, _losses(weights, scale * gradients.share), strict=True)
-        ]
+        factors = [weight * scale * gradients.share for weight in weights]
+        losses = [functools.partial(_loss_of, factor=factor) for factor in factors]
+        microbatches = [Microbatch(*each) for each in zip(parts, losses, strict=True)]
         with kept_aside(self.model) as kept, gradients.together():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
@@ -288,15 +289,10 @@ def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {name: _detached_leaf(value) for name, value in {**part, **made_up}.items()}
 
 
-def _losses(weights: Sequence[float], scale: float) -> Iterator[Callable[[Any], Tensor]]:
-    """What backward starts from, for each microbatch."""
-    for weight in weights:
-
-        def loss_of(output: Any, factor: float = weight * scale) -> Tensor:
-            loss: Tensor = output.loss
-            return loss if factor == 1.0 else loss * factor
-
-        yield loss_of
+def _loss_of(output: Any, *, factor: float) -> Tensor:
+    """What the backward of a microbatch starts from."""
+    loss: Tensor = output.loss
+    return loss if factor == 1.0 else loss * factor
 
 
 def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:

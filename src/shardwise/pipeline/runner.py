@@ -95,7 +95,6 @@ class PipelineRunner:
         self.plan, self.stages = plan, stages
         self.is_first, self.is_last = 0 in stages.own, plan.num_stages - 1 in stages.own
         self.last_rank = plan.rank_of[-1]
-        self.first_rank = plan.rank_of[0]
         self.group = group
         self._model, self._registry = model, registry
         self._kept: dict[tuple[str, int], tuple[Any, list[PipelineStage]]] = {}
@@ -264,18 +263,9 @@ class PipelineRunner:
         """
         if self.last_schedule is None or not self.last_round.is_timed:
             return None
-        return measured_timeline(self.last_schedule, all_gather_objects(self.last_round.spans, self.group))
-
-
-def measured_timeline(schedule: Schedule, rows: Sequence[Sequence[Span]]) -> Timeline:
-    """The timeline of every rank's spans, from the first one's start on (ranks of one machine share a clock)."""
-    start = min(span.start for row in rows for span in row)
-
-    def shifted(span: Span) -> Span:
-        asked = None if span.asked is None else span.asked - start
-        return Span(span.action, span.start - start, span.end - start, asked)
-
-    return Timeline(schedule, tuple(tuple(map(shifted, row)) for row in rows))
+        rows: list[list[Span]] = all_gather_objects(self.last_round.spans, self.group)
+        start = min(span.start for row in rows for span in row)  # ranks of one machine share a clock
+        return Timeline(self.last_schedule, tuple(tuple(span.since(start) for span in row) for row in rows))
 
 
 class _Receives(dict[Any, Any]):

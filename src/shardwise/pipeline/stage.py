@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage as torch_stage
 
-from shardwise.comm.operations import Group, receive_later, send_later
+from shardwise.comm.operations import Group
 from shardwise.errors import LayoutError
 from shardwise.pipeline.caches import StageCaches
 from shardwise.pipeline.split_backward import backward_inputs, check_complete, detached_alias, tie
@@ -147,11 +147,11 @@ class PipelineStage(Base):
 
     def _receive(self, tensors: Sequence[Tensor | None], source: int) -> list[dist.P2POp]:
         rank = self._rank_of[source]
-        return [receive_later(x, self.group, source=rank) for x in tensors if x is not None]
+        return [dist.P2POp(dist.irecv, x, group=self.group, group_peer=rank) for x in tensors if x is not None]
 
     def _send(self, tensors: Sequence[Tensor | None], to: int) -> list[dist.P2POp]:
         rank = self._rank_of[to]
-        return [send_later(x, self.group, to=rank) for x in tensors if x is not None]
+        return [dist.P2POp(dist.isend, x, group=self.group, group_peer=rank) for x in tensors if x is not None]
 
     def _empty(self, like: Travelling) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, device=self.device)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from shardwise.comm.operations import Group
 from shardwise.errors import LayoutError
 
-__all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing", "generator_of"]
+__all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing", "generator_of", "seeded"]
 
 LEVELS = ("layer", "full_sequence", "region", "adapter")
 """Of random streams, from the outside in."""
@@ -145,17 +145,13 @@ class ForwardState:
             raise ends_missing(stack, "the first of its layers has not run")
         return self.lengths[stack]
 
-    def leave_loss_mode(self) -> None:
-        """Ends the mode of this forward, if a head entered one."""
-        if self.loss_mode is not None:
-            mode, self.loss_mode = self.loss_mode, None
-            mode.__exit__(None, None, None)
-
     def end(self) -> None:
         """Ends what is under way, also where the forward raised."""
         self.runs_model = self.keep_logits_split = False
         self.end_layers()
-        self.leave_loss_mode()
+        if self.loss_mode is not None:
+            mode, self.loss_mode = self.loss_mode, None
+            mode.__exit__(None, None, None)
 
     def end_layers(self) -> None:
         """Ends what stacks of layers, and what runs before them, have under way."""
@@ -304,8 +300,7 @@ class SplitContext:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
             around = generator.initial_seed() if self.state.sequence_parallel and level == "region" else seed
             self.state.replicated_seed = around - self.coord
-        self.state.random[level] = generator, generator.get_state()
-        generator.manual_seed(seed % 2**63)
+        self._fork_rng(level, generator, seed)
 
     def fork_replicated_rng(self, module: nn.Module, name: str) -> None:
         """From here to `restore_rng("adapter")` what `module`, of that name, draws is the same on all ranks, also in a
@@ -314,9 +309,11 @@ class SplitContext:
         seed, own = self.state.replicated_seed, self.state.random
         if not (self.has_dropout and module.training) or seed is None or "region" not in own or "adapter" in own:
             return
-        generator = generator_of(self.device)
-        own["adapter"] = generator, generator.get_state()
-        generator.manual_seed((seed + _REPLICATED + zlib.crc32(name.encode())) % 2**63)
+        self._fork_rng("adapter", generator_of(self.device), seed + _REPLICATED + zlib.crc32(name.encode()))
+
+    def _fork_rng(self, level: str, generator: torch.Generator, seed: int) -> None:
+        self.state.random[level] = generator, generator.get_state()
+        generator.manual_seed(seed % 2**63)
 
     def restore_rng(self, level: str) -> None:
         """Back to the stream before `fork_rng(level)`, if that has not happened yet."""
@@ -332,13 +329,20 @@ class SplitContext:
         if seed is None:
             yield
             return
-        generator = generator_of(self.device)
-        state = generator.get_state()
-        generator.manual_seed((seed ^ zlib.crc32(f"{stage}.{microbatch}".encode()) * _REPLICATED) % 2**63)
-        try:
+        with seeded(self.device, seed ^ zlib.crc32(f"{stage}.{microbatch}".encode()) * _REPLICATED):
             yield
-        finally:
-            generator.set_state(state)
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Inside, modules on `device` draw from a stream of that seed; afterwards as before."""
+    generator = generator_of(device)
+    state = generator.get_state()
+    generator.manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def ends_missing(stack: str, what: str) -> LayoutError:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -131,7 +130,9 @@ def _scaled(context: SplitContext, *, ends_alike: bool) -> Callable[[str, Any], 
             return value
         is_summed = _is_summed(value) if value.ndim else _is_own_loss(value)
         if is_summed is None and not ends_alike:
-            return _Refused.apply(value)
+            value = value.view_as(value)
+            value.register_hook(_refuse_gradient)
+            return value
         return value if is_summed is False else scale_gradient(value, 1 / context.size)
 
     return change
@@ -180,17 +181,9 @@ def _computed_by(x: Tensor, stops: Collection[str]) -> Iterator[Any]:
             pending += [each for each, _ in node.next_functions]
 
 
-class _Refused(torch.autograd.Function):
-    """Identity forward; an error where a gradient comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise UnsupportedError(
-            "a loss on hidden states of a compiled model with several stacks of layers",
-            why="nothing says in which of them gradients are summed over tp",
-            fix="leave out compilation, or sequence_parallel",
-        )
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise UnsupportedError(
+        "a loss on hidden states of a compiled model with several stacks of layers",
+        why="nothing says in which of them gradients are summed over tp",
+        fix="leave out compilation, or sequence_parallel",
+    )

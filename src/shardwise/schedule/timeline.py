@@ -41,6 +41,11 @@ class Span:
         """How long it took."""
         return self.end - self.start
 
+    def since(self, start: float) -> "Span":
+        """The same on a clock that starts then."""
+        asked = None if self.asked is None else self.asked - start
+        return Span(self.action, self.start - start, self.end - start, asked)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
