@@ -1,7 +1,10 @@
 """Random schedules of every name, with numbers that it takes."""
 
+import re
+
 from hypothesis import strategies as st
 
+from shardwise.schedule.action import Action, Kind, Overlap
 from shardwise.schedule.build import SCHEDULES, build_schedule
 from shardwise.schedule.schedule import Schedule
 
@@ -17,3 +20,15 @@ def schedules(draw: st.DrawFn, names: tuple[str, ...] = SCHEDULES) -> Schedule:
     if name.startswith("interleaved"):
         counts = counts.filter(lambda count: count % max(1, count // pp_size) == 0)
     return build_schedule(name, pp_size=pp_size, num_microbatches=draw(counts), num_stages_per_rank=num_stages)
+
+
+def read_schedule(text):
+    """The schedule whose `str` is `text`."""
+    name, *lines = text.splitlines()
+
+    def step(word):
+        found = re.findall(r"([0-9]+)([FBIW])([0-9]+)", word)
+        actions = [Action(int(stage), Kind(kind), int(microbatch)) for stage, kind, microbatch in found]
+        return Overlap(*actions) if len(actions) == 2 else actions[0]
+
+    return Schedule(name, tuple(tuple(map(step, line.split())) for line in lines))

@@ -12,9 +12,8 @@ from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import describe_schedule, draw_svg, draw_text
-from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import timeline
-from tests.schedule.strategies import schedules
+from tests.schedule.strategies import read_schedule, schedules
 
 pytestmark = pytest.mark.pure
 
@@ -109,16 +108,16 @@ def test_a_bubble_of_every_schedule():
 
 def test_a_pair_hands_on_what_it_made_at_its_end():
     ranks = ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
-    alone = timeline(Schedule.parse("\n".join(["alone", *ranks])), backward_input=[5, 0])
+    alone = timeline(read_schedule("\n".join(["alone", *ranks])), backward_input=[5, 0])
     ranks[0] = ranks[0].replace("0F2 0B0", "(0F2;0B0)OVERLAP_F_B")
-    pair = timeline(Schedule.parse("\n".join(["pair", *ranks])), backward_input=[5, 0])
+    pair = timeline(read_schedule("\n".join(["pair", *ranks])), backward_input=[5, 0])
     assert [(str(span.action), span.start, span.end) for span in pair.spans[0][2:4]] == [("0F2", 2, 3), ("0B0", 3, 9)]
     assert pair.spans[0][:4] == alone.spans[0][:4]
     assert [run.spans[1][4].start for run in (alone, pair)] == [5, 9]
 
 
 def test_ranks_that_wait_for_each_other():
-    schedule = Schedule.parse("stuck\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
+    schedule = read_schedule("stuck\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
     with pytest.raises(ConfigError, match="the schedule stuck stops") as caught:
         timeline(schedule)
     assert caught.value.at == "rank 0 before 0B0, rank 1 before 1F1"
