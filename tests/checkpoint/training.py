@@ -85,10 +85,10 @@ class Training:
         saved = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.schedule}
         return shardwise.load_checkpoint(path, tag, **{**saved, **options})
 
-    def loss_scale(self) -> tuple[float, int] | None:
+    def loss_scale(self) -> dict[str, float] | None:
         """Of float16: its value, and since how many steps it has that."""
         scale = gradients_of(self.model).loss_scale
-        return None if scale is None else (scale.value, scale.good_steps)
+        return None if scale is None else scale.state_dict()
 
     def whole(self) -> dict[str, Any]:
         """Every full tensor of the model and the optimizer, and every number of it."""

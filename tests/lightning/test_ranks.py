@@ -176,7 +176,7 @@ def _of_rank(data, mesh):
 
 class Scaled(Automatic):
     def on_train_start(self):
-        gradients_of(self.model).loss_scale.value = 2.0**8
+        gradients_of(self.model).loss_scale.factor.fill_(2.0**8)
 
 
 def half_precision(mesh, layout):

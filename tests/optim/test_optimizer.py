@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise.api.by_hand import adopt_model
 from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.optim.plain_step import stepping_class
 from shardwise.optim.zero_redundancy import build_sharded
 from shardwise.parameters.registry import registry_of
@@ -95,17 +96,24 @@ def step_with_zero(mesh):
     adopt_model(model, mesh)
     optimizer = build_sharded([model.lm_head.weight], torch.optim.AdamW, mesh, lr=1e-3)
     step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model, rows=2)
+    registry_of(model).precision = shardwise.Precision(compute="float32", nonfinite="skip")
+    gradients = gradients_of(model)
+    gradients.loss_scale = LossScale(mesh.device, value=2.0)
     losses = []
-    for _ in range(2):
+    for is_bad in (False, True, False):
         losses.append(float(step(batch).loss))
+        if is_bad:
+            model.lm_head.weight.grad[0, 0] = torch.inf
         optimizer.step()
-    return losses, registry_of(model).context.steps.count
+        optimizer.zero_grad()
+    return losses, registry_of(model).context.steps.count, float(gradients.loss_scale.factor)
 
 
 @pytest.mark.spawn
-def test_ranks_on_which_zero_updates_nothing_have_stepped_too(on_ranks):
+def test_ranks_on_which_zero_updates_nothing_have_stepped_too_and_left_out_the_same_step(on_ranks):
     first, second = on_ranks(step_with_zero, layout="ddp2")
-    assert first == second and first[0][1] < first[0][0] and first[1] == 2
+    losses, num_steps, scale = first
+    assert first == second and num_steps == 6 and scale == 1.0 and losses[2] == losses[1] < losses[0]
 
 
 @pytest.mark.single

@@ -159,14 +159,14 @@ def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
         optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1)
         step, batch = shardwise.TrainStep(model, mesh), tiny_batch(model)
         scale = gradients_of(model).loss_scale
-        scale.value = 2.0**40
+        scale.factor.fill_(2.0**40)
         before = shardwise.full_state_dict(model)
         step(batch)
         optimizer.step()
         optimizer.zero_grad()
         after = shardwise.full_state_dict(model)
-        assert scale.value == 2.0**39 and all(torch.equal(before[name], after[name]) for name in before)
-        scale.value = 2.0**10
+        assert scale.factor == 2.0**39 and all(torch.equal(before[name], after[name]) for name in before)
+        scale.factor.fill_(2.0**10)
         step(batch)
         optimizer.step()
         assert not torch.equal(before["lm_head.weight"], shardwise.full_state_dict(model)["lm_head.weight"])
@@ -174,10 +174,10 @@ def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
 
 @pytest.mark.single
 def test_the_scale_is_doubled_behind_enough_good_steps():
-    scale = LossScale(value=8.0, interval=2)
-    for overflowed, expected in ((False, 8.0), (False, 16.0), (True, 8.0), (False, 8.0), (False, 16.0)):
-        scale.update(overflowed=overflowed)
-        assert scale.value == expected
+    scale = LossScale(torch.device("cpu"), value=8.0, interval=2)
+    for is_bad, expected in ((0.0, 8.0), (0.0, 16.0), (1.0, 8.0), (0.0, 8.0), (0.0, 16.0)):
+        scale.update(torch.tensor(is_bad))
+        assert scale.factor == expected
 
 
 @pytest.mark.single

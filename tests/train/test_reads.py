@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import shardwise
 from bench.onecard.reads import ReadCount
 from shardwise.errors import GradientError
 from shardwise.optim.gradients import gradients_of
+from shardwise.optim.plain_step import leave_out, stepping_class
 from shardwise.train.loop import TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig
 from shardwise.train.step import TrainStep
@@ -31,32 +33,101 @@ def test_reads_are_counted_with_their_places():
     assert reads.total == 4 and all("test_reads.py" in place for place in reads.places)
 
 
-@pytest.fixture
-def run():
+@contextmanager
+def open_run(compute="float32", optimizer_class=torch.optim.AdamW, **options):
     """A run's parts on a device that computes by itself, as far as the host is concerned."""
     model = tiny_model("llama").train()
     model.set_attn_implementation("sdpa")
     batch = tiny_batch(model, rows=2, length=8)
     with shardwise.Mesh.open("tp1", device="cpu") as mesh:
-        model = shardwise.parallelize(model, mesh, precision=shardwise.Precision(compute="float32"))
+        model = shardwise.parallelize(model, mesh, precision=shardwise.Precision(compute=compute))
         gradients_of(model).is_late = True
-        parts = TrainingComponents(
-            step=TrainStep(model, mesh),
-            clip=lambda norm: shardwise.clip_grad_norm_(model, norm),
-            optimizer=shardwise.build_optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True),
-            batches=itertools.repeat(batch),
-            device=mesh.device,
-            nonfinite="raised",
+        yield (
+            model,
+            TrainingComponents(
+                step=TrainStep(model, mesh),
+                clip=lambda norm: shardwise.clip_grad_norm_(model, norm),
+                optimizer=shardwise.build_optimizer(model, optimizer_class, lr=1e-3, **options),
+                batches=itertools.repeat(batch),
+                device=mesh.device,
+                nonfinite="raised",
+            ),
         )
+
+
+@pytest.fixture
+def run():
+    """Such a run behind its first step."""
+    with open_run() as (model, parts):
         run_loop(parts, num_steps=1, settings=OptimizerConfig())
         yield model, parts
 
 
-def test_between_two_lines_of_the_log_the_trainer_reads_nothing(run):
-    _, parts = run
-    with ReadCount() as reads:
-        run_loop(parts, num_steps=NUM_STEPS, settings=OptimizerConfig(), report_every=NUM_STEPS)
-    assert not reads.places
+KINDS = {
+    "AdamW": {},
+    "float16": {"compute": "float16"},
+    "momentum": {"optimizer_class": torch.optim.SGD, "momentum": 0.9, "nesterov": True},
+    "float16 and momentum": {"compute": "float16", "optimizer_class": torch.optim.SGD, "momentum": 0.9},
+    "no fused form": {"optimizer_class": torch.optim.RMSprop},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_between_two_lines_of_the_log_the_trainer_reads_nothing(kind):
+    """But of an optimizer that has no fused form, which is told whether to step."""
+    with open_run(**KINDS[kind]) as (_, parts):
+        run_loop(parts, num_steps=1, settings=OptimizerConfig())
+        with ReadCount() as reads:
+            run_loop(parts, num_steps=NUM_STEPS, settings=OptimizerConfig(), report_every=NUM_STEPS)
+    expected = NUM_STEPS if kind == "no fused form" else 0
+    assert reads.total == expected and all("mind_nonfinite" in place for place in reads.places)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("float16")])
+def test_steps_that_overflow_leave_no_trace_but_half_the_scale(kind):
+    """The first step of a run, and one in the middle of it, as if they had not been taken."""
+    found = []
+    for bad_steps in ((), (0, 3)):
+        with open_run(**KINDS[kind]) as (model, parts):
+            scale = gradients_of(model).loss_scale.factor.fill_(2.0**10)
+            for number in range(3 + len(bad_steps)):
+                parts.step(next(parts.batches))
+                if number in bad_steps:
+                    model.lm_head.weight.grad[0, 0] = math.inf
+                with ReadCount() as reads:
+                    parts.optimizer.step()
+                assert not reads.places
+                if number in bad_steps:
+                    scale *= 2
+                parts.optimizer.zero_grad()
+            states = {
+                f"{name} {each}": value
+                for name, parameter in model.named_parameters()
+                for each, value in parts.optimizer.state[parameter].items()
+            }
+            found.append({**weights(model), **states, "scale": scale})
+    assert found[0].keys() == found[1].keys()
+    assert_same(found[1], found[0])
+
+
+def test_fused_momenta_begin_as_those_of_torch_also_where_a_gradient_comes_later():
+    """And where the first step was left out, on the device."""
+    options = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    start = [torch.linspace(-1, 1, 7), torch.linspace(1, 2, 5)]
+    plain, ours = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    expected, found = torch.optim.SGD(plain, **options), stepping_class(torch.optim.SGD)(ours, fused=True, **options)
+    for number, have_gradients in enumerate(((0,), (0,), (0, 1), (1,), (0, 1))):
+        for index in have_gradients:
+            plain[index].grad = torch.cos(start[index] * (number + 1))
+            ours[index].grad = plain[index].grad.clone()
+        if number:
+            expected.step()
+        else:
+            leave_out(found, torch.ones(()))
+        found.step()
+        expected.zero_grad()
+        found.zero_grad()
+    torch.testing.assert_close(ours, plain)
 
 
 def test_targets_on_the_device_are_counted_there_and_told_when_asked(run, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
-        loss_scale=asdict(gradients.loss_scale) if gradients.loss_scale is not None else None,
+        loss_scale=gradients.loss_scale.state_dict() if gradients.loss_scale is not None else None,
         extra=extra,
         companions=adapter_companions(registry_of(model).model() or model),
         meanwhile=writer.take_copies if async_save else lambda job: None,
@@ -162,5 +161,5 @@ def load_session(path: str | os.PathLike[str], tag: str | None, session: Session
     loaded = load_into(path, tag, session, put=put)
     loss_scale = gradients_of(model).loss_scale if model is not None else None
     if loss_scale is not None and loaded.loss_scale is not None:
-        loss_scale.value, loss_scale.good_steps = loaded.loss_scale["value"], loaded.loss_scale["good_steps"]
+        loss_scale.load_state_dict(loaded.loss_scale)
     return loaded.extra

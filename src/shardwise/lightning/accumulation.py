@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from shardwise.errors import UnsupportedError
+from shardwise.optim.average import multiply_gradients
 from shardwise.optim.gradients import Gradients
 from shardwise.optim.reduction import time_reduction
 from shardwise.parameters.registry import local_part
 
-__all__ = ["Window", "check_untouched", "gradient_versions", "multiply_gradients"]
+__all__ = ["Window", "check_untouched", "gradient_versions"]
 
 Versions = list[tuple[Tensor, int]]
 
@@ -74,23 +74,6 @@ class Window:
             return  # a forward through a pipeline has summed already
         self._gradients.is_put_off = not is_last
         time_reduction(self._gradients.registry, is_last=is_last)
-
-
-@torch.no_grad()
-def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies what this rank holds of every gradient.
-
-    Args:
-        parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
-            others, which FSDP2 has gathered.
-    """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local = local_part(parameter.grad)
-            by_device.setdefault(local.device, []).append(local)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def gradient_versions(parameters: Iterable[Tensor]) -> Versions:

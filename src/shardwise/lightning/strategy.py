@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.api.building import load
 from shardwise.errors import ConfigError, MeshError, did_you_mean
-from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions, multiply_gradients
+from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import end_together, seed_workers
 from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
@@ -27,6 +27,7 @@ from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
+from shardwise.optim.average import multiply_gradients
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.topology.axes import DATA_AXES
@@ -291,7 +292,7 @@ class ShardwiseStrategy(SavesParts):
         loss_scale = self._models.gradients.loss_scale
         if loss_scale is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        scale = loss_scale.value
+        scale = loss_scale.factor
         multiply_gradients(self._stepped(), scale)  # those of earlier batches, which this one's are added to
         try:
             return super().backward(closure_loss * scale, optimizer, *args, **kwargs) / scale

@@ -1,4 +1,4 @@
-"""Gradients of parameters that no model sums for: averaged over the data ranks where somebody says so."""
+"""Gradients averaged over the data ranks that no model sums, and multiplied by a number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import entry_of, local_part
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["average_gradients"]
+__all__ = ["average_gradients", "multiply_gradients"]
 
 
 @torch.no_grad()
@@ -40,3 +40,20 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
         flat /= mesh.data_size
         for gradient, mean in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies what this rank holds of every gradient.
+
+    Args:
+        parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
+            others, which FSDP2 has gathered.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            by_device.setdefault(local.device, []).append(local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)

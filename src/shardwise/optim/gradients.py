@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,23 +50,32 @@ _ATTRIBUTE = "_shardwise_gradients"
 _WATCHED = "_shardwise_watched"
 
 
-@dataclass
 class LossScale:
     """What float16 losses are multiplied by, so that small gradients do not vanish: halved where they overflow, doubled
-    after `interval` steps in which they did not (as torch's GradScaler does).
+    after `interval` steps in which they did not, on the device, as torch's GradScaler does.
+
+    Attributes:
+        factor: float32 scalar, a power of two.
+        good_steps: int32 scalar, the steps without overflow since it was changed.
     """
 
-    value: float = 2.0**16
-    interval: int = 2000
-    good_steps: int = 0
+    def __init__(self, device: torch.device, *, value: float = 2.0**16, interval: int = 2000) -> None:
+        self.factor = torch.full((), value, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._interval = interval
 
-    def update(self, *, overflowed: bool) -> None:
-        """Notes how a step went."""
-        self.good_steps = 0 if overflowed else self.good_steps + 1
-        if overflowed:
-            self.value /= 2
-        elif self.good_steps == self.interval:
-            self.value, self.good_steps = self.value * 2, 0
+    def update(self, is_bad: Tensor) -> None:
+        """Notes how a step went: whether gradients were infinite or NaN, a float32 scalar."""
+        torch._amp_update_scale_(self.factor, self.good_steps, is_bad.to(self.factor.device), 2.0, 0.5, self._interval)
+
+    def state_dict(self) -> dict[str, float]:
+        """What checkpoints keep of it. Waits for the device."""
+        return {"value": self.factor.item(), "good_steps": int(self.good_steps)}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on from what `state_dict` gave."""
+        self.factor.fill_(state["value"])
+        self.good_steps.fill_(state["good_steps"])
 
 
 class Gradients:
@@ -79,7 +87,7 @@ class Gradients:
 
     Attributes:
         norm: of the gradients as they are now, where it has been computed.
-        are_finite: whether all of them are, on all ranks, where that has been looked at.
+        is_bad: float32 scalar, 1 where some of them, on any rank, are infinite or NaN; None where nobody has looked.
         loss: of the last step that added to them, the same on all ranks; None where no `TrainStep` did.
         is_late: whether steps go on before the host knows whether gradients are finite (not on CPUs, which know).
         fault: float32 scalar, 1 from the first step on that was to be an error; None where none has been looked at.
@@ -94,13 +102,14 @@ class Gradients:
         self.model = model
         self.registry = registry
         self.norm: Tensor | None = None
-        self.are_finite: bool | None = None
+        self.is_bad: Tensor | None = None
         self.loss: Tensor | None = None
         self.is_late = registry.mesh.device.type != "cpu"
         self.fault: Tensor | None = None
         self.late_fault: Late | None = None
         precision = registry.precision
-        self.loss_scale = LossScale() if precision is not None and precision.compute == "float16" else None
+        is_scaled = precision is not None and precision.compute == "float16"
+        self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
         self._at_rest: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, ParameterEntry] = {}
         self._is_partial = False
@@ -196,7 +205,7 @@ class Gradients:
 
     def note_change(self) -> None:
         """Gradients have been added to without a backward: what is known of their values holds no longer."""
-        self.norm, self.are_finite = None, None
+        self.norm = self.is_bad = None
 
     def _watch_output(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -217,7 +226,7 @@ class Gradients:
 
     def _begin_partial(self) -> None:
         """From here on gradients are partial until they are summed again."""
-        self.norm, self.are_finite = None, None
+        self.norm = self.is_bad = None
         summed = self._find_summed()
         if not self._is_partial:
             for parameter, entry in summed:

@@ -2,9 +2,11 @@
 
 # [Note: left out on the device]
 To ask a GPU whether a norm is finite waits for all that it was given to do. The fused optimizers of torch take the
-answer as a tensor, `found_inf`, and leave parameters and states as they are where it says so. There the host reads
-nothing before its next step, for which the device has its work by then. Where such a step is an error, all steps behind
-it are left out, too: when the host knows, the weights are still those before it.
+answer as a tensor, `found_inf`, and leave parameters and states as they are where it says so, and float16's loss scale
+is halved or doubled there. So the host reads nothing before its next step, for which the device has its work by then.
+Where such a step is an error, all steps behind it are left out, too: when the host knows, the weights are still those
+before it. Other optimizers wait for the answer, one read a step: to take their updates back, parameters and states
+would be copied before every step (docs/decisions/0031).
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ def mind_nonfinite(model: nn.Module, gradients: Gradients, optimizer: torch.opti
         return
     check_steps(model)
     raises = precision.nonfinite == "raise" and scale is None
-    if gradients.are_finite is None:
+    if gradients.is_bad is None:
         norm = gradients.norm if gradients.norm is not None else clip_grad_norm_(model, math.inf)
         seen = norm + gradients.loss.to(norm.device) if raises and gradients.loss is not None else norm
         gradients.loss = None
-        if scale is None and gradients.is_late and takes_left_out(optimizer, norm.device):
-            is_bad = (~torch.isfinite(seen)).float()
-            if raises:
-                is_bad = gradients.fault = is_bad if gradients.fault is None else torch.maximum(gradients.fault, is_bad)
-                gradients.late_fault = Late(is_bad)
-            leave_out(optimizer, is_bad)
-            return
-        gradients.are_finite = bool(torch.isfinite(seen))
+        gradients.is_bad = (~torch.isfinite(seen)).float()
         if scale is not None:
-            scale.update(overflowed=not gradients.are_finite)
-    if gradients.are_finite:
+            scale.update(gradients.is_bad)
+    is_bad = gradients.is_bad
+    if gradients.is_late and takes_left_out(optimizer, is_bad.device):
+        if raises:
+            is_bad = gradients.fault = is_bad if gradients.fault is None else torch.maximum(gradients.fault, is_bad)
+            gradients.late_fault = Late(is_bad)
+        leave_out(optimizer, is_bad)
+        return
+    if not bool(is_bad):
         return
     if raises:
         assert gradients.norm is not None

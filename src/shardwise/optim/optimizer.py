@@ -17,7 +17,7 @@ from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import check_optimizer
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import mind_nonfinite
-from shardwise.optim.plain_step import stepping_class, with_fused
+from shardwise.optim.plain_step import inner_of, stepping_class, with_fused
 from shardwise.parameters.at_rest import copy_out_of_mmap
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
@@ -128,13 +128,10 @@ def _look_at(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> 
     idle = optimizer.__dict__[_MODEL]() if not parameters and _MODEL in optimizer.__dict__ else None
     if not entries and idle is None:
         return []
-    inner = getattr(optimizer, "optim", None)
-    if isinstance(inner, torch.optim.Optimizer):  # ZeRO around another, which is looked at when it steps
+    inner = inner_of(optimizer)
+    if inner is not optimizer:  # ZeRO around another, which may have nothing to update on this rank
         inner.__dict__[_WITHIN] = True
-        for entry in entries.values():  # noted here: the inner one has nothing to update on some ranks
-            entry.registry.context.steps.add(_describe(optimizer))
-        return []
-    check_optimizer(optimizer)
+    check_optimizer(inner)
     _check_kept_wide(parameters)
     known = [entry for parameter in parameters if (entry := entry_of(parameter)) is not None]
     if any(entry.split is not None and not entry.registry.local_state for entry in known):
@@ -163,11 +160,10 @@ def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 
 def _finish(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    for model in models:
+    for model in models if _WITHIN not in optimizer.__dict__ else ():
         gradients = gradients_of(model)
         mind_nonfinite(model, gradients, optimizer)
-        if _WITHIN not in optimizer.__dict__:
-            gradients.registry.context.steps.add(_describe(optimizer))
+        gradients.registry.context.steps.add(_describe(optimizer))
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:

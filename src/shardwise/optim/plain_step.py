@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardwise.parameters.registry import entry_of, local_part
 
-__all__ = ["KEPT_BY_STEPS", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
+__all__ = ["KEPT_BY_STEPS", "inner_of", "leave_out", "stepping_class", "takes_left_out", "with_fused"]
 
 _PARTS = "_shardwise_parts"
 _LEFT_OUT = "_shardwise_left_out"
@@ -78,21 +78,31 @@ def _stepping(optimizer_class: Any) -> type[torch.optim.Optimizer]:
     return type(optimizer_class.__name__, (optimizer_class,), names)
 
 
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that updates: the one inside of torch's `ZeroRedundancyOptimizer`, or `optimizer` itself."""
+    inner = getattr(optimizer, "optim", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Whether a step of the optimizer leaves out what a scalar on `device` says; with no parameters there is nothing to
-    be left out. SGD's first step makes momenta that it would leave without values.
+    be left out.
     """
+    optimizer = inner_of(optimizer)
     if type(optimizer).__bases__[0] not in _FUSED or not {"found_inf", "grad_scale"}.isdisjoint(optimizer.__dict__):
         return False
     groups = [group for group in optimizer.param_groups if group["params"]]
     return all(
-        group["fused"] and not group.get("momentum") and {each.device for each in group["params"]} == {device}
+        group["fused"]
+        and not (group.get("momentum") and group["dampening"])
+        and {each.device for each in group["params"]} == {device}
         for group in groups
     )
 
 
 def leave_out(optimizer: torch.optim.Optimizer, is_left_out: Tensor) -> None:
     """Has the optimizer's next step change nothing where the float32 scalar `is_left_out` is 1."""
+    optimizer = inner_of(optimizer)
     known = optimizer.__dict__.get(_LEFT_OUT)  # of another model of its
     optimizer.__dict__[_LEFT_OUT] = is_left_out if known is None else torch.maximum(known, is_left_out)
 
@@ -156,11 +166,16 @@ class _Parts:
                     return False
         return True
 
-    def enter(self) -> list[list[Tensor]]:
-        """Groups of the plain tensors that have gradients, with their states as the parameters have them."""
+    def enter(self, groups: Sequence[Mapping[str, Any]]) -> list[list[Tensor]]:
+        """Groups of the plain tensors that have gradients, with their states as the parameters have them.
+
+        Fused SGD is given momenta of zeros, from which a step goes as from none: it fails where one parameter's first
+        gradient comes after the others', and would leave without values the momenta of a first step that is left out.
+        """
         found = []
-        for parts in self.parts:
+        for parts, group in zip(self.parts, groups, strict=True):
             plain = []
+            begins = group["fused"] and bool(group.get("momentum")) and not group["dampening"]
             for part in parts:
                 gradient = part.parameter.grad
                 if gradient is None:
@@ -172,6 +187,8 @@ class _Parts:
                 if part.outer is not None:
                     for name, value in part.outer.items():
                         part.inner[name] = value._local_tensor if isinstance(value, DTensor) else value
+                if begins and part.inner.get("momentum_buffer") is None:
+                    part.inner["momentum_buffer"] = torch.zeros_like(gradient)
             found.append(plain)
         return found
 
@@ -203,7 +220,7 @@ def _plain_tensors(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     parts: _Parts | None = optimizer.__dict__.get(_PARTS)
     if parts is None or not parts.fits(optimizer):
         parts = optimizer.__dict__[_PARTS] = _Parts(optimizer)
-    for group, plain in zip(groups, parts.enter(), strict=True):
+    for group, plain in zip(groups, parts.enter(groups), strict=True):
         group["params"] = plain
     optimizer.state = parts.inner
     try:
@@ -249,9 +266,9 @@ def with_fused(
     kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
     try:
         for device, dtype in kinds:
-            # SGD's fails where one of the parameters has its first gradient after the others, as an unused expert has.
+            # SGD's with dampening fails where one of the parameters has its first gradient after the others.
             tried = [nn.Parameter(torch.ones(2, device=device, dtype=dtype)) for _ in range(2)]
-            optimizer = optimizer_class(tried, **fused)
+            optimizer = _stepping(optimizer_class)(tried, **fused)
             for each in tried:
                 each.grad = torch.ones_like(each)
                 optimizer.step()

@@ -18,6 +18,7 @@ from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import divided_groups
+from shardwise.optim.plain_step import inner_of
 from shardwise.parameters.registry import entry_of
 from shardwise.topology.axes import DATA_AXES
 from shardwise.weights.rank_files import read_tree, write_tree
@@ -64,7 +65,7 @@ def save_states(optimizer: torch.optim.Optimizer, place: Path, mesh: Mesh, *, se
     Communicates: one gather of a small object over all ranks, for every turn.
     """
     _refuse_sharded(optimizer)
-    inner = getattr(optimizer, "optim", optimizer)
+    inner = inner_of(optimizer)
     names = _names(optimizer)
     own = {id(parameter): state for parameter, state in inner.state.items()}
     states = {name: own[id(parameter)] for name, parameter in names.items() if id(parameter) in own}
@@ -91,7 +92,7 @@ def load_states(optimizer: torch.optim.Optimizer, places: Iterable[Path], mesh: 
     Communicates: one gather of a small object over all ranks.
     """
     _refuse_sharded(optimizer)
-    inner = getattr(optimizer, "optim", optimizer)
+    inner = inner_of(optimizer)
     held = {id(parameter) for parameter in _all(inner.param_groups)}
     wanted = {name: parameter for name, parameter in _names(optimizer).items() if id(parameter) in held}
     with raise_on_all_ranks(mesh.group(), "loading optimizer states"):
@@ -117,7 +118,7 @@ def load_states(optimizer: torch.optim.Optimizer, places: Iterable[Path], mesh: 
 
 def load_own_states(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Gives the optimizer of this rank's states what its `state_dict` gave; the same options to the one around it."""
-    inner = getattr(optimizer, "optim", optimizer)
+    inner = inner_of(optimizer)
     inner.load_state_dict(state_dict)
     for group, own in zip(optimizer.param_groups, inner.param_groups, strict=True):
         group.update({name: value for name, value in own.items() if name != "params"})

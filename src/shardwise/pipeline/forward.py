@@ -213,7 +213,7 @@ class _Forward:
         count = len(parts)
         schedule = self.runner.schedule(count) if self.runner.takes(count) else self.runner.in_order(count)
         gradients = gradients_of(self.model)
-        scale = gradients.loss_scale.value if gradients.loss_scale is not None else 1.0
+        scale = gradients.loss_scale.factor if gradients.loss_scale is not None else 1.0
         leaves = _leaves(parts)
         factors = [weight * scale * gradients.share for weight in weights]
         losses = [functools.partial(_loss_of, factor=factor) for factor in factors]
@@ -289,10 +289,10 @@ def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {name: _detached_leaf(value) for name, value in {**part, **made_up}.items()}
 
 
-def _loss_of(output: Any, *, factor: float) -> Tensor:
+def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:
     """What the backward of a microbatch starts from."""
     loss: Tensor = output.loss
-    return loss if factor == 1.0 else loss * factor
+    return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
 
 def _leaves(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Tensor]]:

@@ -65,7 +65,7 @@ def release_in_backward(
     *,
     inputs: Sequence[Tensor],
     input_gradients: Sequence[Tensor],
-    factor: float,
+    factor: float | Tensor,
 ) -> Tensor:
     """`loss`, whose backward gives parameters and inputs the gradients that were kept, once.
 
@@ -82,7 +82,7 @@ def release_in_backward(
 
 
 class _Release:
-    def __init__(self, model: nn.Module, kept: list[Tensor], inputs: list[Tensor], factor: float) -> None:
+    def __init__(self, model: nn.Module, kept: list[Tensor], inputs: list[Tensor], factor: float | Tensor) -> None:
         self.model, self.kept, self.inputs, self.factor = model, kept, inputs, factor
         self.is_done = False
 

@@ -19,10 +19,11 @@ from shardwise.errors import BatchError, GradientError, ShardwiseError, Unsuppor
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
+from shardwise.optim.average import multiply_gradients
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
 from shardwise.optim.reduction import time_reduction
-from shardwise.parameters.registry import local_part, registry_of
+from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
@@ -158,7 +159,7 @@ class TrainStep:
     def _step(self, batch: Mapping[str, Any]) -> StepResult:
         parts, counts, num_tokens, flops = self._prepare(batch)
         loss_scale = self._gradients.loss_scale
-        scale = loss_scale.value if loss_scale is not None else 1.0
+        scale = loss_scale.factor if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
         weights = [_share(count, num_tokens) for count in counts]
         total = torch.zeros((), device=self.mesh.device)
@@ -175,7 +176,7 @@ class TrainStep:
         return StepResult(loss=total, num_tokens=counted, flops=flops)
 
     def _run(
-        self, parts: list[dict[str, Any]], weights: list[Weight], scale: float, total: Tensor, *, is_empty: bool
+        self, parts: list[dict[str, Any]], weights: list[Weight], scale: Weight, total: Tensor, *, is_empty: bool
     ) -> None:
         """Forward and backward of all microbatches; adds their losses to `total`."""
         if is_empty:  # which all ranks know
@@ -252,12 +253,11 @@ class TrainStep:
         check_same_call(world, described, (words, squares), self._registry.context)
         return [number * self.mesh.data_size // self.mesh.shape.world_size for number in sums]
 
-    def _scale_gradients(self, factor: float) -> None:
-        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None] if factor != 1.0 else []
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+    def _scale_gradients(self, factor: Weight) -> None:
+        if isinstance(factor, Tensor):  # others are 1
+            multiply_gradients(self.model.parameters(), factor)
 
-    def _microbatch(self, part: dict[str, Any], weight: Weight, scale: float) -> Tensor:
+    def _microbatch(self, part: dict[str, Any], weight: Weight, scale: Weight) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
         if _is_nothing(weight) and self.mesh.data_size == 1:
             return torch.zeros((), device=self.mesh.device)
@@ -286,12 +286,12 @@ class TrainStep:
             made_up["labels"] = part["labels"].clamp(min=0)
         return self._defaults | part | made_up
 
-    def _weighted(self, loss: Tensor, weight: Weight, scale: float) -> Tensor:
+    def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
         """What backward starts from."""
         factor = weight * self._loss_factor * scale
         return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
-    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[Weight], scale: float, total: Tensor) -> None:
+    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[Weight], scale: Weight, total: Tensor) -> None:
         """All microbatches through the stages, forward and backward; the last stage's rank adds losses to `total`."""
         assert self._pipeline is not None
         assert self._schedule is not None

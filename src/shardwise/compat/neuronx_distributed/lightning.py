@@ -14,11 +14,11 @@ from shardwise.compat.neuronx_distributed.trainer.trainer import (
     initialize_parallel_optimizer,
 )
 from shardwise.compat.spelling import also_spelled
-from shardwise.lightning.accumulation import multiply_gradients
 from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
 from shardwise.lightning.reporting import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.strategy import ShardwiseStrategy
+from shardwise.optim.average import multiply_gradients
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.topology.shape import MeshShape
 
