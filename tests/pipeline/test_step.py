@@ -11,8 +11,10 @@ import torch
 import transformers
 
 import shardwise
+from bench.onecard.reads import ReadCount
 from shardwise.data.batch import count_targets, split_rows
 from shardwise.errors import ConfigError
+from shardwise.optim.gradients import gradients_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import FsdpPolicy, Pipeline, Precision, Recompute
 from shardwise.proof.parity import measure
@@ -265,3 +267,30 @@ def test_bad_steps_are_the_same_error_on_every_rank(on_ranks, layout):
     assert "a microbatch for each of 2 x 1 = 2 stages" in few
     assert "3 rows do not divide into 2 microbatches" in uneven
     assert "pp ranks were given different batches" in different
+
+
+def step_with_rows_known(mesh):
+    """Loss, gradients and reads of a step, as on CPUs and as on a device that computes by itself."""
+    for is_late in (False, True):
+        model = tiny_model("llama", num_hidden_layers=2).train()
+        model.set_attn_implementation("sdpa")
+        batch = tiny_batch(model, rows=4)
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][1, 9:] = 0
+        model = shardwise.parallelize(model, mesh)
+        gradients_of(model).is_late = is_late
+        step = shardwise.TrainStep(model, mesh, num_microbatches=2)
+        step(batch)
+        with ReadCount() as reads:
+            loss = step(batch).loss
+        yield float(loss), shardwise.full_gradients(model), reads.places
+
+
+def rows_known(mesh):
+    (loss, gradients, looks), (late_loss, late_gradients, reads) = step_with_rows_known(mesh)
+    return abs(loss - late_loss), differing_gradients(late_gradients, gradients), bool(looks), dict(reads)
+
+
+def test_stages_do_not_look_at_rows_of_which_the_host_knows(on_ranks):
+    for error, different, looks, reads in on_ranks(rows_known, layout="pp2"):
+        assert error < 1e-6 and not different and looks and not reads

@@ -12,6 +12,8 @@ import torch
 import shardwise
 from shardwise.errors import ConfigError, GradientError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
+from shardwise.parameters.registry import local_part
+from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -214,3 +216,32 @@ def test_autocast_works_around_a_step():
     for expected, found, worst in spawn(autocast, 2, "tp2"):
         assert found == pytest.approx(expected, rel=5e-3)
         assert worst < 0.05
+
+
+def overflow_on_one_rank(mesh):
+    """A good step, one that overflows on rank 1 alone, a good one: what each changed, the scales, unequal copies."""
+    model = tiny_model("llama", num_hidden_layers=1).train()
+    model = shardwise.parallelize(model, mesh, precision=shardwise.Precision(compute="float16"))
+    gradients = gradients_of(model)
+    gradients.is_late = True
+    gradients.loss_scale.factor.fill_(2.0**10)
+    optimizer = shardwise.build_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    step, batch = shardwise.TrainStep(model, mesh), rows_of(tiny_batch(model, rows=4), mesh)
+    changed, scales = [], []
+    for is_bad in (False, True, False):
+        step(batch)
+        if is_bad and mesh.rank == 1:
+            local_part(model.model.layers[0].self_attn.q_proj.weight.grad)[0, 0] = math.inf
+        before = {name: local_part(value).clone() for name, value in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        changed.append(sum(not torch.equal(local_part(p), before[name]) for name, p in model.named_parameters()))
+        scales.append(float(gradients.loss_scale.factor))
+    return changed, scales, find_unequal_replicas(model)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_what_overflows_on_one_rank_is_left_out_on_all(on_ranks, layout):
+    for changed, scales, unequal in on_ranks(overflow_on_one_rank):
+        assert changed[0] and not changed[1] and changed[2] and scales == [2.0**10, 2.0**9, 2.0**9] and not unequal

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedConfig
 
 from shardwise.api.prepare import decide
@@ -21,6 +22,8 @@ from shardwise.parallel.build import build_meta_model, num_positions, read_confi
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
+from shardwise.runtime.attention_kernels import read_orders
+from shardwise.runtime.own_attention import can_take_own_attention
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
@@ -80,7 +83,7 @@ def describe(
     frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
     kept = _at_rest(plan, frozen, dtype=dtype)
     parts = f"parameters {_mib(kept.parameters)}, gradients {_mib(kept.gradients)}, AdamW {_mib(kept.optimizer)}"
-    memory = f"a rank keeps {_mib(kept.total)} from step to step in {dtype}: {parts}"
+    memory = f"{_attention(model)}\na rank keeps {_mib(kept.total)} from step to step in {dtype}: {parts}"
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
@@ -145,6 +148,16 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes
     if step.after.calls:
         lines.append(f"gradient phase, once a step: {step.after}")
     return activations, tuple(lines)
+
+
+def _attention(model: nn.Module) -> str:
+    """By what a model attends in a `TrainStep`, in words."""
+    if not can_take_own_attention(model):
+        return f"attention: the model's own ({getattr(model.config, '_attn_implementation', None)})"
+    orders = read_orders(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else {}
+    measured = "; ".join(f"{case}: {', '.join(names)}" for case, names in orders.items())
+    how = f"as measured ({measured})" if measured else "in torch's order (shardwise doctor measures them on a GPU)"
+    return f"attention: torch's kernels, {how}"
 
 
 def _mib(nbytes: int) -> str:

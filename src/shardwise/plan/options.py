@@ -90,8 +90,8 @@ class Precision:
         nonfinite: what an optimizer from `build_optimizer` does where some gradient is infinite or NaN, decided on all
             ranks alike: "raise" an error, also for a `TrainStep`'s loss, "skip" the step, or "ignore" it and step. With
             "float16" an overflow is skipped in any case, and the loss scaled less. On GPUs fused optimizers leave a
-            step out without asking the device; the error comes at the next step, or the next save, and until then
-            every step is left out, so that the weights are those before the first bad one.
+            step out without asking the device (others ask once a step); the error comes at the next step, or the next
+            save, and until then every step is left out, so that the weights are those before the first bad one.
 
     Raises:
         ConfigError: a value is none of those named.

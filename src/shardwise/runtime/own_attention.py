@@ -15,18 +15,22 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-__all__ = ["OwnRows", "missed_rows", "own_rows", "take_own_attention"]
+from shardwise.runtime.attention_kernels import chosen_kernels
+
+__all__ = ["OwnRows", "can_take_own_attention", "missed_rows", "own_rows", "take_own_attention"]
 
 _NAME = "shardwise"
 _ROWS = "_shardwise_rows"
+_SDPA = AttentionInterface()["sdpa"]
 
 
 @dataclass(eq=False)
@@ -52,20 +56,24 @@ def take_own_attention(model: nn.Module) -> bool:
     """Has `model` attend under our name, in place, if it computes by transformers' functions for torch's kernels and
     asks for no name itself; whether it does. `generate()` and evaluation work as before.
     """
+    if not can_take_own_attention(model):
+        return False
+    if model.config._attn_implementation != _NAME:
+        _register()
+        model.set_attn_implementation(_NAME)
+    return True
+
+
+def can_take_own_attention(model: nn.Module) -> TypeGuard[PreTrainedModel]:
+    """Whether `take_own_attention` would; not of models with attentions of their own, such as with caps or sinks."""
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None or config.is_encoder_decoder:
         return False
-    if config._attn_implementation == _NAME:
-        return True
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    if config._attn_implementation != "sdpa" or config.get_text_config() is not config or not takes_mask:
+    if config._attn_implementation not in (_NAME, "sdpa") or config.get_text_config() is not config or not takes_mask:
         return False
     modules = {sys.modules[type(each).__module__] for each in model.modules() if isinstance(each, PreTrainedModel)}
-    if not type(model)._can_set_attn_implementation() or any(map(_asks_for_names, modules)):
-        return False
-    _register()
-    model.set_attn_implementation(_NAME)
-    return True
+    return type(model)._can_set_attn_implementation() and not any(map(_asks_for_names, modules))
 
 
 @functools.cache
@@ -79,8 +87,21 @@ def _asks_for_names(module: Any) -> bool:
 
 @functools.cache
 def _register() -> None:
-    AttentionInterface.register(_NAME, AttentionInterface()["sdpa"])
+    AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _make_mask)
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
+    """The attention that transformers has for torch's kernels, by these in the order measured; see [Note: kernels by
+    measurement].
+    """
+    kernels = chosen_kernels(query, has_mask=attention_mask is not None or options.get("position_bias") is not None)
+    if kernels is None:
+        return _SDPA(module, query, key, value, attention_mask, **options)
+    with sdpa_kernel(kernels, set_priority=True):
+        return _SDPA(module, query, key, value, attention_mask, **options)
 
 
 def own_rows(batch: Mapping[str, Any], device: torch.device) -> OwnRows | None:

@@ -27,6 +27,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.attention_kernels import take_kernels
 from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
 from shardwise.runtime.same_batch import (
     check_same_batch,
@@ -117,7 +118,8 @@ class TrainStep:
         self.mesh = mesh
         self.num_microbatches = num_microbatches
         # Where the device computes by itself, forwards ask it nothing; on CPUs an answer costs nothing.
-        self._knows_rows = self._gradients.is_late and self._pipeline is None and take_own_attention(find_model(model))
+        self._knows_rows = self._gradients.is_late and take_own_attention(find_model(model))
+        self._kernels = take_kernels(mesh.device) if self._knows_rows else {}
         # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
@@ -214,7 +216,9 @@ class TrainStep:
         )
         parts = split_rows(placed, rows, self.num_microbatches)
         for part, on_host in zip(parts, split_rows(batch, rows, self.num_microbatches), strict=True):
-            if self._knows_rows and (known := own_rows(on_host, self.mesh.device)) is not None:
+            known = own_rows(on_host, self.mesh.device) if self._knows_rows else None
+            # A stage runs once; whether it has missed where documents end is known afterwards.
+            if known is not None and (self._pipeline is None or known.segments is None):
                 part["attention_mask"] = known.mask
         return parts, counts, num_tokens, kilo_flops * 1e3
 
@@ -231,7 +235,7 @@ class TrainStep:
             first = next(self.model.parameters(), None)
             also = {"gradients of earlier steps": first is not None and first.grad is not None}
         also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
-        return {**also, "num_microbatches": self.num_microbatches}
+        return {**also, "num_microbatches": self.num_microbatches, "attention kernels": self._kernels}
 
     def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None, also: Mapping[str, Any]) -> list[Any]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank; and where
