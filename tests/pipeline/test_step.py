@@ -288,9 +288,10 @@ def step_with_rows_known(mesh):
 
 def rows_known(mesh):
     (loss, gradients, looks), (late_loss, late_gradients, reads) = step_with_rows_known(mesh)
-    return abs(loss - late_loss), differing_gradients(late_gradients, gradients), bool(looks), dict(reads)
+    reads = [place for place in reads if "check_equal" not in place]  # of what ranks compare on the host
+    return abs(loss - late_loss), differing_gradients(late_gradients, gradients), looks, reads
 
 
 def test_stages_do_not_look_at_rows_of_which_the_host_knows(on_ranks):
     for error, different, looks, reads in on_ranks(rows_known, layout="pp2"):
-        assert error < 1e-6 and not different and looks and not reads
+        assert error < 1e-6 and not different and any("masking_utils" in place for place in looks) and not reads

@@ -63,6 +63,7 @@ def test_a_kernel_that_computes_what_torch_does_passes():
         assert len(found) == 4 and all(map(attention_kernels._is_near, found, expected))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's tracing of what it does
 @pytest.mark.parametrize("compiled", [None, shardwise.Compile(backend="aot_eager")])
 def test_forward_and_recomputation_attend_as_measured_and_whoever_comes_after_as_torch_does(monkeypatch, compiled):
     """CPUs have one fused kernel, and take it unless the order lacks it."""
@@ -71,7 +72,7 @@ def test_forward_and_recomputation_attend_as_measured_and_whoever_comes_after_as
     batch, before = tiny_batch(model, rows=1, length=8), _cur_sdpa_kernel_backends(with_priority=True)
     names = []
     with shardwise.Mesh.open("tp1") as mesh:
-        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"), compile=compiled)
+        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"), compilation=compiled)
         gradients_of(model).is_late = True
         step = shardwise.TrainStep(model, mesh)
         monkeypatch.setitem(attention_kernels._taken, (torch.float32, 64, False), [SDPBackend.MATH])
@@ -88,4 +89,7 @@ def test_forward_and_recomputation_attend_as_measured_and_whoever_comes_after_as
 
 
 def test_the_plan_says_by_what_it_attends():
-    assert "attention: torch's kernels, in torch's order" in str(describe(tiny_model("llama").config, "tp1"))
+    config = tiny_model("llama").config
+    for name, expected in (("eager", "the model's own (eager)"), ("sdpa", "torch's kernels, in torch's order")):
+        config._attn_implementation = name
+        assert f"attention: {expected}" in str(describe(config, "tp1"))

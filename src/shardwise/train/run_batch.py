@@ -115,7 +115,7 @@ class _NotingStep(TrainStep):
     def _count(self, part: Mapping[str, Any]) -> Count:
         return count_targets(self.model, part)  # of one without targets there is no loss, which the host must know
 
-    def _weighted(self, loss: Tensor, weight: Weight, scale: float) -> Tensor:
+    def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
         self.seen.append(loss.detach().float())
         return super()._weighted(loss, weight, scale)
 
