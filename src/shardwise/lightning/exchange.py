@@ -6,67 +6,80 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from shardwise.comm.operations import Group, all_gather_list, all_reduce_, host_device
+from shardwise.comm.operations import Group, all_reduce_, host_device
 from shardwise.errors import ConfigError
+from shardwise.mesh import Mesh
+from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["all_gather", "broadcast_object", "broadcast_tensors", "count_true", "reduce_value"]
+__all__ = ["Exchanges", "broadcast_object", "broadcast_tensors", "count_true"]
 
 _OPERATIONS = ("mean", "avg", "sum", "max", "min", "product")
 
 
-def reduce_value(value: Tensor, operation: Any, group: Group | None) -> Tensor:
-    """`value`, in place, reduced over the group; as it is where there is none.
+class Exchanges(ParallelStrategy):
+    """The part of `ShardwiseStrategy` that communicates when Lightning or a module asks for it."""
 
-    Args:
-        operation: "mean", "sum", "max", "min", "product" or a `ReduceOp`; None is "sum".
+    mesh: Any
+    _mesh: Mesh | None
 
-    Raises:
-        ConfigError: it is another word.
-    """
-    name = {None: "sum", "avg": "mean"}.get(operation, operation)
-    if isinstance(name, str):
-        name = name.lower()
-        if name not in _OPERATIONS:
-            raise ConfigError(f"reduce_op is {operation!r}", fix=f"use one of {', '.join(_OPERATIONS)}, or a ReduceOp")
-    if group is None:
-        return value
-    is_mean = name in ("mean", "avg")
-    dist.all_reduce(
-        value,
-        op=getattr(dist.ReduceOp, "SUM" if is_mean else name.upper()) if isinstance(name, str) else name,
-        group=group,
-    )
-    if is_mean:
-        value.copy_(value / group.size())
-    return value
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A value reduced, in place, over the data ranks, or `group`: ranks that differ in tp or pp alone have the same
+        one.
 
+        Args:
+            reduce_op: "mean", "sum", "max", "min", "product" or a `ReduceOp`; None is "sum".
 
-def all_gather(value: Tensor, group: Group | None, *, sync_grads: bool) -> Tensor:
-    """Every rank's value along a new first dim, `[ranks, …]`; the value as it is where there is no group.
+        Raises:
+            ConfigError: it is another word.
 
-    Args:
-        sync_grads: whether gradients of what was gathered reach the ranks that it came from.
-    """
-    if group is None:
-        return value
-    return _Gather.apply(value, group) if sync_grads else torch.stack(all_gather_list(value.detach(), group))
+        Communicates: one all-reduce.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        name = "sum" if reduce_op is None else reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        if isinstance(name, str) and name not in _OPERATIONS:
+            raise ConfigError(f"reduce_op is {reduce_op!r}", fix=f"use one of {', '.join(_OPERATIONS)}, or a ReduceOp")
+        if (group := self._group(group)) is None:
+            return tensor
+        is_mean = name in ("mean", "avg")
+        operation = getattr(dist.ReduceOp, "SUM" if is_mean else name.upper()) if isinstance(name, str) else name
+        dist.all_reduce(tensor, op=operation, group=group)
+        return tensor.copy_(tensor / group.size()) if is_mean else tensor
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+        """The tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself where there is one.
 
-class _Gather(torch.autograd.Function):
-    """Forward all-gathers; backward all-reduces the gradients of what was gathered."""
+        Args:
+            sync_grads: whether gradients of what was gathered reach the ranks that it came from.
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return torch.stack(all_gather_list(value, group))
+        Communicates: one all-gather.
+        """
+        group = self._group(group)
+        return tensor if group is None else _all_gather_ddp_if_available(tensor, group, sync_grads)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        summed = gradient.contiguous().clone()
-        all_reduce_(summed, ctx.group)
-        return summed[ctx.group.rank()], None
+    def _group(self, group: Any) -> Any:
+        is_all = group is None or group is dist.GroupMember.WORLD
+        return self.mesh.group(*DATA_AXES) if is_all else group
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Rank `src`'s picklable object."""
+        return broadcast_object(obj, src, self._mesh.group() if self._mesh is not None else None)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if self._mesh is not None:
+            count_true(True, self._mesh.group(), self._mesh.device)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
+        """Whether it is true on all ranks, or on any."""
+        if self._mesh is None:
+            return bool(decision)
+        count = count_true(bool(decision), self._mesh.group(), self._mesh.device)
+        return count == self._mesh.shape.world_size if all else count > 0
 
 
 def broadcast_object(value: Any, src: int, group: Group | None) -> Any:

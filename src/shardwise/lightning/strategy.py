@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError, MeshError, did_you_mean
 from shardwise.lightning.accumulation import Window, check_untouched, gradient_versions
 from shardwise.lightning.checkpoint import SavesParts
 from shardwise.lightning.data import end_together, seed_workers
-from shardwise.lightning.exchange import all_gather, broadcast_object, count_true, reduce_value
+from shardwise.lightning.exchange import Exchanges
 from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
@@ -30,13 +30,12 @@ from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["ShardwiseStrategy"]
 
 
-class ShardwiseStrategy(SavesParts):
+class ShardwiseStrategy(SavesParts, Exchanges):
     """Trains, validates, tests and predicts a LightningModule over the ranks of a layout.
 
         class Model(LightningModule):
@@ -242,10 +241,7 @@ class ShardwiseStrategy(SavesParts):
         assert self._models is not None and self.lightning_module is not None
         self.mesh.note_step()
         self._models.take_targets()
-        stepped = [
-            each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]
-        ]
-        before = gradient_versions(stepped if self.lightning_module.automatic_optimization else ())
+        before = gradient_versions(self._stepped() if self.lightning_module.automatic_optimization else ())
         output = super().training_step(*args, **kwargs)
         check_untouched(before)
         self._num_targets = self._models.take_targets()
@@ -304,56 +300,16 @@ class ShardwiseStrategy(SavesParts):
 
         def closed() -> Any:
             result = closure()
-            if self.lightning_module is not None and self.lightning_module.automatic_optimization:
-                self._close_window()
+            module = self.lightning_module
+            if module is not None and module.automatic_optimization and self._window is not None:
+                self._window.close(self._stepped(), module.trainer.accumulate_grad_batches)
             return result
 
         return super().optimizer_step(optimizer, closed, model, **kwargs)
 
     def _stepped(self) -> list[Tensor]:
+        """The parameters of all optimizers."""
         return [each for optimizer in self.optimizers for group in optimizer.param_groups for each in group["params"]]
-
-    def _close_window(self) -> None:
-        assert self._window is not None and self.lightning_module is not None
-        self._window.close(self._stepped(), self.lightning_module.trainer.accumulate_grad_batches)
-
-    # Communication
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced over the data ranks, or `group`: ranks that differ in tp or pp alone have the same one.
-
-        Communicates: one all-reduce.
-        """
-        if not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_value(tensor, reduce_op, self._group(group))
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-        """The tensors of all data ranks, or of `group`, `[ranks, …]`; the tensor itself where there is one.
-
-        Communicates: one all-gather.
-        """
-        return all_gather(tensor, self._group(group), sync_grads=sync_grads)
-
-    def _group(self, group: Any) -> Any:
-        is_all = group is None or group is torch.distributed.GroupMember.WORLD
-        return self.mesh.group(*DATA_AXES) if is_all else group
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Rank `src`'s picklable object."""
-        return broadcast_object(obj, src, self._mesh.group() if self._mesh is not None else None)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks."""
-        if self._mesh is not None:
-            count_true(True, self._mesh.group(), self._mesh.device)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
-        """Whether it is true on all ranks, or on any."""
-        if self._mesh is None:
-            return bool(decision)
-        count = count_true(bool(decision), self._mesh.group(), self._mesh.device)
-        return count == self.shape.world_size if all else count > 0
 
     # The end
 
