@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
+from shardwise.checkpoint.manifest import INDEX, MANIFEST, read_manifest
+from shardwise.checkpoint.schema import Manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, leftovers

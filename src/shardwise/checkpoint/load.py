@@ -17,9 +17,10 @@ from shardwise.checkpoint.base import Sums, base_differences, base_sums, fingerp
 from shardwise.checkpoint.content import HeldTensor, held_tensors, model_key
 from shardwise.checkpoint.directory import find_tag, root_of
 from shardwise.checkpoint.load_optimizer import OptimizerLoad
-from shardwise.checkpoint.manifest import INDEX, Manifest, read_index, read_manifest
+from shardwise.checkpoint.manifest import INDEX, read_index, read_manifest
 from shardwise.checkpoint.random_states import check_random, restore_random
 from shardwise.checkpoint.schedules import state_for_groups
+from shardwise.checkpoint.schema import Manifest
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.comm.agree import check_calls, check_equal, gather_from_all, raise_on_all_ranks

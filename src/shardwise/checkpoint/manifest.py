@@ -9,13 +9,13 @@ import os
 import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.schema import check_index, check_manifest
+from shardwise.checkpoint.schema import FileFacts, Manifest, Part, check_index, check_manifest
 from shardwise.errors import LayoutError, LoadError
 from shardwise.sharding.boxes import Box, full_box, volume
 from shardwise.sharding.json_form import from_json, to_json
@@ -25,10 +25,7 @@ __all__ = [
     "INDEX",
     "MANIFEST",
     "VERSION",
-    "FileFacts",
     "Index",
-    "Manifest",
-    "Part",
     "StoredTensor",
     "part_name",
     "read_index",
@@ -41,50 +38,6 @@ FORMAT = "shardwise-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 INDEX = "tensors.json"
-
-
-@dataclass(frozen=True)
-class FileFacts:
-    """A file of the checkpoint: its size, and the CRC-32 of all of it, of a tensor file only of its header."""
-
-    num_bytes: int
-    crc: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """What makes a directory a checkpoint.
-
-    Attributes:
-        number: counts the checkpoints of a directory: the newest has the largest.
-        tag: the directory's name.
-        step: as `extra` says it, None where it does not.
-        content: "all", or "trained" where the frozen parameters are left out.
-        layout: of the ranks that wrote it, as text.
-        model: the class's name.
-        time: when it was begun, in seconds of the clock.
-        versions: of the libraries that wrote it.
-        files: every other file of the directory.
-    """
-
-    number: int
-    tag: str
-    step: int | None
-    content: str
-    layout: str
-    model: str
-    time: float
-    versions: Mapping[str, str]
-    files: Mapping[str, FileFacts]
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements `box` of a tensor, and where they are: the file's number, and the CRC-32 of their bytes."""
-
-    file: int
-    crc: int
-    box: Box
 
 
 @dataclass(frozen=True)
@@ -130,8 +83,7 @@ def part_name(key: str, box: Box) -> str:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Writes `manifest.json`, which holds a checksum of itself."""
-    files = {name: [facts.num_bytes, facts.crc] for name, facts in manifest.files.items()}
-    data = {"format": FORMAT, "version": VERSION, **vars(manifest), "versions": dict(manifest.versions), "files": files}
+    data = {"format": FORMAT, "version": VERSION, **vars(manifest)}
     data["crc"] = _own_crc(data)
     (directory / MANIFEST).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -157,13 +109,11 @@ def read_manifest(directory: Path) -> Manifest:
         raise LoadError(
             "the manifest is damaged", at=str(path), why="its checksum is another", fix="load an older tag, or a copy"
         )
-    check_manifest(data, path)
-    known = {each.name: data[each.name] for each in fields(Manifest)}
-    known["files"] = {name: FileFacts(*facts) for name, facts in data["files"].items()}
-    strays = [name for name in known["files"] if Path(name).name != name or name.startswith(".")]
+    manifest = check_manifest(data, path)
+    strays = [name for name in manifest.files if Path(name).name != name or name.startswith(".")]
     if strays:
         raise LoadError(f"the manifest lists files outside of its directory: {', '.join(strays[:3])}", at=str(path))
-    return Manifest(**known)
+    return manifest
 
 
 def _own_crc(data: Mapping[str, Any]) -> int:
@@ -178,7 +128,7 @@ def write_index(directory: Path, index: Index) -> FileFacts:
             "dtype": str(each.dtype).removeprefix("torch."),
             "shape": list(each.shape),
             "layout": layouts.setdefault(each.layout, len(layouts)),
-            "parts": [[part.file, part.crc, [list(interval) for interval in part.box]] for part in each.parts],
+            "parts": each.parts,
         }
         for key, each in index.tensors.items()
     }
@@ -198,10 +148,13 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         raise LoadError(f"the manifest does not list {INDEX}", at=str(directory / MANIFEST))
     data = _read_json(path, manifest.files[INDEX])
-    check_index(data, path)
+    described = check_index(data, path)
     try:
         layouts = [from_json(Layout, each) for each in data["layouts"]]
-        tensors = {key: _read_tensor(each, layouts) for key, each in data["tensors"].items()}
+        tensors = {
+            key: StoredTensor(getattr(torch, each.dtype), each.shape, each.parts, layouts[each.layout])
+            for key, each in described.items()
+        }
         index = Index(tuple(data["files"]), tensors, data["tied"], data["optimizer"], data["values"])
     except (IndexError, LayoutError) as error:
         raise LoadError(f"{INDEX} says what cannot be", at=str(path), why=repr(error)) from error
@@ -211,12 +164,6 @@ def read_index(directory: Path, manifest: Manifest) -> Index:
     for key, each in index.tensors.items():
         _check_tensor(key, each, len(index.files), path)
     return index
-
-
-def _read_tensor(data: Mapping[str, Any], layouts: list[Layout]) -> StoredTensor:
-    dtype: torch.dtype = getattr(torch, data["dtype"])
-    parts = tuple(Part(file, crc, tuple((start, stop) for start, stop in box)) for file, crc, box in data["parts"])
-    return StoredTensor(dtype, tuple(data["shape"]), parts, layouts[data["layout"]])
 
 
 def _check_tensor(key: str, tensor: StoredTensor, num_files: int, path: Path) -> None:

@@ -23,17 +23,8 @@ from torch import Tensor
 
 from shardwise.checkpoint.content import HeldTensor, OptimizerContent, model_key, state_key
 from shardwise.checkpoint.directory import LATEST, check_place, clean, list_checkpoints, lock, prune, writing
-from shardwise.checkpoint.manifest import (
-    INDEX,
-    FileFacts,
-    Index,
-    Manifest,
-    Part,
-    StoredTensor,
-    part_name,
-    write_index,
-    write_manifest,
-)
+from shardwise.checkpoint.manifest import INDEX, Index, StoredTensor, part_name, write_index, write_manifest
+from shardwise.checkpoint.schema import FileFacts, Manifest, Part
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import LoadError, RankError, ShardwiseError

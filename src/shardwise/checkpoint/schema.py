@@ -1,5 +1,5 @@
-"""The types of what `manifest.json` and `tensors.json` hold: JSON that was edited, or made by something else, is one
-error that names the place, before anything is built from it. The format is in docs/checkpoint-format.md.
+"""What `manifest.json` and `tensors.json` hold, with its types: JSON that was edited, or made by something else, is one
+error that names the place. The format is in docs/checkpoint-format.md.
 """
 
 from __future__ import annotations
@@ -7,14 +7,14 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
 from shardwise.errors import LoadError
 from shardwise.weights.tensor_file import DTYPES
 
-__all__ = ["check_index", "check_manifest"]
+__all__ = ["FileFacts", "Manifest", "Part", "check_index", "check_manifest"]
 
 _DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
@@ -30,11 +30,39 @@ _Count = Annotated[int, Strict(), Field(ge=0, lt=2**62)]
 _Crc = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
 _Number = Annotated[float, Strict()]
 _Dtype = Annotated[_Text, AfterValidator(_known_dtype)]
-_Box = list[tuple[_Count, _Count]]
+
+
+class FileFacts(NamedTuple):
+    """A file of the checkpoint: its size, and the CRC-32 of all of it, of a tensor file only of its header."""
+
+    num_bytes: _Count
+    crc: _Crc
+
+
+class Part(NamedTuple):
+    """Elements `box` of a tensor, and where they are: the file's number, and the CRC-32 of their bytes."""
+
+    file: _Count
+    crc: _Crc
+    box: tuple[tuple[_Count, _Count], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Manifest:
+class Manifest:
+    """What makes a directory a checkpoint.
+
+    Attributes:
+        number: counts the checkpoints of a directory: the newest has the largest.
+        tag: the directory's name.
+        step: as `extra` says it, None where it does not.
+        content: "all", or "trained" where the frozen parameters are left out.
+        layout: of the ranks that wrote it, as text.
+        model: the class's name.
+        time: when it was begun, in seconds of the clock.
+        versions: of the libraries that wrote it.
+        files: every other file of the directory.
+    """
+
     number: _Count
     tag: _Text
     step: _Count | None
@@ -43,15 +71,15 @@ class _Manifest:
     model: _Text
     time: _Number
     versions: dict[_Text, _Text]
-    files: dict[_Text, tuple[_Count, _Crc]]
+    files: dict[_Text, FileFacts]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Tensor:
     dtype: _Dtype
-    shape: list[_Count]
+    shape: tuple[_Count, ...]
     layout: _Count
-    parts: list[tuple[_Count, _Crc, _Box]]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,14 +147,14 @@ class _Index:
     values: _Values
 
 
-def check_manifest(data: Any, path: Path) -> None:
-    """Raises `LoadError` unless `data` is what a manifest holds."""
-    _check(_Manifest, data, "the manifest is incomplete", path)
+def check_manifest(data: Any, path: Path) -> Manifest:
+    """The manifest that `data` is; raises `LoadError` where it is none."""
+    return _check(Manifest, data, "the manifest is incomplete", path)
 
 
-def check_index(data: Any, path: Path) -> None:
-    """Raises `LoadError` unless `data` is what an index holds: groups that are numbered, and states' tensors, too."""
-    _check(_Index, data, f"{path.name} says what cannot be", path)
+def check_index(data: Any, path: Path) -> dict[str, _Tensor]:
+    """The tensors that an index lists; raises `LoadError` where `data` is none, or lacks a state's group or tensor."""
+    index = _check(_Index, data, f"{path.name} says what cannot be", path)
     optimizer = data["optimizer"]
     for name, each in (optimizer["parameters"] if optimizer is not None else {}).items():
         if each["group"] >= len(optimizer["groups"]):
@@ -137,16 +165,20 @@ def check_index(data: Any, path: Path) -> None:
         ]
         if lost := [key for key in keys if key not in data["tensors"]]:
             raise LoadError(f"the checkpoint has no {lost[0]}", at=str(path))
+    return index.tensors
+
+
+_Form = TypeVar("_Form")
 
 
 @functools.cache
-def _adapter(form: Any) -> TypeAdapter[Any]:
+def _adapter(form: type[_Form]) -> TypeAdapter[_Form]:
     return TypeAdapter(form)
 
 
-def _check(form: Any, data: Any, summary: str, path: Path) -> None:
+def _check(form: type[_Form], data: Any, summary: str, path: Path) -> _Form:
     try:
-        _adapter(form).validate_python(data)
+        return _adapter(form).validate_python(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.manifest import Index, Manifest, Part, StoredTensor, part_name
+from shardwise.checkpoint.manifest import Index, StoredTensor, part_name
+from shardwise.checkpoint.schema import Manifest, Part
 from shardwise.errors import LayoutError, LoadError
 from shardwise.sharding.boxes import full_box, shape_of, slices
 from shardwise.sharding.layout import Piece
