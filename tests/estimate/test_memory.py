@@ -20,6 +20,6 @@ def test_every_axis_takes_its_share_and_the_first_rank_holds_most():
     assert state_bytes([weight, norm], {"tp": 1, "fsdp": 3}).parameters == (1 * 3 + 1) * 4
 
 
-def test_dtypes_and_optimizers_count():
+def test_dtypes_count():
     layout = Layout((8,))
-    assert state_bytes([layout], {}, itemsize=2, states_per_parameter=0).total == 8 * 2 * 2
+    assert state_bytes([layout], {}, itemsize=2).total == 8 * 2 * 4

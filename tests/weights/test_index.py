@@ -72,7 +72,7 @@ def test_tensors_need_not_be_aligned(tmp_path: Path) -> None:
     with CheckpointIndex.open(tmp_path) as index:
         assert index.map_tensor("a").data_ptr() % 4 != 0
         assert torch.equal(read(index, "a"), values)
-        assert index.adopt("a", ((0, 2**15),)) is None, "what is not aligned is copied"
+        assert index.node("a").adopt(((0, 2**15),)) is None, "what is not aligned is copied"
 
 
 def test_reads_shards(sharded: Path) -> None:
@@ -209,11 +209,11 @@ def test_adopted_rows_are_private_pages_with_a_storage_of_their_own(tmp_path: Pa
     rows = torch.arange(4 * 2**15, dtype=torch.float32).view(4, -1)
     save_file({"rows": rows}, tmp_path / "model.safetensors")
     with CheckpointIndex.open(tmp_path) as index:
-        adopted = index.adopt("rows", ((1, 3), (0, 2**15)))
+        adopted = index.node("rows").adopt(((1, 3), (0, 2**15)))
         assert adopted is not None
         assert index.bytes_read == adopted.nbytes == adopted.untyped_storage().nbytes()
-        assert index.adopt("rows", ((0, 4), (0, 2**14))) is None, "columns do not lie together"
-        assert index.adopt("rows", ((0, 0), (0, 2**15))) is None
+        assert index.node("rows").adopt(((0, 4), (0, 2**14))) is None, "columns do not lie together"
+        assert index.node("rows").adopt(((0, 0), (0, 2**15))) is None
     assert torch.equal(adopted, rows[1:3])
     adopted.add_(1)
     with CheckpointIndex.open(tmp_path) as index:

@@ -55,15 +55,13 @@ def state_bytes(
     coords: Mapping[str, int],
     *,
     itemsize: int = 4,
-    states_per_parameter: int = 2,
     frozen: Iterable[Layout] = (),
 ) -> StateBytes:
-    """The bytes of the rank at `coords`.
+    """The bytes of the rank at `coords` under Adam, which keeps two numbers for each that it trains.
 
     Args:
         layouts: of every parameter that is trained, tied ones once.
         itemsize: bytes of an element of parameters, gradients and states.
-        states_per_parameter: elements an optimizer keeps for each; 2 for Adam, 1 for SGD with momentum, 0 for SGD.
         frozen: of the others, which have neither gradients nor states.
     """
 
@@ -71,4 +69,4 @@ def state_bytes(
         return sum(math.prod(shape_of(piece.local)) for layout in given for piece in layout.pieces(coords)) * itemsize
 
     trained = held(layouts)
-    return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=trained * states_per_parameter)
+    return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=2 * trained)

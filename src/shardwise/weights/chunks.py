@@ -28,6 +28,11 @@ class Chunk:
     path: Path
     read: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, value: Tensor, box: Box, path: Path) -> Chunk:
+        """A chunk whose elements are mapped, or in memory."""
+        return cls(box, path, lambda: value)
+
 
 @dataclass(frozen=True)
 class ChunkedTensor:
@@ -64,10 +69,6 @@ class ChunkedIndex(CheckpointIndex):
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         self.node(key).fill(full_box(entry.shape), whole)
         return whole
-
-    def adopt(self, key: str, box: Box) -> Tensor | None:
-        """None: nothing of these files stays mapped."""
-        return None
 
 
 @dataclass(eq=False)

@@ -142,9 +142,7 @@ def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
                 tensor = file.get_tensor(key)
                 start = places.get(key, {}).get("saved_offsets", [0] * tensor.ndim)
                 dtypes[key] = tensor.dtype
-                chunks.setdefault(key, []).append(
-                    Chunk(_box(start, tensor.shape), path, functools.partial(_same, tensor))
-                )
+                chunks.setdefault(key, []).append(Chunk.of(tensor, _box(start, tensor.shape), path))
         except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
             raise LoadError(f"{path.name} is not a usable safetensors file", at=str(path), why=str(error)) from error
     shapes = {key: tuple(max(ends) for ends in zip(*([stop for _, stop in c.box] for c in each), strict=False))
@@ -154,7 +152,3 @@ def open_sharded_safetensors(directory: Path) -> ChunkedIndex:
 
 def _box(offsets: Iterable[int], sizes: Iterable[int]) -> Box:
     return tuple((int(start), int(start) + int(size)) for start, size in zip(offsets, sizes, strict=True))
-
-
-def _same(value: Tensor) -> Tensor:
-    return value

@@ -83,7 +83,7 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     def node(self, key: str) -> Source:
         """`key`, to be read box by box."""
         entry = self[key]
-        return Source(self, key, entry.shape, entry.dtype)
+        return _Mapped(self, key, entry.shape, entry.dtype)
 
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
@@ -97,29 +97,31 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
             raise LoadError(f"the checkpoint {self.location} is closed", at=str(entry.path))
         return self._mapped[key]
 
-    def adopt(self, key: str, box: Box) -> torch.Tensor | None:
-        """The elements `box` of `key` as a tensor of its own over the private map; None where they are not contiguous.
+    def count(self, nbytes: int) -> None:
+        """Add to `bytes_read` what was copied out of a mapped tensor."""
+        self.bytes_read += nbytes
+
+
+@dataclass(eq=False)
+class _Mapped(Source):
+    def adopt(self, box: Box) -> torch.Tensor | None:
+        """The elements `box` as a tensor of their own over the private map; None where they are not contiguous.
 
         Its pages are read when they are touched and become this process's own when they are written: nobody else sees
         that, the file least of all. Its storage holds these elements and no others. Replacing or deleting the file does
         it no harm; a file that is cut short in place would.
         """
-        entry = self._entries.get(key)
         shape = shape_of(box)
-        if entry is None or shape[1:] != entry.shape[1:] or math.prod(shape) * entry.dtype.itemsize < _ADOPTED_BYTES:
+        if shape[1:] != self.shape[1:] or math.prod(shape) * self.dtype.itemsize < _ADOPTED_BYTES:
             return None
-        mapped = self.map_tensor(key)
-        if mapped.data_ptr() % entry.dtype.itemsize:
+        mapped = self.store.map_tensor(self.key)
+        if mapped.data_ptr() % self.dtype.itemsize:
             return None
-        row_bytes = mapped.nbytes // entry.shape[0]
+        row_bytes = mapped.nbytes // self.shape[0]
         start, stop = box[0]
         own = mapped.untyped_storage()[start * row_bytes : stop * row_bytes]
-        self.count(own.nbytes())
-        return torch.empty(0, dtype=entry.dtype).set_(own).view(shape)
-
-    def count(self, nbytes: int) -> None:
-        """Add to `bytes_read` what was copied out of a mapped tensor."""
-        self.bytes_read += nbytes
+        self.store.count(own.nbytes())
+        return torch.empty(0, dtype=self.dtype).set_(own).view(shape)
 
 
 def _open(path: Path) -> Any:

@@ -13,7 +13,6 @@ Everything is read by torch with `weights_only=True`.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ def _joined(
         if len(held) != len(states) or (boxes is None and not are_copies):
             raise UnsupportedError(f"NxD's files of {len(states)} tp ranks: {name}", at=str(held[0][0]), **_NOT_SAID)
         parts = zip(held, boxes, strict=True) if boxes is not None else [(held[0], full_box(shape))]
-        chunks = [Chunk(box, path, functools.partial(_same, value)) for (path, value), box in parts]
+        chunks = [Chunk.of(value, box, path) for (path, value), box in parts]
         found[name] = ChunkedTensor(first.dtype, shape, chunks)
     return found
 
@@ -279,8 +278,4 @@ class _Stage:
         return parts
 
     def _chunk(self, rank: int, value: Tensor, box: Box) -> Chunk:
-        return Chunk(box, self._states[rank][0], functools.partial(_same, value))
-
-
-def _same(value: Tensor) -> Tensor:
-    return value
+        return Chunk.of(value, box, self._states[rank][0])

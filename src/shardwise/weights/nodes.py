@@ -49,6 +49,10 @@ class Node(ABC):
     def fill(self, box: Box, out: torch.Tensor) -> None:
         """Copy the elements `box` into `out`."""
 
+    def adopt(self, box: Box) -> torch.Tensor | None:
+        """The elements `box` as a tensor of their own that nothing was read for yet, where their store has such."""
+        return None
+
     def walk(self) -> "Iterator[Node]":
         """This node and all below it, each once."""
         seen, todo = {id(self)}, [self]

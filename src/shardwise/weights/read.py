@@ -6,9 +6,7 @@ import torch
 
 from shardwise.sharding.boxes import shape_of, slices, volume
 from shardwise.sharding.layout import Piece
-from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.nodes import Source
 
 __all__ = ["adopt_local", "read_local"]
 
@@ -16,12 +14,11 @@ __all__ = ["adopt_local", "read_local"]
 def adopt_local(lazy: LazyTensor, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
     """The local tensor as private pages of the checkpoint's map, where it is contiguous there; else None.
 
-    Nothing is read until it is touched, and writing to it copies its pages: see `CheckpointIndex.adopt`.
+    Nothing is read until it is touched, and writing to it copies its pages.
     """
-    node, shape = lazy.node, tuple(local_shape)
-    if len(pieces) != 1 or not shape or shape_of(pieces[0].full) != shape or not isinstance(node, Source):
-        return None
-    return node.store.adopt(node.key, pieces[0].full) if isinstance(node.store, CheckpointIndex) else None
+    shape = tuple(local_shape)
+    is_whole = len(pieces) == 1 and shape != () and shape_of(pieces[0].full) == shape
+    return lazy.node.adopt(pieces[0].full) if is_whole else None
 
 
 def read_local(
