@@ -19,7 +19,7 @@ from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 
-__all__ = ["load", "load_filled", "parallelize"]
+__all__ = ["load", "load_by_spec", "parallelize"]
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -74,36 +74,30 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
     spec, _ = ParallelSpec.take(locals())
     if dtype is None and precision is not None:
         dtype = precision.params
-    return _load(source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, adapter=adapter, options=options)
+    return load_by_spec(
+        source, mesh, spec, auto_class=auto_class, dtype=dtype, seed=seed, adapter=adapter, options=options
+    )
 
 
-def load_filled(
-    source: str | os.PathLike[str] | PreTrainedConfig,
-    mesh: Mesh,
-    *,
-    spec: ParallelSpec,
-    dtype: torch.dtype,
-    fill: Callable[[nn.Module], None],
-) -> Any:
-    """As `load`, but no weights of `source` are read: `fill` puts values into the split model on the meta device.
-
-    Communicates: as `load`, and what `fill` does.
-    """
-    return _load(source, mesh, spec, auto_class=None, dtype=dtype, seed=0, adapter=None, options={}, fill=fill)
-
-
-def _load(  # noqa: PLR0913 - what `load` takes
+def load_by_spec(  # noqa: PLR0913 - what `load` takes
     source: str | os.PathLike[str] | PreTrainedConfig,
     mesh: Mesh,
     spec: ParallelSpec,
     *,
-    auto_class: Any,
+    auto_class: Any = None,
     dtype: torch.dtype | str | None,
     seed: int,
     adapter: Any,
-    options: dict[str, Any],
     fill: Callable[[nn.Module], None] | None = None,
+    options: dict[str, Any],
 ) -> Any:
+    """As `load`.
+
+    Args:
+        fill: puts values into the split model on the meta device, in place of the weights of `source`.
+
+    Communicates: as `load`, and what `fill` does.
+    """
     check_options(mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "building the model"):
         model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)

@@ -57,12 +57,10 @@ def check_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, 
     Raises:
         LoadError: a state is missing, or has another form than this machine's.
     """
-    place = _place(mesh)
-    own = {key.removeprefix(f"{place}/"): value for key, value in saved.items() if key.startswith(f"{place}/")}
-    if dict(saved_axes) != random_axes(mesh) or "torch" not in own:
+    if (own := _own_states(mesh, saved_axes, saved)) is None:
         return
     for key, value in read_random(mesh, of_every_rank=True).items():
-        kind = key.removeprefix(f"{place}/")
+        kind = key.rpartition("/")[2]
         found = own.get(kind)
         if kind in ("cuda", "python_gauss") and found is None:
             continue
@@ -79,9 +77,7 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
     """Continues this rank's streams from the states `saved`, by their keys, or begins them again where the ranks that
     saved them were arranged otherwise; see the module.
     """
-    place = _place(mesh)
-    own = {key.removeprefix(f"{place}/"): value for key, value in saved.items() if key.startswith(f"{place}/")}
-    if dict(saved_axes) != random_axes(mesh) or "torch" not in own:
+    if (own := _own_states(mesh, saved_axes, saved)) is None:
         _restart_streams(mesh, saved)
         return
     torch.set_rng_state(own["torch"].clone())
@@ -93,6 +89,13 @@ def restore_random(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str
     random.setstate((version, tuple(numbers), python_gauss))
     if "cuda" in own and mesh.device.type == "cuda":
         torch.cuda.set_rng_state(own["cuda"].clone(), mesh.device)
+
+
+def _own_states(mesh: Mesh, saved_axes: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The states of this rank's streams by their kinds, None where they cannot be continued."""
+    prefix = f"{_place(mesh)}/"
+    own = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
+    return own if dict(saved_axes) == random_axes(mesh) and "torch" in own else None
 
 
 def _restart_streams(mesh: Mesh, saved: Mapping[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class SaveJob:
     request: SaveRequest
     mesh: Mesh
     rank: int
-    content: str
+    content: Literal["all", "trained"]
     model_name: str
     written: list[_Written] = field(default_factory=list)
     described: dict[str, tuple[torch.dtype, tuple[int, ...], Layout]] = field(default_factory=dict)

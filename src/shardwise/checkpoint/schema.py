@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, Strict, TypeAdapter, ValidationError
 
@@ -149,12 +149,13 @@ class _Index:
 
 def check_manifest(data: Any, path: Path) -> Manifest:
     """The manifest that `data` is; raises `LoadError` where it is none."""
-    return _check(Manifest, data, "the manifest is incomplete", path)
+    manifest: Manifest = _check(Manifest, data, "the manifest is incomplete", path)
+    return manifest
 
 
 def check_index(data: Any, path: Path) -> dict[str, _Tensor]:
     """The tensors that an index lists; raises `LoadError` where `data` is none, or lacks a state's group or tensor."""
-    index = _check(_Index, data, f"{path.name} says what cannot be", path)
+    index: _Index = _check(_Index, data, f"{path.name} says what cannot be", path)
     optimizer = data["optimizer"]
     for name, each in (optimizer["parameters"] if optimizer is not None else {}).items():
         if each["group"] >= len(optimizer["groups"]):
@@ -168,15 +169,12 @@ def check_index(data: Any, path: Path) -> dict[str, _Tensor]:
     return index.tensors
 
 
-_Form = TypeVar("_Form")
-
-
 @functools.cache
-def _adapter(form: type[_Form]) -> TypeAdapter[_Form]:
+def _adapter(form: Any) -> TypeAdapter[Any]:
     return TypeAdapter(form)
 
 
-def _check(form: type[_Form], data: Any, summary: str, path: Path) -> _Form:
+def _check(form: Any, data: Any, summary: str, path: Path) -> Any:
     try:
         return _adapter(form).validate_python(data)
     except ValidationError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from shardwise.api.building import load, load_filled
+from shardwise.api.building import load_by_spec
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.adapters import adapter_of
@@ -55,20 +55,17 @@ def build_model(
     if problems := _check_fit(model_config, config, tokenizer):
         raise config_error("the configuration", problems)
     adapter = adapter_of(config)
-    if fill is not None and adapter is None:
-        source, spec = model_config if given.path is None else given.path, spec_of(config, mesh.device)
-        return load_filled(source, mesh, spec=spec, dtype=getattr(torch, given.dtype), fill=fill)
-    model: torch.nn.Module = load(
+    model: torch.nn.Module = load_by_spec(
         model_config if given.path is None else given.path,
         mesh,
+        spec_of(config, mesh.device),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
         adapter=adapter,
-        allow_missing=given.allow_missing,
-        allow_unused=given.allow_unused,
-        **vars(spec_of(config, mesh.device)),
+        fill=fill if adapter is None else None,
+        options={"allow_missing": given.allow_missing, "allow_unused": given.allow_unused},
     )
-    if fill is not None:
+    if fill is not None and adapter is not None:
         fill(model)
     return model
 

@@ -11,9 +11,8 @@ from typing import Any
 from shardwise.cli.config_file import config_error, read_config
 from shardwise.cli.importing import importing
 from shardwise.errors import ConfigError
-from shardwise.estimate.cuts import fewest_microbatches, smallest_schedule
+from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
-from shardwise.schedule.build import build_schedule
 from shardwise.schedule.drawing import describe_schedule, draw_svg
 from shardwise.schedule.timeline import timeline
 from shardwise.topology.shape import MeshShape
@@ -106,14 +105,7 @@ def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatche
         raise ConfigError(f"--timeline with the layout {shape}", why="it has no pipeline", fix="use a layout with pp")
     if file.suffix not in (".svg", ".json"):
         raise ConfigError(f"--timeline {file} is no .svg and no .json", fix="write --timeline steps.svg")
-    chosen = spec.pipeline
-    schedule = build_schedule(
-        chosen.schedule,
-        pp_size=shape.pp_size,
-        num_microbatches=num_microbatches or fewest_microbatches(chosen, shape),
-        num_stages_per_rank=len(smallest_schedule(chosen, shape.pp_size).rank_of) // shape.pp_size,
-    )
-    drawn = timeline(schedule)
+    drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
     file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
     print(f"\n{describe_schedule(drawn)}")
 

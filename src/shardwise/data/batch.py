@@ -14,7 +14,16 @@ from shardwise.loss.label_use import shifts_labels
 from shardwise.plan.token_work import TokenWork
 from shardwise.runtime.adapters import find_model
 
-__all__ = ["IGNORED", "check_batch", "count_targets", "flops_of", "split_rows", "target_names", "targets_of"]
+__all__ = [
+    "IGNORED",
+    "check_batch",
+    "check_rows",
+    "count_targets",
+    "flops_of",
+    "split_rows",
+    "target_names",
+    "targets_of",
+]
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -45,12 +54,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: in
                 fix=f"pass a tensor [rows, …], such as torch.tensor({name})",
             )
     num_rows = next(iter(targets.values())).shape[0]
-    if num_rows == 0 or num_rows % num_microbatches:
-        raise BatchError(
-            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
-            why="every microbatch has the same number of rows, at least one",
-            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
-        )
+    check_rows(num_rows, num_microbatches)
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
     legal = {num_rows, num_rows * _inputs_per_row(model)}
     if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
@@ -60,6 +64,16 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: in
             fix="give every tensor as many rows as the labels have",
         )
     return num_rows
+
+
+def check_rows(num_rows: int, num_microbatches: int) -> None:
+    """Raises `BatchError` where rows do not divide into microbatches."""
+    if num_rows == 0 or num_rows % num_microbatches:
+        raise BatchError(
+            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
+            why="every microbatch has the same number of rows, at least one",
+            fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
+        )
 
 
 def target_names(model: nn.Module) -> tuple[str, ...]:

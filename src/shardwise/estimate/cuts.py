@@ -29,6 +29,7 @@ __all__ = [
     "cut",
     "experts_of",
     "fewest_microbatches",
+    "schedule_for",
     "smallest_schedule",
 ]
 
@@ -88,6 +89,20 @@ def fewest_microbatches(pipeline: Pipeline, shape: MeshShape) -> int:
     schedule = smallest_schedule(pipeline, shape.pp_size)
     number = len(schedule.rank_of) // shape.pp_size
     return next(count for count in itertools.count(shape.pp_size) if takes(schedule.name, shape.pp_size, count, number))
+
+
+def schedule_for(pipeline: Pipeline, shape: MeshShape, num_microbatches: int | None = None) -> Schedule:
+    """The schedule by which stages train on so many microbatches, by default the fewest that it takes.
+
+    Raises:
+        ConfigError: it does not take them.
+    """
+    return build_schedule(
+        pipeline.schedule,
+        pp_size=shape.pp_size,
+        num_microbatches=fewest_microbatches(pipeline, shape) if num_microbatches is None else num_microbatches,
+        num_stages_per_rank=len(smallest_schedule(pipeline, shape.pp_size).rank_of) // shape.pp_size,
+    )
 
 
 def takes(name: str, pp_size: int, num_microbatches: int, num_stages_per_rank: int) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from shardwise.estimate.cuts import fewest_microbatches
+from shardwise.estimate.cuts import schedule_for
 from shardwise.estimate.memory import state_bytes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import Pipeline
-from shardwise.schedule.build import build_schedule
 from shardwise.schedule.schedule import Schedule
 from shardwise.schedule.timeline import timeline
 
@@ -25,12 +24,7 @@ def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedul
     assert plan.pipeline is not None
     number = plan.pipeline.num_stages // plan.shape.pp_size
     options = Pipeline(schedule=plan.pipeline.schedule, num_stages_per_rank=number)
-    return build_schedule(
-        plan.pipeline.schedule,
-        pp_size=plan.shape.pp_size,
-        num_microbatches=fewest_microbatches(options, plan.shape) if num_microbatches is None else num_microbatches,
-        num_stages_per_rank=number,
-    )
+    return schedule_for(options, plan.shape, num_microbatches)
 
 
 def describe_stages(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import count_targets, split_rows, target_names
+from shardwise.data.batch import check_rows, count_targets, split_rows, target_names
 from shardwise.errors import BatchError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
@@ -180,12 +180,7 @@ def _parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], coun
         if each.kind is inspect.Parameter.VAR_KEYWORD:
             arguments |= arguments.pop(name, {})
     rows = next((value.shape[0] for value in tree_leaves(arguments) if isinstance(value, Tensor) and value.ndim), 0)
-    if not rows or rows % count:
-        raise BatchError(
-            f"{rows} rows do not divide into {count} microbatches",
-            why="every microbatch has the same number of rows, at least one",
-            fix=f"use a multiple of {count} rows, or another num_microbatches",
-        )
+    check_rows(rows, count)
     return split_rows(arguments, rows, count)
 
 

@@ -15,9 +15,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 
 from shardwise.data.config import DataConfig, EvaluationConfig, Problem, check_data
 from shardwise.errors import ConfigError, MeshError
-from shardwise.estimate.cuts import check_pipeline, smallest_schedule
+from shardwise.estimate.cuts import check_pipeline, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
-from shardwise.schedule.build import build_schedule
 from shardwise.topology.axes import UNSERVED_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -296,13 +295,7 @@ def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
     except ConfigError as error:
         yield Problem("pipeline", str(error))
         return
-    number = len(smallest_schedule(chosen, shape.pp_size).rank_of) // shape.pp_size
     try:
-        build_schedule(
-            chosen.schedule,
-            pp_size=shape.pp_size,
-            num_microbatches=config.num_microbatches,
-            num_stages_per_rank=number,
-        )
+        schedule_for(chosen, shape, config.num_microbatches)
     except ConfigError as error:
         yield Problem("num_microbatches", str(error))
