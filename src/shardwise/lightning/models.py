@@ -81,7 +81,7 @@ class SplitModels:
     def __init__(self, module: nn.Module, mesh: Mesh, spec: ParallelSpec, *, trains: bool) -> None:
         for model in list(_outermost(module)):
             if not is_split(model):
-                parallelize(model, mesh, **{name: getattr(spec, name) for name in spec.__dataclass_fields__})
+                parallelize(model, mesh, **vars(spec))
                 note_spec(model, spec)
         self._roots = [root for model in _outermost(module) if (root := registry_of(model).model()) is not None]
         if not self._roots:
@@ -181,6 +181,6 @@ def _check_root(root: nn.Module, mesh: Mesh, spec: ParallelSpec) -> None:
 
 
 def _shown(spec: ParallelSpec) -> str:
-    plain = ParallelSpec()
-    chosen = [name for name in spec.__dataclass_fields__ if getattr(spec, name) != getattr(plain, name)]
-    return ", ".join(f"{name}={getattr(spec, name)!r}" for name in chosen) or "the default ones"
+    plain = vars(ParallelSpec())
+    chosen = [f"{name}={value!r}" for name, value in vars(spec).items() if value != plain[name]]
+    return ", ".join(chosen) or "the default ones"

@@ -28,8 +28,7 @@ from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
-from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
-from shardwise.plan.spec import Plan
+from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["ShardwiseStrategy"]
@@ -53,11 +52,11 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     Args:
         layout: `"fsdp2.tp2"` or a `MeshShape`, of as many ranks as the Trainer has devices.
-        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: as in `shardwise.parallelize`, for
-            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead.
         timeout_seconds: after how long a collective that some rank never joins fails.
         process_group_backend: as `backend` of `Mesh.open`.
-        options: of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
+        options: of `shardwise.parallelize` but for `dtype` (`plan`, `sequence_parallel`, `fsdp`, `precision`, …), for
+            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead. And
+            of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
 
     Attributes:
         spec: what was asked for besides the layout.
@@ -68,22 +67,15 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
     """
 
-    def __init__(  # noqa: PLR0913 - as `load`
+    def __init__(
         self,
         layout: str | MeshShape,
         *,
-        plan: str | Plan | Mapping[str, str] = "auto",
-        sequence_parallel: bool = False,
-        fsdp: FsdpPolicy | None = None,
-        precision: Precision | None = None,
-        recompute: Recompute | None = None,
-        compilation: Compile | None = None,
-        pipeline: Pipeline | None = None,
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
-        self.spec, _ = ParallelSpec.take(locals())
+        self.spec, options = ParallelSpec.take(options)
         self.shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         _check_options(options)
         super().__init__(**options)
@@ -123,9 +115,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
             options: of `shardwise.load` besides those of the strategy: `auto_class`, `dtype`, `seed`, …
         """
         asked, others = ParallelSpec.take(options)
-        chosen = {
-            name: getattr(asked if name in options else self.spec, name) for name in self.spec.__dataclass_fields__
-        }
+        chosen = {name: getattr(asked if name in options else self.spec, name) for name in vars(self.spec)}
         model = load(source, self.mesh, **chosen, **others)
         note_spec(model, self.spec)
         return model
@@ -338,9 +328,10 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    taken = [*inspect.signature(ParallelStrategy).parameters, *inspect.signature(ShardwiseStrategy).parameters]
+    theirs = inspect.signature(ParallelStrategy).parameters
+    taken = [*theirs, *inspect.signature(ShardwiseStrategy).parameters, *vars(ParallelSpec())]
     for name in options:
-        if name not in inspect.signature(ParallelStrategy).parameters:
+        if name not in theirs:
             raise ConfigError(f"ShardwiseStrategy has no option {name!r}{did_you_mean(name, taken)}")
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
-from shardwise.api.lazily import split_lazily, split_rewritten
 from shardwise.api.left_whole import leave_ends, leave_unwanted
 from shardwise.api.state import export_pretrained
+from shardwise.api.values import split_lazily, split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.optimum_neuron.distributed.arguments import check_arguments
 from shardwise.compat.warned import warn_once
