@@ -101,16 +101,16 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     check_options(mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "building the model"):
         model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
-        whole: Any = model if adapter is None else filling.inject(model, adapter)
+        wrapped: Any = model if adapter is None else filling.inject(model, adapter)
     with filling:
-        registry = prepare(whole, mesh, spec)
+        registry = prepare(wrapped, mesh, spec)
         if fill is not None:
             fill(model)
         with raise_on_all_ranks(mesh.group(), "loading"):
             filling.fill(model, registry, seed=seed)
             if isinstance(adapter, str | os.PathLike):
-                load_adapter_weights(whole, adapter)
-    return whole
+                load_adapter_weights(wrapped, adapter)
+    return wrapped
 
 
 def parallelize(  # noqa: PLR0913 - as above

@@ -65,12 +65,12 @@ class Filling:
     def inject(self, model: PreTrainedModel, adapter: Any) -> nn.Module:
         """PEFT's model around the meta model, whose adapters will be initialised as PEFT does it."""
         with self.construction:
-            whole = inject(model, adapter)
+            wrapped = inject(model, adapter)
         names = names_in_base(model)
         own = {fqn: value.detach() for fqn, value in model.named_parameters() if fqn not in names}
         self._rename(names)
         self.unsplit |= own
-        return whole
+        return wrapped
 
     def with_adapters_of(self, model: PreTrainedModel) -> Filling:
         """What fills a model into which adapters came after it was built."""
@@ -168,8 +168,8 @@ def build_unfilled(
             options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
 
         def layouts(tp_size: int) -> dict[str, Layout]:
-            whole = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=dict(options))
-            return tp_layouts(whole, tp_size)
+            unsplit = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=dict(options))
+            return tp_layouts(unsplit, tp_size)
 
         index = open_weights(source, layouts=layouts, **where) if reads else None
     chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)

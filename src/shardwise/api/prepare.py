@@ -111,9 +111,14 @@ def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
     """
     check_options(shape, spec)
     facts = _read(model, shape)
-    rules = plan_for(model, spec, tp_size=shape.tp_size, facts=facts)
-    order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
+    rules, order = _find(model, facts, shape, spec)
     return decide_split(rules, model, facts, shape, spec, order=order)
+
+
+def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> tuple[Plan, LayerOrder | None]:
+    """The rules that the model is split by, and in a pipeline the order of its layers."""
+    order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
+    return plan_for(model, spec, tp_size=shape.tp_size, facts=facts), order
 
 
 def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
@@ -155,8 +160,8 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
     def find() -> Any:
         if mesh.rank:
             return None
-        order = find_layer_order(without_adapters(model)).to_json() if mesh.shape.pp_size > 1 else None
-        return plan_for(model, spec, tp_size=mesh.shape.tp_size, facts=facts).to_json(), order
+        rules, order = _find(model, facts, mesh.shape, spec)
+        return rules.to_json(), None if order is None else order.to_json()
 
     def resolve() -> tuple[SplitPlan, dict[str, str]]:
         as_run = None if order_found is None else LayerOrder.from_json(order_found)

@@ -58,11 +58,11 @@ class Values:
         with raise_on_all_ranks(self._group, "looking for its weights"):
             self.filling = _filling_of(self._inner)
             self._reads = checkpoint is None or _holds_part(checkpoint)
-        told = all_gather_objects((torch.initial_seed(), platform.node()), self._group)
-        nodes, own = [node for _, node in told], 0 if self._group is None else self._group.rank()
+        everyone = all_gather_objects((torch.initial_seed(), platform.node()), self._group)
+        nodes, own = [node for _, node in everyone], 0 if self._group is None else self._group.rank()
         most = max(map(nodes.count, nodes))
         at_a_time = ranks_at_a_time if ranks_at_a_time is not None and ranks_at_a_time > 0 else most
-        self._seed = told[0][0]
+        self._seed = everyone[0][0]
         self._turn, self._num_turns = nodes[:own].count(nodes[own]) // at_a_time, -(-most // at_a_time)
 
     def put(self, registry: Registry) -> None:

@@ -46,7 +46,7 @@ class PendingSave:
     def __init__(self) -> None:
         self.tag: str | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_raised = False
         self._done = threading.Event()
 
     def wait(self) -> str:
@@ -57,7 +57,7 @@ class PendingSave:
         """
         self._done.wait()
         if self._error is not None:
-            self._is_told = True
+            self._is_raised = True
             raise self._error
         assert self.tag is not None
         return self.tag
@@ -65,7 +65,7 @@ class PendingSave:
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to be waited for, or to be said."""
-        return self._done.is_set() and (self._error is None or self._is_told)
+        return self._done.is_set() and (self._error is None or self._is_raised)
 
     def run(self, job: SaveJob, group: Group | None) -> None:
         """Writes the checkpoint; keeps what is raised for whoever waits."""

@@ -22,7 +22,7 @@ __all__ = [
     "HeldTensor",
     "OptimizerContent",
     "held_tensors",
-    "is_whole",
+    "is_unsharded",
     "model_key",
     "read_optimizer",
     "slices_of",
@@ -104,7 +104,7 @@ def _named_beside(model: nn.Module, root: nn.Module | None) -> dict[str, Tensor]
     return {name: value for name, value in state_tensors(model).items() if id(value) not in inside}
 
 
-def is_whole(layout: Layout) -> bool:
+def is_unsharded(layout: Layout) -> bool:
     """Whether every rank that holds any of a tensor holds all of it."""
     return all(isinstance(step.placement, Replicate | Held) or step.size == 1 for step in layout.steps)
 
@@ -200,7 +200,7 @@ def _read_states(held: HeldTensor, states: Mapping[str, Any], content: Optimizer
         if local.ndim == 0:
             described[state] = {"scalar": encode_tree(local.item(), "a scalar", {}), "dtype": dtype}
             continue
-        form = "like" if tuple(local.shape) == shape else "whole" if is_whole(held.layout) else "ranks"
+        form = "like" if tuple(local.shape) == shape else "whole" if is_unsharded(held.layout) else "ranks"
         described[state] = {form: dtype} if form == "like" else {form: dtype, "shape": list(local.shape)}
         content.tensors[held.name, state] = local
 

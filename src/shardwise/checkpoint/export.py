@@ -43,9 +43,9 @@ def write_pretrained(
     dtypes = _dtypes(model)
     with raise_on_all_ranks(group, "preparing the export"):
         base = base or Base(names={name: name for name in state_names(model)})
-        every = _wholes(model, dtypes)
-        wholes = {name: every[own] for name, own in base.names.items()}
-        groups = plan_export(model, wholes)
+        every = _full_metas(model, dtypes)
+        metas = {name: every[own] for name, own in base.names.items()}
+        groups = plan_export(model, metas)
         planned = [each for group in groups for each in group.described]
         is_first = registry.mesh.rank == 0
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) if is_first else None
@@ -57,7 +57,7 @@ def write_pretrained(
         writers = [rank for rank, sees in enumerate(all_gather_objects(staging.is_dir(), group)) if sees]
         own = writer.shards if writer is not None else None
         shards = own or PlannedShards(staging, planned, max_shard_bytes=max_shard_bytes)
-        with Export(model, wholes, base, shards) as export:
+        with Export(model, metas, base, shards) as export:
             fault = export.write(groups, writers)
         with raise_on_all_ranks(group, "writing the export"):
             if fault is not None:
@@ -75,10 +75,10 @@ def write_pretrained(
 
 def export_bytes(model: nn.Module) -> int:
     """Bytes of the weights that an export of the split `model` writes. Communicates nothing."""
-    return _total(model, _wholes(model, {}), lambda value: value.nbytes)
+    return _total(model, _full_metas(model, {}), lambda value: value.nbytes)
 
 
-def _wholes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+def _full_metas(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """The unsplit model's state by name, as meta tensors: of one name of modules that have several.
 
     Args:
@@ -100,10 +100,10 @@ def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
     return dtypes_of(held, registry_of(model).mesh)
 
 
-def _total(model: nn.Module, wholes: Mapping[str, Tensor], size: Callable[[Tensor], int]) -> int:
+def _total(model: nn.Module, metas: Mapping[str, Tensor], size: Callable[[Tensor], int]) -> int:
     """The size of all that an export writes, each tied tensor once."""
     tied = registry_of(model).tied
-    return sum(size(value) for name, value in wholes.items() if name not in tied)
+    return sum(size(value) for name, value in metas.items() if name not in tied)
 
 
 def _write_companions(model: nn.Module, directory: Path, tokenizer: Any) -> None:

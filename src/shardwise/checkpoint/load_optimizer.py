@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.content import HeldTensor, is_whole, model_key, state_key
+from shardwise.checkpoint.content import HeldTensor, is_unsharded, model_key, state_key
 from shardwise.checkpoint.stored_parts import StoredParts
 from shardwise.checkpoint.tree import decode_tree, fits
 from shardwise.errors import ConfigError, LoadError
@@ -149,7 +149,7 @@ class OptimizerLoad:
 
     def _placed(self, key: str, held: HeldTensor, facts: Mapping[str, Any]) -> str:
         """The key of a state that has not the parameter's shape, where it can be used here at all."""
-        if "whole" in facts and is_whole(held.layout):
+        if "whole" in facts and is_unsharded(held.layout):
             return key
         stored = self._stored.index.tensors.get(model_key(held.name))
         mesh = self._registry.mesh

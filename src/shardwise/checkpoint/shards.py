@@ -56,15 +56,15 @@ class Export:
     """Puts tensors of a split model together and writes them; a context manager that closes its files.
 
     Args:
-        wholes: dtype and shape of every tensor by its name without adapters.
+        metas: dtype and shape of every tensor by its name without adapters.
         base: what is written of the model.
         shards: where to.
     """
 
-    def __init__(self, model: nn.Module, wholes: Mapping[str, Tensor], base: Base, shards: PlannedShards) -> None:
+    def __init__(self, model: nn.Module, metas: Mapping[str, Tensor], base: Base, shards: PlannedShards) -> None:
         self._registry = registry_of(model)
         self._mesh = self._registry.mesh
-        self._wholes, self._base, self._shards = wholes, base, shards
+        self._metas, self._base, self._shards = metas, base, shards
         self._values, self._entries = state_names(model), named_entries(model)
         self._held = {entry.fqn: value for _, value, entry in find_parameters(model) if entry is not None}
         written = set(base.names.values())
@@ -132,16 +132,16 @@ class Export:
         own = self._base.names[name]
         entry = self._entries.get(own)
         if entry is not None:
-            full = self._put_together(entry.fqn, self._wholes[name], target)
+            full = self._put_together(entry.fqn, self._metas[name], target)
         else:
             value = self._values[own]
             assert value is not None, "buffers are on every rank"
             full = computed_buffer(own, value, self._registry).cpu()
         return full, None if self._base.change is None else self._base.change(own)
 
-    def _put_together(self, fqn: str, whole: Tensor, target: int) -> Tensor:
+    def _put_together(self, fqn: str, meta: Tensor, target: int) -> Tensor:
         is_target, group = target == self._rank, self._mesh.group()
-        full = torch.empty(whole.shape if is_target else 0, dtype=whole.dtype)
+        full = torch.empty(meta.shape if is_target else 0, dtype=meta.dtype)
         for portion in self._portions[fqn]:
             place = slices(portion.box)
             if portion.rank == self._rank:

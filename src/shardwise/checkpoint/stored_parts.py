@@ -111,11 +111,11 @@ class StoredParts:
             out[slices(each.target_box)] = part[slices(each.source_box)].to(out.device)
 
     def read(self, key: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """A whole tensor, in memory of its own; of its own dtype, or of another."""
+        """The full tensor, in memory of its own; of its own dtype, or of another."""
         stored = self.index.tensors[key]
         out = torch.empty(stored.shape, dtype=dtype or stored.dtype)
-        whole = full_box(stored.shape)
-        self.fill(out, key, self.plan(key, [Piece(whole, whole)]))
+        full = full_box(stored.shape)
+        self.fill(out, key, self.plan(key, [Piece(full, full)]))
         return out
 
     def drop(self) -> None:

@@ -93,7 +93,7 @@ class _Maker:
 
     Attributes:
         open: finds the source.
-        make: its documents, given it, what is told of progress, and at most how many.
+        make: its documents, given it and what is told of progress; of records at most as many as a third argument says.
         fingerprint: digest of what decides them besides the source.
     """
 
@@ -106,10 +106,8 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     encoder = build_encoder(tokenizer)
     if data.format == "text":
 
-        def of_text(
-            source: Source[str | None], told: Callable[[int], None], limit: int | None = None
-        ) -> Iterator[Document]:
-            return itertools.islice(text_documents(source, encoder, told), limit)
+        def of_text(source: Source[str | None], on_progress: Callable[[int], None]) -> Iterator[Document]:
+            return text_documents(source, encoder, on_progress)
 
         fingerprint = f"text {encoder.fingerprint} {encoder.separator}"
         return _Maker(open=lambda: open_source(data), make=of_text, fingerprint=fingerprint)
@@ -117,15 +115,17 @@ def _maker_of(data: DataConfig, tokenizer: Any) -> _Maker:
     keys = {name: str(getattr(data, f"{name}_key")) for name in names}
     examples: ExampleEncoder = build_example_encoder(tokenizer, kind=data.format, keys=keys, as_chat=data.as_chat)
 
-    def of_records(source: Source[Record], told: Callable[[int], None], limit: int | None = None) -> Iterator[Document]:
-        return encode_examples(itertools.islice(source.read(told), limit), examples)
+    def of_records(
+        source: Source[Record], on_progress: Callable[[int], None], limit: int | None = None
+    ) -> Iterator[Document]:
+        return encode_examples(itertools.islice(source.read(on_progress), limit), examples)
 
     fingerprint = f"{examples.fingerprint} {encoder.fingerprint}"
     return _Maker(open=lambda: open_records(data), make=of_records, fingerprint=fingerprint)
 
 
 def _prepare(find: Callable[[], tuple[Path, Source[Any]]], maker: _Maker, console: Console) -> Path:
-    """The file that `find` names, written by one rank of each machine unless it is there and whole."""
+    """The file that `find` names, written by one rank of each machine unless it is there and complete."""
 
     def work() -> None:
         path, source = find()

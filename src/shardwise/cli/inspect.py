@@ -1,4 +1,4 @@
-"""`shardwise inspect`: what is in a checkpoint, and whether it is whole."""
+"""`shardwise inspect`: what is in a checkpoint, and whether it is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, and bringing home what the first one to fail has to say.
+"""Starting ranks on this machine, and showing what the first one to fail has to say.
 
 The ranks run the very command that the user gave, found again by torchrun's environment: `shardwise train` inside a
 torchrun that somebody else started is the same program. The launcher is not torchrun's own: that one leaves ranks half

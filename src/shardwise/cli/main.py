@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "plan": (plan, "print how a model is split"),
     "check": (check, "list every problem of a run before it starts"),
     "verify": (verify, "prove on a tiny model that a split computes the same numbers"),
-    "inspect": (inspect, "say what is in a checkpoint, and whether it is whole"),
+    "inspect": (inspect, "say what is in a checkpoint, and whether it is complete"),
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "look over this machine"),
 }

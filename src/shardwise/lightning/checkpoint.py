@@ -94,7 +94,7 @@ def _remove_trainer(path: Any) -> None:
 
 
 def _place_of(path: Any) -> Path:
-    """Where a checkpoint of that name lies: Lightning's tuners begin names with a dot, which our tags may not."""
+    """Where a checkpoint of that name is: Lightning's tuners begin names with a dot, which our tags may not."""
     place = Path(path)
     name = place.name.lstrip(".")
     return place.with_name(name) if name else place

@@ -87,7 +87,7 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
 
 
 def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Mapping[str, Tensor]) -> None:
-    """Writes an adapter's weights and config, for rank 0; the config lies in the weights' header, too.
+    """Writes an adapter's weights and config, for rank 0; the config is in the weights' header, too.
 
     Raises:
         OSError: it cannot.
@@ -102,7 +102,7 @@ def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Map
 
 
 def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
-    """What lies in a checkpoint of a model with one adapter of the usual name besides its tensors: the adapter's config
+    """What is in a checkpoint of a model with one adapter of the usual name besides its tensors: the adapter's config
     as PEFT writes it. Nothing for other models.
     """
     configs = getattr(find_model(model), "peft_config", {})

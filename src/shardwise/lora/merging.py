@@ -119,7 +119,7 @@ class Merger:
                 first = next(iter(entries_of(held[adapter])), "weight") if is_module else ""  # or "weight_qkv"
                 value = self._full(held[adapter], first) if is_module else self._full(held, adapter)
                 parts[kind] = {adapter: SimpleNamespace(weight=value) if is_module else value}
-        return (lambda full: type(wrapper).get_delta_weight(_Whole(wrapper, parts, full), adapter)) if parts else None
+        return (lambda full: type(wrapper).get_delta_weight(_Unsplit(wrapper, parts, full), adapter)) if parts else None
 
     def _full(self, owner: nn.Module, own: str) -> Tensor | None:
         parameter, entry = owner._parameters.get(own), entries_of(owner).get(own)
@@ -136,7 +136,7 @@ def _with_added(full: Tensor, added: Sequence[Change]) -> Tensor:
     return full
 
 
-class _Whole:
+class _Unsplit:
     """Adapters as PEFT's formula for what they add sees them, with full tensors."""
 
     def __init__(self, wrapper: Any, parts: dict[str, dict[str, Any]], weight: Tensor) -> None:

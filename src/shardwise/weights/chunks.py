@@ -66,9 +66,9 @@ class ChunkedIndex(CheckpointIndex):
     def map_tensor(self, key: str) -> Tensor:
         """`key` in memory."""
         entry = self[key]
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        self.node(key).fill(full_box(entry.shape), whole)
-        return whole
+        full = torch.empty(entry.shape, dtype=entry.dtype)
+        self.node(key).fill(full_box(entry.shape), full)
+        return full
 
 
 @dataclass(eq=False)
@@ -103,13 +103,13 @@ def _read(chunk: Chunk, key: str) -> Tensor:
 def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
     """`tensor` with each chunk once: ranks may have written the same one."""
     chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
-    whole = full_box(tensor.shape)
-    strays = [chunk.box for chunk in chunks if len(chunk.box) != len(whole) or intersect(chunk.box, whole) != chunk.box]
+    full = full_box(tensor.shape)
+    strays = [chunk.box for chunk in chunks if len(chunk.box) != len(full) or intersect(chunk.box, full) != chunk.box]
     overlaps = [] if strays else [a.box for a, b in itertools.combinations(chunks, 2) if intersect(a.box, b.box)]
     held = sum(volume(chunk.box) for chunk in chunks)
-    if (strays and volume(whole)) or overlaps or held != volume(whole):
+    if (strays and volume(full)) or overlaps or held != volume(full):
         raise LoadError(
-            f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(whole):,} elements",
+            f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(full):,} elements",
             at=location,
             why=f"parts overlap: {overlaps[0]}" if overlaps else "some parts are missing, or were not written",
             fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",

@@ -37,7 +37,7 @@ _FUSED = ("q", "k", "v")
 
 
 class _TensorReference:
-    """What stands for torch_xla's class of that name: a tensor in a file of its own."""
+    """Represents torch_xla's class of that name: a tensor in a file of its own."""
 
     tid: int
 

@@ -73,11 +73,11 @@ class TensorFileWriter:
         self._write(memoryview(text))
 
     def write(self, tensor: Tensor) -> int:
-        """Appends the elements of the next tensor; returns the CRC-32 of its bytes. It must lie in host memory."""
-        whole = bytes_of(tensor)
+        """Appends the elements of the next tensor; returns the CRC-32 of its bytes. It must be in host memory."""
+        content = bytes_of(tensor)
         crc = 0
-        for at in range(0, len(whole), _PIECE_BYTES):
-            piece = whole[at : at + _PIECE_BYTES]
+        for at in range(0, len(content), _PIECE_BYTES):
+            piece = content[at : at + _PIECE_BYTES]
             crc = zlib.crc32(piece, crc)
             self._write(piece)
         return crc
@@ -105,7 +105,7 @@ class TensorFileWriter:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a tensor in host memory, in row-major order; a copy only where they do not lie so."""
+    """The elements of a tensor in host memory, in row-major order; a copy only where they are not stored so."""
     return memoryview(as_bytes(tensor.detach()).numpy().data) if tensor.numel() else memoryview(b"")
 
 
