@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.estimate.memory import StateBytes, state_bytes
+from shardwise.estimate.memory import StateBytes, mib, state_bytes
 from shardwise.estimate.stages import describe_stages, schedule_of
 from shardwise.lora.inject import inject
 from shardwise.parallel.build import build_meta_model, num_positions, read_config
@@ -82,8 +82,8 @@ def describe(
         return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
     frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
     kept = _at_rest(plan, frozen, dtype=dtype)
-    parts = f"parameters {_mib(kept.parameters)}, gradients {_mib(kept.gradients)}, AdamW {_mib(kept.optimizer)}"
-    memory = f"{_attention(model)}\na rank keeps {_mib(kept.total)} from step to step in {dtype}: {parts}"
+    parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
+    memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
     if batch is None and (shape.tp_size == 1 or dist.is_initialized()):
         return explain(plan, collectives=(), memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
@@ -101,7 +101,7 @@ def _explain_stages(
             found = {number: step.held_bytes for number, step in steps.items()}
             lines = [
                 f"over pp, a microbatch: stage {number} sends {step.num_sent} tensor{'s' if step.num_sent > 1 else ''} "
-                f"of {_mib(step.sent_bytes)}, and is sent the gradients"
+                f"of {mib(step.sent_bytes)}, and is sent the gradients"
                 for number, step in steps.items()
                 if step.num_sent
             ]
@@ -129,12 +129,12 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes
     except UnsupportedError as error:
         why = error.why or error.summary
         return f"what it holds {middle} is not known: {why}", (f"cannot be counted: {why}",)
-    gathered = f", gathered or cast parameters {_mib(step.activations.gathered)}" if step.activations.gathered else ""
+    gathered = f", gathered or cast parameters {mib(step.activations.gathered)}" if step.activations.gathered else ""
     kept = step.activations
-    activations = f"{middle} it holds {_mib(kept.total)} besides: activations {_mib(kept.activations)}{gathered}"
+    activations = f"{middle} it holds {mib(kept.total)} besides: activations {mib(kept.activations)}{gathered}"
     peak = at_rest.parameters + at_rest.optimizer + step.peak_bytes
     activations += (
-        f"\nat the peak of a step it holds {_mib(peak)}: parameters, AdamW, and {_mib(step.peak_bytes)} that the "
+        f"\nat the peak of a step it holds {mib(peak)}: parameters, AdamW, and {mib(step.peak_bytes)} that the "
     )
     activations += "step makes, gradients and loss included"
     lines = []
@@ -158,7 +158,3 @@ def _attention(model: nn.Module) -> str:
     measured = "; ".join(f"{case}: {', '.join(names)}" for case, names in orders.items())
     how = f"as measured ({measured})" if measured else "in torch's order (shardwise doctor measures them on a GPU)"
     return f"attention: torch's kernels, {how}"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"

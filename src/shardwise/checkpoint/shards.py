@@ -87,22 +87,22 @@ class Export:
         """
         fault: Exception | None = None
         for group, target in self._dealt(groups, writers):
-            try:
-                if target == self._rank and self._writing is not None:
-                    self._writing.result()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is raised on every rank afterwards
-                fault = fault or _as_load_error(error, self._shards)
-            self._writing = None if target == self._rank else self._writing
+            if target == self._rank:
+                fault = fault or self._await_write()
             state = {name: self._full(name, target) for name in group.fqns}
             if target == self._rank and fault is None:
                 self._writing = self._thread.submit(self._write, group, state)
             del state
-        try:
-            if self._writing is not None:
-                self._writing.result()
-        except Exception as error:  # noqa: BLE001
-            fault = fault or _as_load_error(error, self._shards)
-        return fault
+        return fault or self._await_write()
+
+    def _await_write(self) -> Exception | None:
+        """Waits for the thread; returns what went wrong in it, to be raised on every rank afterwards."""
+        error = self._writing.exception() if self._writing is not None else None
+        self._writing = None
+        if error is None or isinstance(error, ShardwiseError):
+            return error
+        at = self._shards.path(0).parent
+        return LoadError("the export cannot be written", at=str(at), why=f"{type(error).__name__}: {error}"[:300])
 
     def _dealt(self, groups: Sequence[ExportGroup], writers: Sequence[int]) -> Iterator[tuple[ExportGroup, int]]:
         """Every group with the rank that writes it, in turns of these ranks; shards with a common group have one."""
@@ -175,10 +175,3 @@ class Export:
     ) -> None:
         self._thread.shutdown()
         self._shards.close()
-
-
-def _as_load_error(error: Exception, shards: PlannedShards) -> Exception:
-    if isinstance(error, ShardwiseError):
-        return error
-    at = shards.path(0).parent
-    return LoadError("the export cannot be written", at=str(at), why=f"{type(error).__name__}: {error}"[:300])

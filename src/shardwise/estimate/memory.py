@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.sharding.boxes import shape_of
 from shardwise.sharding.layout import Layout
 
-__all__ = ["ActivationBytes", "StateBytes", "state_bytes"]
+__all__ = ["ActivationBytes", "StateBytes", "mib", "state_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +70,8 @@ def state_bytes(
 
     trained = held(layouts)
     return StateBytes(parameters=trained + held(frozen), gradients=trained, optimizer=2 * trained)
+
+
+def mib(nbytes: int) -> str:
+    """A number of bytes in words."""
+    return f"{nbytes / 2**20:,.1f} MiB"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from shardwise.estimate.cuts import schedule_for
-from shardwise.estimate.memory import state_bytes
+from shardwise.estimate.memory import mib, state_bytes
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import Pipeline
 from shardwise.schedule.schedule import Schedule
@@ -45,9 +45,9 @@ def describe_stages(
         stages = plan.pipeline.stages_of(coord)
         kept = state_bytes(layouts, plan.shape.coords(0) | {"pp": coord}, itemsize=itemsize).total
         size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)
-        line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {_mib(kept)} at rest; "
+        line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {mib(kept)} at rest; "
         line += f"in flight: {count} activation{'s' if count > 1 else ''}"
-        lines.append(f"{line} of {_mib(held[coord])} together" if activations else line)
+        lines.append(f"{line} of {mib(held[coord])} together" if activations else line)
     return tuple(lines)
 
 
@@ -59,7 +59,3 @@ def _layers(plan: SplitPlan, stages: tuple[int, ...]) -> Iterator[str]:
         first, last = calls[segments[0]], calls[segments[-1]]
         named = first if len(segments) == 1 else f"{first} to {last}"
         yield f"stage {stage}: {len(segments)} layer{'s' if len(segments) > 1 else ''}, {named}"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f} MiB"
