@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -136,11 +135,9 @@ class RunCheckpoints:
             number, former = self._former.popitem()
             signal.signal(number, former)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 finish_saves(self._mesh)
         finally:
             self._restore()

@@ -12,7 +12,6 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -87,21 +86,22 @@ class TensorFileWriter:
         while data:
             data = data[self._file.write(data) or 0 :]
 
+    def finish(self) -> None:
+        """Flushes the file to disk, and closes it."""
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self.close()
+
     def close(self) -> None:
-        """Closes the file, which nothing has flushed yet."""
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> TensorFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        self.finish() if kind is None else self.close()
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -89,7 +89,7 @@ class PlannedShards:
         file.write(tensor.cpu())
         del left[0]
         if not left:
-            file.__exit__(None, None, None)
+            file.finish()
 
     def close(self) -> None:
         """Lets go of the files."""
