@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from shardwise.errors import UnsupportedError
 from shardwise.sharding.layout import Piece
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.read import read_local
 
 pytestmark = pytest.mark.single
 
@@ -175,7 +174,7 @@ def test_read_local_owns_its_storage() -> None:
     a = torch.arange(30.0).view(5, 6)
     store = MemoryStore(a=a)
     pieces = [Piece(((0, 2), (1, 3)), ((0, 2), (0, 2))), Piece(((3, 5), (1, 3)), ((2, 4), (0, 2)))]
-    got = read_local(store.lazy("a"), pieces, (4, 2), dtype=torch.float64)
+    got = store.lazy("a").read_local(pieces, (4, 2), dtype=torch.float64)
     assert torch.equal(got, torch.cat([a[0:2, 1:3], a[3:5, 1:3]]).double())
     assert got.is_contiguous()
     assert got.untyped_storage().nbytes() == got.nbytes
@@ -185,5 +184,5 @@ def test_read_local_owns_its_storage() -> None:
 def test_scalars_and_empty_tensors() -> None:
     store = MemoryStore(a=torch.tensor(3.0), b=torch.zeros(0, 4))
     assert store.lazy("a").read().item() == 3.0
-    assert read_local(store.lazy("a"), [Piece((), ())], ()).item() == 3.0
+    assert store.lazy("a").read_local([Piece((), ())], ()).item() == 3.0
     assert torch.cat([store.lazy("b"), store.lazy("b")]).read().shape == (0, 4)

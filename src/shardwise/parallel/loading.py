@@ -22,7 +22,6 @@ from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution, resolve_keys
 from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
-from shardwise.weights.read import adopt_local, read_local
 
 __all__ = ["find_weights", "load_weights"]
 
@@ -124,11 +123,11 @@ def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) ->
     layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
     pieces, shape = layout.pieces(coords), layout.local_shape(coords)
     if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:
-        adopted = adopt_local(lazy, pieces, shape)
+        adopted = lazy.adopt_local(pieces, shape)
         if adopted is not None:
             registry.mapped.add(fqn)
             return adopted
-    return read_local(lazy, pieces, shape, dtype=dtype, device=device)
+    return lazy.read_local(pieces, shape, dtype=dtype, device=device)
 
 
 def _dtype_of(
@@ -149,7 +148,7 @@ def _check_ties(resolution: Resolution, registry: Registry) -> None:
             continue
         coords = registry.mesh.coords
         parts = [
-            read_local(resolution.tensors[name], entry.layout.pieces(coords), entry.layout.local_shape(coords))
+            resolution.tensors[name].read_local(entry.layout.pieces(coords), entry.layout.local_shape(coords))
             for name in (alias, other)
         ]
         if not torch.equal(*parts):

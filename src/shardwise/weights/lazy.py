@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import UnsupportedError
-from shardwise.sharding.boxes import Box, full_box, shape_of
+from shardwise.sharding.boxes import Box, full_box, shape_of, slices, volume
+from shardwise.sharding.layout import Piece
 from shardwise.weights.nodes import (
     Cast,
     Joined,
@@ -82,14 +83,42 @@ class LazyTensor(torch.Tensor):
         """The stored tensors it is made of, in order of use."""
         return tuple(dict.fromkeys(node.key for node in self.node.walk() if isinstance(node, Source)))
 
-    def read(
-        self, box: Box | None = None, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
+    def read(self, box: Box | None = None, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The elements `box` (default: all) as a new tensor that owns its storage."""
         box = full_box(tuple(self.shape)) if box is None else box
-        out = torch.empty(shape_of(box), dtype=dtype or self.dtype, device=device)
+        out = torch.empty(shape_of(box), dtype=dtype or self.dtype)
         self.fill(box, out)
         return out
+
+    def read_local(
+        self,
+        pieces: Sequence[Piece],
+        local_shape: Sequence[int],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """A new tensor of `local_shape` that owns its storage, made of `pieces` of this one, which fill it.
+
+        Elements go from the checkpoint straight to their place; nothing else of their size is allocated.
+
+        Raises:
+            LoadError: the checkpoint cannot be read.
+        """
+        out = torch.empty(tuple(local_shape), dtype=dtype or self.dtype, device=device)
+        assert sum(volume(piece.local) for piece in pieces) == out.numel(), "pieces that leave a gap"
+        for piece in pieces:
+            self.fill(piece.full, out[slices(piece.local)])
+        return out
+
+    def adopt_local(self, pieces: Sequence[Piece], local_shape: Sequence[int]) -> torch.Tensor | None:
+        """As `read_local`, but private pages of the checkpoint's map, where the tensor is contiguous there; else None.
+
+        Nothing is read until it is touched, and writing to it copies its pages.
+        """
+        shape = tuple(local_shape)
+        is_one_box = len(pieces) == 1 and shape != () and shape_of(pieces[0].full) == shape
+        return self.node.adopt(pieces[0].full) if is_one_box else None
 
     def fill(self, box: Box, out: torch.Tensor) -> None:
         """Copy the elements `box` into `out`, which has their shape."""
