@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,6 @@ from shardwise.weights import dcp, kinds, neuron_files
 from shardwise.weights.index import CheckpointIndex
 
 __all__ = ["config_place", "open_weights"]
-
-
-def _open_dcp(directory: Path) -> CheckpointIndex:
-    return dcp.open_dcp(directory if (directory / ".metadata").exists() else directory / "model")
-
-
-_OPENERS: dict[str | None, Callable[[Path], CheckpointIndex]] = {
-    kinds.DCP: _open_dcp,
-    kinds.SHARDED_SAFETENSORS: dcp.open_sharded_safetensors,
-    kinds.OPTIMUM_NEURON: neuron_files.open_optimum_neuron,
-}
 
 
 def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -49,7 +37,13 @@ def open_weights(
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True
     kind = None if is_plain else kinds.kind_of(directory)
-    if kind == kinds.NXD:
-        return neuron_files.open_nxd(directory, layouts)
-    opener = _OPENERS.get(kind)
-    return CheckpointIndex.open(path_or_hub_id, **options) if opener is None else opener(directory)
+    match kind:
+        case kinds.NXD:
+            return neuron_files.open_nxd(directory, layouts)
+        case kinds.OPTIMUM_NEURON:
+            return neuron_files.open_optimum_neuron(directory)
+        case kinds.SHARDED_SAFETENSORS:
+            return dcp.open_sharded_safetensors(directory)
+        case kinds.DCP:
+            return dcp.open_dcp(directory if (directory / ".metadata").exists() else directory / "model")
+    return CheckpointIndex.open(path_or_hub_id, **options)
