@@ -12,7 +12,6 @@ import torch
 import transformers
 
 from shardwise.api.prepare import tp_layouts
-from shardwise.checkpoint.content import model_key
 from shardwise.checkpoint.directory import find_tag
 from shardwise.checkpoint.load import open_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
@@ -70,18 +69,18 @@ def convert_to_hf(
             "model that it belongs to, and use shardwise.export_pretrained",
         )
     model = meta_model(stored)
+    names = {key.removeprefix("model/"): key for key in stored.index.tensors if key.startswith("model/")}
+    names |= {alias: names[name] for alias, name in stored.index.tied.items() if name in names}
     tensors = {
         name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
-        for key, each in stored.index.tensors.items()
-        if key.startswith("model/")
-        for name in (key.removeprefix("model/"), *_aliases(stored, key.removeprefix("model/")))
+        for name, each in ((name, stored.index.tensors[key]) for name, key in names.items())
     }
     expected = {name for name in model.state_dict() if name not in (model._keys_to_ignore_on_save or ())}
     if missing := sorted(expected - tensors.keys()):
         raise LoadError(f"the checkpoint has no {', '.join(missing[:5])}", at=str(stored.directory))
 
     def read(name: str) -> torch.Tensor:
-        found = _read(stored, name, dtype)
+        found = stored.read(names[name], dtype=tensors[name].dtype)
         stored.drop()
         return found
 
@@ -170,15 +169,6 @@ def meta_model(stored: StoredParts) -> Any:
     model = build_meta_model(config, chosen, dtype=None, options={})
     model.config.architectures = [stored.manifest.model]
     return model
-
-
-def _aliases(stored: StoredParts, name: str) -> list[str]:
-    return [alias for alias, canonical in stored.index.tied.items() if canonical == name]
-
-
-def _read(stored: StoredParts, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    key = model_key(stored.index.tied.get(name, name))
-    return stored.read(key, dtype=_converted(stored.index.tensors[key].dtype, dtype))
 
 
 def _converted(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,9 @@ def check_records(config: TrainConfig, tokenizer: Any) -> list[Problem]:
         if data.format != "text" and data.dataset is None:  # which might be downloaded
             with problems.of(f"{key}.path"):
                 maker = _maker_of(data, tokenizer)
-                _first(maker.make(maker.open(), lambda done: None, limit=_FEW_RECORDS), key)
+                if not list(maker.make(maker.open(), lambda done: None, limit=_FEW_RECORDS)):
+                    raise LoadError("the data holds no records", at=key, why="every file is empty")
     return problems
-
-
-def _first(documents: Iterable[Document], key: str) -> None:
-    if not sum(1 for _ in documents):
-        raise LoadError("the data holds no records", at=key, why="every file is empty")
 
 
 @dataclass(frozen=True, kw_only=True)

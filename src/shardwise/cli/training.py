@@ -60,7 +60,8 @@ def train(config: TrainConfig) -> StepRecord | None:
         ShardwiseError: something did not fit or went wrong; the same on every rank wherever it could be checked.
         SystemExit: a signal has ended a run with checkpoints, which has been saved.
     """
-    with _open_mesh(config) as mesh, ExitStack() as open_logs:
+    opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
+    with opened as mesh, ExitStack() as open_logs:
         console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
         _settle(mesh)
         with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
@@ -110,10 +111,6 @@ def train(config: TrainConfig) -> StepRecord | None:
     if checkpoints.ended_by is not None:
         raise SystemExit(128 + checkpoints.ended_by)
     return record
-
-
-def _open_mesh(config: TrainConfig) -> Mesh:
-    return Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
 
 
 def _settle(mesh: Mesh) -> None:

@@ -71,7 +71,8 @@ def read_precision(plugin: Any, own: Precision | None) -> ShardwisePrecision:
     elif type(plugin) is LightningPrecision:
         theirs = None
     else:
-        flag = str(getattr(plugin, "precision", "")) if _is_a_flag(plugin) else ""
+        is_flag = type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
+        flag = str(getattr(plugin, "precision", "")) if is_flag else ""
         if flag not in _MEANING:
             raise UnsupportedError(
                 f"the precision plugin {type(plugin).__name__}{f' ({flag})' * bool(flag)} with ShardwiseStrategy",
@@ -103,10 +104,6 @@ def check_norms(exception: BaseException) -> None:
             fix="call shardwise.clip_grad_norm_(self.model, math.inf), which returns the norm over all ranks and clips "
             "nothing",
         ) from exception
-
-
-def _is_a_flag(plugin: Any) -> bool:
-    return type(plugin) in (MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 def _flag_of(dtypes: Precision | None) -> Any:

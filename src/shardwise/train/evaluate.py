@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_reduce_
+from shardwise.data.ahead import send
 from shardwise.data.batch import IGNORED, count_targets
 from shardwise.data.rows import Rows
 from shardwise.mesh import Mesh
@@ -41,7 +42,8 @@ def build_evaluation(
                 count = count_targets(model, batch)
                 # Other ranks wait for this one, so it computes a loss even where nothing counts.
                 labels = batch["labels"] if count else torch.zeros_like(batch["labels"])
-                loss = model(**without_cache, **_placed(batch | {"labels": labels}, mesh.device)).loss
+                inputs = {**without_cache, **batch, "labels": labels}
+                loss = model(**{name: send(value, mesh.device) for name, value in inputs.items()}).loss
                 totals += torch.stack([loss.double() * count, torch.full_like(loss, count, dtype=torch.float64)])
         group = mesh.group(*DATA_AXES)
         if group is not None:
@@ -71,7 +73,3 @@ def evaluation_batches(
         found = rows.read(batch[own], batch=batch)
         found["labels"][[place >= num_rows for place in places[own]]] = IGNORED
         yield found
-
-
-def _placed(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
