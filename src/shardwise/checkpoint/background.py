@@ -17,6 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch.distributed as dist
 from torch import Tensor
@@ -37,17 +38,16 @@ _WRITERS: weakref.WeakKeyDictionary[Mesh, Writer] = weakref.WeakKeyDictionary()
 
 
 class PendingSave:
-    """A checkpoint that is being written, or has been.
-
-    Attributes:
-        tag: of the checkpoint, once it is complete.
-    """
+    """A checkpoint that is being written, or has been."""
 
     def __init__(self) -> None:
-        self.tag: str | None = None
-        self._error: BaseException | None = None
+        self._written: Future[str] = Future()
         self._is_raised = False
-        self._done = threading.Event()
+
+    @property
+    def tag(self) -> str | None:
+        """Of the checkpoint, once it is complete."""
+        return self._written.result() if self._written.done() and self._written.exception() is None else None
 
     def wait(self) -> str:
         """Waits until the checkpoint is complete; returns its tag.
@@ -55,25 +55,22 @@ class PendingSave:
         Raises:
             LoadError: it could not be written; the same on every rank.
         """
-        self._done.wait()
-        if self._error is not None:
+        if (error := self._written.exception()) is not None:
             self._is_raised = True
-            raise self._error
-        assert self.tag is not None
-        return self.tag
+            raise error
+        return self._written.result()
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is left to be waited for, or to be said."""
-        return self._done.is_set() and (self._error is None or self._is_raised)
+        return self._written.done() and (self._is_raised or self._written.exception() is None)
 
     def run(self, job: SaveJob, group: Group | None) -> None:
         """Writes the checkpoint; keeps what is raised for whoever waits."""
         try:
-            self.tag = job.run(group)
+            self._written.set_result(job.run(group))
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
-            self._error = error
-        self._done.set()
+            self._written.set_exception(error)
 
 
 class Writer:
