@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.api import checkpoints
-from shardwise.api.left_whole import leave_ends, leave_unwanted
+from shardwise.api.left_replicated import leave_ends, leave_unwanted
 from shardwise.api.state import export_pretrained
 from shardwise.api.values import split_lazily, split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh

@@ -1,4 +1,4 @@
-"""What a split leaves alone: rules that replicate."""
+"""What a split leaves replicated on request: rules put on top of the plan."""
 
 from __future__ import annotations
 
