@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
-from shardwise.comm.operations import Group, all_reduce_, host_device
+from shardwise.comm.operations import Group, all_gather_list, all_reduce_, host_device
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
@@ -58,8 +57,9 @@ class Exchanges(ParallelStrategy):
 
         Communicates: one all-gather.
         """
-        group = self._group(group)
-        return tensor if group is None else _all_gather_ddp_if_available(tensor, group, sync_grads)
+        if (group := self._group(group)) is None:
+            return tensor
+        return _Gather.apply(tensor, group) if sync_grads else torch.stack(all_gather_list(tensor.detach(), group))
 
     def _group(self, group: Any) -> Any:
         is_all = group is None or group is dist.GroupMember.WORLD
@@ -80,6 +80,21 @@ class Exchanges(ParallelStrategy):
             return bool(decision)
         count = count_true(bool(decision), self._mesh.group(), self._mesh.device)
         return count == self._mesh.shape.world_size if all else count > 0
+
+
+class _Gather(torch.autograd.Function):
+    """Forward all-gathers; backward all-reduces the gradients of what was gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return torch.stack(all_gather_list(value, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        summed = gradient.contiguous().clone()
+        all_reduce_(summed, ctx.group)
+        return summed[ctx.group.rank()], None
 
 
 def broadcast_object(value: Any, src: int, group: Group | None) -> Any:
