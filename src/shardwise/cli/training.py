@@ -62,8 +62,7 @@ def train(config: TrainConfig) -> StepRecord | None:
     """
     opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
     with opened as mesh, ExitStack() as open_logs:
-        console = Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
-        _settle(mesh)
+        console = _settle(mesh)
         with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
             if mesh.rank == 0 and (problems := check_outputs(config)):
                 raise config_error("the configuration", problems)
@@ -113,13 +112,14 @@ def train(config: TrainConfig) -> StepRecord | None:
     return record
 
 
-def _settle(mesh: Mesh) -> None:
-    """This rank stays next to its card; what transformers has to say is said by rank 0."""
+def _settle(mesh: Mesh) -> Console:
+    """This rank stays next to its card; what there is to say, also by transformers, is said by rank 0."""
     if mesh.device.type == "cuda":
         bind_to_card(mesh.device.index)
     if mesh.rank != 0:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+    return Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
 
 
 def _finish(
