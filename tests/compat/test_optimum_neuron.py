@@ -229,10 +229,10 @@ def small_print(mesh, directory):
     regular = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.2)
     batch = batch_of(whole)
     train(started, regular, batch, 2)
-    before = dict(started.named_parameters())
-    model = Parallelizer.parallelize(copy.deepcopy(started))
+    before, unsplit = dict(started.named_parameters()), copy.deepcopy((started, regular))
+    model = Parallelizer.parallelize(started)  # its parameters are the ones that the optimizer has a state for
     moved = Parallelizer.optimizer_for_mp(regular, mapping(before, model))
-    losses, gradients = train(started, regular, batch)
+    losses, gradients = train(*unsplit, batch)
     own, own_grads = train(model, moved, batch)
     found["regular optimizer"] = differing("losses", torch.stack(own), torch.stack(losses), LOSS)
     found["regular optimizer"] += differing_gradients(own_grads, gradients)
@@ -423,6 +423,8 @@ def test_support_is_what_the_checks_say():
     assert not support and "no such type" in support.reason
     with pytest.raises(UnsupportedError, match="did you mean 'llama'"):
         ParallelizersManager.parallelizer_for_model("lama")
+    with pytest.raises(UnsupportedError, match="no model type None"):
+        ParallelizersManager.parallelizer_for_model(None)
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1])
     convolutions = transformers.ResNetModel(config)
     support = ParallelizersManager.is_model_supported(convolutions)

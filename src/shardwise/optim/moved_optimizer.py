@@ -135,18 +135,17 @@ def _alike(
     made.__dict__["state"] = type(optimizer.state)(dict)
     for parameter, state in optimizer.state.items():
         if id(parameter) in moved:
-            made.state[moved[id(parameter)]] = _moved_state(state, parameter, moved[id(parameter)])
+            made.state[moved[id(parameter)]] = _moved_state(state, moved[id(parameter)])
     return made
 
 
-def _moved_state(state: Mapping[str, Any], old: Tensor, new: Tensor) -> dict[str, Any]:
-    """The state of a parameter: of tensors of its full shape this rank's part."""
-    entry, found = entry_of(new), {}
+def _moved_state(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The state of what is `parameter` now: of tensors of its full shape this rank's part."""
+    entry, found = entry_of(parameter), {}
     for name, value in state.items():
-        is_full = isinstance(value, Tensor) and value.ndim > 0 and value.shape == old.shape
-        if entry is None or not is_full:
+        if entry is None or not isinstance(value, Tensor) or not value.ndim or value.shape != entry.layout.shape:
             found[name] = copy.deepcopy(value)
             continue
         local = local_tensor(value, entry.layout, entry.registry.mesh.coords)
-        found[name] = entry.wrap(local.to(new.device))
+        found[name] = entry.wrap(local.to(parameter.device))
     return found

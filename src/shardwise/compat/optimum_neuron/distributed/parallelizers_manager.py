@@ -44,6 +44,6 @@ class ParallelizersManager:
             UnsupportedError: transformers has no such model type.
         """
         name = model_type_or_model
-        if isinstance(name, str) and name not in CONFIG_MAPPING:
-            raise UnsupportedError(f"transformers has no model type {name!r}{did_you_mean(name, CONFIG_MAPPING)}")
+        if not callable(name) and str(name) not in CONFIG_MAPPING:
+            raise UnsupportedError(f"transformers has no model type {name!r}{did_you_mean(str(name), CONFIG_MAPPING)}")
         return Parallelizer
