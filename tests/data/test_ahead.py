@@ -28,6 +28,9 @@ class Batches:
     def state_dict(self):
         return {"num_batches_read": self.num_batches_read}
 
+    def load_state_dict(self, state):
+        self.num_batches_read = state["num_batches_read"]
+
 
 class Queue:
     """A stream or an event of a card that is not there; notes who waited."""
@@ -74,6 +77,18 @@ def test_batches_come_in_order_and_are_counted_when_they_are_handed_out(card):
     assert batches.state_dict() == {"num_batches_read": 3}
     with pytest.raises(OSError, match="gone"):
         next(batches)
+
+
+def test_a_batch_on_whose_way_there_was_an_interrupt_is_read_again(card, monkeypatch):
+    def interrupt(value, device):
+        raise KeyboardInterrupt
+
+    batches = BatchesAhead(Batches(), torch.device("cuda", 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(ahead, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batches.fetch()
+    assert batches.state_dict() == {"num_batches_read": 0} and next(batches)["input_ids"] == 1
 
 
 def test_on_a_cpu_nothing_is_fetched():

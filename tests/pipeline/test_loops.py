@@ -301,7 +301,8 @@ def refuse(mesh):
 
 def second_order(loss, parameters):
     found = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    sum((each * 1.0).sum() for each in found if each is not None).backward()
+    found = [each for each in found if each is not None]
+    torch.autograd.backward(found, [torch.ones_like(each) for each in found])
 
 
 @pytest.mark.parametrize("layout", ["pp2"])

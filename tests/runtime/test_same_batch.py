@@ -22,13 +22,19 @@ FAULTS = {
     "number of rows": lambda batch: {name: value[:2] for name, value in batch.items()},
     "no labels": lambda batch: {"input_ids": batch["input_ids"]},
     "dtype": lambda batch: batch | {"labels": batch["labels"].int()},
+    "float mask": lambda batch: batch | {"attention_mask": causal(16).index_fill(-1, torch.tensor([2]), -1e9)},
 }
+
+
+def causal(length):
+    """A mask of floats, as models take it that are given one with four dims."""
+    return torch.full((length, length), -torch.inf).triu(1).expand(4, 1, length, length)
 
 
 def step_on(mesh, fault, by_hand=False):
     """What the last rank's fault comes to on this rank."""
     model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
-    batch = tiny_batch(model, rows=4, length=16)
+    batch = tiny_batch(model, rows=4, length=16) | ({"attention_mask": causal(16)} if fault == "float mask" else {})
     last = mesh.rank == mesh.shape.world_size - 1
     step = shardwise.TrainStep(model, mesh, num_microbatches=2)
     step(batch)

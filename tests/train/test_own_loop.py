@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError, LayoutError, RankError, UnsupportedError
@@ -141,7 +142,21 @@ def norms_by_hand(pair):
         problems += differing(name, found, expected, 1e-5 * float(expected))
     with pytest.raises(UnsupportedError, match="a part of the gradient"):
         sum(parameter.grad.data.norm(2).item() ** 2 for parameter in pair.split.parameters())
-    return problems
+    for call in NUMBERS:
+        with pytest.raises(UnsupportedError, match="all elements of a part of a gradient"):
+            call(pair.split.lm_head.weight.grad)
+    for model in (pair.full, pair.split):
+        for parameter in model.parameters():
+            parameter.grad = parameter.grad / 3 * parameter.grad.abs()
+    expected, found = pair.both(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2))
+    return problems + differing("scaled", found, expected, 1e-5 * float(expected)) + pair.gradient_problems()
+
+
+NUMBERS = (
+    *(lambda grad: grad.detach().pow(2).sum(), lambda grad: (grad**2).sum(), lambda grad: grad.abs().mean()),
+    *(lambda grad: grad.float().max(), lambda grad: torch.cat([grad.view(-1), grad.view(-1)]).norm()),
+)
+"""What clipping by hand begins with: of a part it is another number on every rank."""
 
 
 def clipping_by_value(pair):
@@ -351,6 +366,20 @@ def mask_for_each_head(pair):
     return []
 
 
+def trained_prefix(pair):
+    """Keys and values that a rank attends to with its own heads; those of earlier forwards are its own."""
+    ids, cache = pair.batches[0]["input_ids"], DynamicCache(config=pair.split.config)
+    for layer in range(pair.split.config.num_hidden_layers):
+        cache.update(*(torch.zeros(ROWS, 1, 2, 16, requires_grad=True) for _ in "kv"), layer)
+    with pytest.raises(UnsupportedError, match="trained keys and values in past_key_values"):
+        pair.split(input_ids=ids, past_key_values=cache)
+    logits = []
+    for model in (pair.full, pair.split):
+        first = model.eval()(input_ids=ids[:, :4], use_cache=True)
+        logits.append(model(input_ids=ids[:, 4:], past_key_values=first.past_key_values).logits.detach())
+    return differing("logits", *logits[::-1], 1e-4)
+
+
 def parts_of_stages(pair):
     """Nothing of a model in stages runs by itself, and no schedule runs inside of a backward."""
     ids, labels = pair.batches[0]["input_ids"], pair.batches[0]["labels"]
@@ -494,7 +523,8 @@ AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(two_models, drifted_replicas, head_by_itself, transforms),
     replaced_parameters,
-    *(mask_for_each_head, counted_parameters, nothing_to_train, untied_later, other_learning_rates, other_directories),
+    *(mask_for_each_head, trained_prefix, counted_parameters, nothing_to_train, untied_later),
+    *(other_learning_rates, other_directories),
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {

@@ -78,6 +78,9 @@ class BatchesAhead:
                 arrived.record(self._stream)
         except Exception as error:  # noqa: BLE001 - of the step that would have taken it
             self._next, self._state = error, state
+        except BaseException:  # Ctrl-C: what was not handed out is read again
+            self._batches.load_state_dict(state)
+            raise
         else:
             self._next, self._state = SentBatch(batch, sent, arrived), state
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from transformers import Cache
+from transformers import Cache, EncoderDecoderCache
 
 from shardwise.comm.collectives import as_dtensor, copy_to_region, gather_full, scale_gradient
 from shardwise.errors import LayoutError, UnsupportedError
@@ -66,6 +67,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     Communicates: before each forward, what `check_same_batch` does.
     """
     context.model_name = type(model).__name__
+    filled: WeakSet[Cache] = WeakSet()  # by forwards of this model
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
         mask = arguments.get("attention_mask")
@@ -77,10 +79,16 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
             )
         context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
+        if context.state.keep_logits_split and torch.compiler.is_compiling():
+            _refuse_compiled(context.model_name)
         if context.mesh is not None:
             also = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
             given = {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
             check_same_batch(given, context, also=also)
+        if context.size > 1 and torch.is_grad_enabled():
+            for name, value in arguments.items():
+                if isinstance(value, Cache):
+                    _check_prefix(name, value, filled)
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         left = context.state.pending_sum is not None
@@ -91,7 +99,7 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
                 why="the plan reduces what parallel blocks compute together, but the forward ran only one of them",
                 fix="give the first of them the style without _into",
             )
-        return map_fields(output, lambda name, value: _returned(value))
+        return map_fields(output, lambda name, value: _returned(value, filled))
 
     edit_arguments(model, enter)
     model.register_forward_hook(leave, always_call=True)
@@ -115,6 +123,36 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
     base.register_forward_hook(leave)
 
 
-def _returned(value: Any) -> Any:
+@torch.compiler.disable
+def _refuse_compiled(name: str) -> None:
+    raise UnsupportedError(
+        f"torch.compile of a {name} that is split over tp, with labels",
+        why="how ranks share logits and loss is no graph",
+        fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
+    )
+
+
+def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:
+    """Raises `UnsupportedError` for keys and values of the caller's own that are trained."""
+    if cache in filled or not cache.get_seq_length():
+        filled.add(cache)
+        return
+    caches = (
+        (cache.self_attention_cache, cache.cross_attention_cache)
+        if isinstance(cache, EncoderDecoderCache)
+        else (cache,)
+    )
+    held = (value for each in caches for layer in each.layers for value in vars(layer).values())
+    if any(isinstance(value, Tensor) and value.requires_grad for value in held):
+        raise UnsupportedError(
+            f"trained keys and values in {name}, of a model that is split over tp",
+            why="each rank attends with its own heads, so that it would find a part of their gradient alone",
+            fix="pass a prefix as inputs_embeds, or use tp_size 1",
+        )
+
+
+def _returned(value: Any, filled: WeakSet[Cache]) -> Any:
     """What leaves the model: split logits as they are, everything else full (a loss that is no cross-entropy)."""
+    if isinstance(value, Cache):
+        filled.add(value)
     return value.full_tensor() if isinstance(value, DTensor) and not isinstance(value, SplitLogits) else value

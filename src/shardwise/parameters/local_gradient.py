@@ -7,7 +7,9 @@ value, averages. A norm is not: torch's `clip_grad_norm_` would clip by another 
 would step on some of them only. So where ranks hold parts, `p.grad` is of a class that answers these two questions for
 the full gradients. A norm stays this rank's share until it is stacked with the others, as every total norm is; then one
 all-reduce completes all of them. A check for infinite values is that of all ranks. A norm that is looked at by itself
-is refused: a rank that logs it alone would wait for the others forever. Everything else gives plain tensors.
+is refused: a rank that logs it alone would wait for the others forever. So is any other number that is made of all
+elements, of `p.grad` or of what was computed from it element by element: clipping by hand would scale every rank by a
+number of its own. Everything else gives plain tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -131,9 +133,11 @@ def _check_no_stage_is_idle(registry: Registry, asked: str) -> None:
 
 
 class _KnowsFull(LocalGradient):
+    answers: ClassVar[Mapping[Any, Any]]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        answer = _ANSWERS.get(func)
+        answer = cls.answers.get(func)
         if answer is not None:
             return answer(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -165,6 +169,14 @@ class _LocalDTensor(_KnowsFull, DTensor):
     def plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach()
+
+
+class _PartTensor(_LocalTensor):
+    """Elements of parts of gradients in another shape, of which no number is made."""
+
+
+class _PartDTensor(_LocalDTensor):
+    """The same over data ranks."""
 
 
 class _NormShare(Tensor):
@@ -253,13 +265,55 @@ def _same(func: Any, gradient: Tensor) -> Tensor:
     return as_local_gradient(found, entry)
 
 
-_NORMS = (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm)
+def _number(func: Any, *args: Any, **options: Any) -> Any:
+    """What `func` makes of some dims; of all elements, an error."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **options)
+    if func is torch._foreach_norm or (isinstance(found, Tensor) and not found.ndim):
+        raise _refused(f"{func.__name__} of all elements of a part of a gradient")
+    return found
 
-_ANSWERS: dict[Any, Any] = {
+
+def _elements(func: Any, *args: Any, **options: Any) -> Any:
+    """A value for each element, or the elements in another shape: as much a part as the gradient is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found = func(*args, **options)
+    if func not in _RESHAPES:
+        for each in args:
+            if isinstance(each, Tensor) and each.shape == found.shape and (entry := entry_of(each)) is not None:
+                return as_local_gradient(found, entry)
+    if type(found) is Tensor:
+        return found.as_subclass(_PartTensor)
+    if type(found) is DTensor:
+        found.__class__ = _PartDTensor
+    return found
+
+
+def _named(*names: str) -> set[Any]:
+    return {getattr(owner, name) for owner in (torch, Tensor) for name in names if hasattr(owner, name)}
+
+
+_NORMS = (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm)
+_NUMBERS = _named(
+    *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "median", "max", "min", "amax", "amin", "dot", "vdot")
+)
+_RESHAPES = _named("view", "reshape", "flatten", "ravel", "cat", "concat", "concatenate")
+_ELEMENTWISE = _named(
+    *("abs", "square", "sqrt", "neg", "pow", "__pow__", "mul", "__mul__", "__rmul__", "div", "true_divide"),
+    *("__truediv__", "clone", "contiguous", "to", "float", "double", "cpu"),
+)
+_SHARED = dict.fromkeys(_NUMBERS, _number) | dict.fromkeys(_RESHAPES | _ELEMENTWISE, _elements)
+_KnowsFull.answers = {
+    **_SHARED,
     torch._foreach_norm: _foreach_norm,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys((Tensor.detach, Tensor.data.__get__), _same),  # type: ignore[attr-defined]
+}
+_PartTensor.answers = _PartDTensor.answers = {
+    **_SHARED,
+    **dict.fromkeys((*_NORMS, torch._foreach_norm), _number),
+    **dict.fromkeys((Tensor.detach, Tensor.data.__get__), _elements),  # type: ignore[attr-defined]
 }
 
 
