@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm import agree
-from shardwise.errors import ConfigError, LoadError, UnsupportedError
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.kinds import describe_kind
 from tests.checkpoint.training import Training, differing
@@ -313,6 +313,9 @@ def disagree(base):
                 training.load(base, "a", **({part: None} if mesh.rank else {}))
         with pytest.raises(ConfigError, match=says):
             training.load(base) if mesh.rank else training.save(base, tag="b")
+        says = r"the call[\s\S]*rank 0: a forward or a step[\s\S]*rank 1: load_checkpoint"
+        with pytest.raises(ShardwiseError, match=says):
+            training.load(base) if mesh.rank else training.steps(1)
         return found
 
 

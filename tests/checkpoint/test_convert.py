@@ -60,6 +60,9 @@ def test_a_converted_checkpoint_is_what_an_export_writes(tmp_path, family, capsy
     capsys.readouterr()
     assert main(["convert", str(tmp_path / "saved"), "--to", "hf", half]) == 1
     assert "is not empty" in capsys.readouterr().err
+    (tmp_path / "saved" / "step-1" / "generation_config.json").write_text("")
+    assert main(["convert", str(tmp_path / "saved"), "--to", "hf", str(tmp_path / "damaged")]) == 1
+    assert "generation_config.json has 0 bytes" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_told_and_verified(tmp_path, capsys):

@@ -132,6 +132,15 @@ DAMAGE = {
 }
 
 
+def test_a_file_that_is_larger_than_memory_is_named(training, root, monkeypatch):
+    def read(path):
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(LoadError, match="cannot read manifest.json[^$]*memory is too small"):
+        training.load(root)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_and_changes_nothing(training, root, damage):
     do, says = DAMAGE[damage]

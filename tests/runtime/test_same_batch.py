@@ -66,6 +66,8 @@ def generate_on(mesh, fault):
     )
     torch.manual_seed(mesh.rank if fault == "seed" else 0)
     ids = torch.arange(8).view(2, 4) + (mesh.rank if fault == "prompt" else 0)
+    if fault == "dtype" and mesh.rank:
+        model.double()
     try:
         with torch.set_grad_enabled(fault == "gradients" and bool(mesh.rank)):
             model(ids) if fault == "gradients" else model.generate(
@@ -78,7 +80,13 @@ def generate_on(mesh, fault):
 
 @pytest.mark.parametrize(
     ("fault", "place"),
-    [("prompt", "['input_ids']"), ("seed", "['input_ids']"), ("mode", "model.training"), ("gradients", "gradients")],
+    [
+        ("prompt", "['input_ids']"),
+        ("seed", "['input_ids']"),
+        ("mode", "model.training"),
+        ("gradients", "gradients"),
+        ("dtype", "dtype of parameters"),
+    ],
 )
 def test_ranks_that_generate_from_other_tokens_are_told_so(on_ranks, fault, place):
     first, second = on_ranks(generate_on, layout="tp2")

@@ -361,7 +361,9 @@ def transforms(pair):
 def mask_for_each_head(pair):
     """A rank has some of the heads."""
     batch = pair.batches[0] | {"attention_mask": torch.zeros(ROWS, 4, 9, 9)}
-    with pytest.raises(UnsupportedError, match=r"an attention_mask \[4, 4, 9, 9\] of a model that is split"):
+    with pytest.raises(
+        UnsupportedError, match=r"a mask for each head, attention_mask \[4, 4, 9, 9\] of a model that is split"
+    ):
         pair.split(**batch)
     return []
 

@@ -84,8 +84,10 @@ def convert_to_hf(
         stored.drop()
         return found
 
-    has_own = (stored.directory / "generation_config.json").is_file() and model.can_generate()
-    generation = transformers.GenerationConfig.from_pretrained(stored.directory) if has_own else None
+    generation = None
+    if "generation_config.json" in stored.manifest.files and model.can_generate():
+        check_companion(stored.directory, stored.manifest, "generation_config.json")
+        generation = transformers.GenerationConfig.from_pretrained(stored.directory)
     _write(model, tensors, directory, read, tied=stored.index.tied, companions=(generation, tokenizer))
 
 

@@ -184,8 +184,8 @@ def _read_json(path: Path, facts: FileFacts | None = None) -> Any:
         content = path.read_bytes() if stat.S_ISREG(mode) else b""
     except FileNotFoundError as error:
         raise LoadError(f"the checkpoint has no {path.name}", at=str(path)) from error
-    except OSError as error:
-        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
+    except (OSError, MemoryError) as error:
+        raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error) or "memory is too small") from error
     if not stat.S_ISREG(mode):
         what = "a link" if stat.S_ISLNK(mode) else "no file"
         raise LoadError(f"{path.name} is {what}", at=str(path), why="a checkpoint holds its files itself")

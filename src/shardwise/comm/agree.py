@@ -190,12 +190,15 @@ def _difference(
     group: Group, described: Mapping[str, str], *, what: str, fix: str, error: type[ShardwiseError]
 ) -> ShardwiseError:
     """The error for descriptions that differ; every rank of the group asks for it."""
-    everyone = all_gather_objects((dist.get_rank(), dict(described)), group)
-    names = list(dict.fromkeys(name for _, each in everyone for name in each))
-    name = next((name for name in names if len({each.get(name) for _, each in everyone}) > 1), "the order of the parts")
+    # As `check_calls` gathers it: a rank may be there instead.
+    same = {"the call": "a forward or a step", **described}
+    everyone = all_gather_objects({"rank": dist.get_rank(), "same": same}, group)
+    names = list(dict.fromkeys(name for each in everyone for name in each["same"]))
+    differing = (name for name in names if len({each["same"].get(name) for each in everyone}) > 1)
+    name = next(differing, "the order of the parts")
     said: dict[str, list[int]] = {}
-    for rank, each in everyone:
-        said.setdefault(each.get(name, "not there"), []).append(rank)
+    for place, each in enumerate(everyone):
+        said.setdefault(each["same"].get(name, "not there"), []).append(each.get("rank", place))
     why = "\n".join(
         f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
     )

@@ -61,6 +61,9 @@ def install_head(head: nn.Module, vocabulary_size: int, context: SplitContext) -
     head.register_forward_hook(leave)
 
 
+_MASKS = ("attention_mask", "encoder_attention_mask", "decoder_attention_mask")
+
+
 def install_loss(model: nn.Module, context: SplitContext) -> None:
     """Keeps logits split for the forwards of `model` that are given labels, and ends the loss mode after each.
 
@@ -70,19 +73,21 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
     filled: WeakSet[Cache] = WeakSet()  # by forwards of this model
 
     def enter(module: nn.Module, arguments: Arguments) -> None:
-        mask = arguments.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.size > 1:
-            raise UnsupportedError(
-                f"an attention_mask {list(mask.shape)} of a model that is split over tp={context.size}",
-                why="it has a mask for every head of the model, and a rank computes with its own heads alone",
-                fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
-            )
+        for name in _MASKS:
+            mask = arguments.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] > 1 and context.size > 1:
+                raise UnsupportedError(
+                    f"a mask for each head, {name} {list(mask.shape)} of a model that is split over tp={context.size}",
+                    why="it has a mask for every head of the model, and a rank computes with its own heads alone",
+                    fix="pass a mask for all heads alike [rows, 1, queries, keys], or use tp_size 1",
+                )
         context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split and torch.compiler.is_compiling():
             _refuse_compiled(context.model_name)
         if context.mesh is not None:
-            also = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
+            also: dict[str, Any] = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
+            also["dtype of parameters"] = next(module.parameters()).dtype
             given = {name: value for name, value in arguments.items() if not isinstance(value, Cache)}
             check_same_batch(given, context, also=also)
         if context.size > 1 and torch.is_grad_enabled():

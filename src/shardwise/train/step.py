@@ -234,6 +234,7 @@ class TrainStep:
         else:
             first = next(self.model.parameters(), None)
             also = {"gradients of earlier steps": first is not None and first.grad is not None}
+            also["dtype of parameters"] = None if first is None else first.dtype
         also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
         return {**also, "num_microbatches": self.num_microbatches, "attention kernels": self._kernels}
 
