@@ -116,7 +116,7 @@ def blocks_of(model: nn.Module, batch: dict[str, Tensor], parts: int) -> list[Bl
 def first_plans(blocks: list[Block]) -> Plan:
     together = Plan(())
     for block in blocks:
-        together |= next(block.plans())
+        together |= block.plans[0]
     return together
 
 
@@ -168,7 +168,7 @@ def first_that_passes(model: nn.Module, batch: dict[str, Tensor], parts: int) ->
     trial = Trial(model, batch, tp_size=parts)
     kinds: dict[tuple[str, ...], list[list[Plan]]] = {}
     for block in blocks_of(model, batch, parts):
-        kinds.setdefault(block.key, []).append(list(block.plans()))
+        kinds.setdefault(block.key, []).append(list(block.plans))
     total = Plan(())
     for alike in kinds.values():
         for guesses in zip(*alike, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.plan.decision import ParameterPlan, SplitPlan
@@ -11,7 +12,7 @@ from shardwise.plan.rule import Rule
 from shardwise.sharding.boxes import shape_of
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Explanation", "Row", "explain"]
+__all__ = ["Explanation", "Row", "explain", "table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Explanation:
             (row.name, str(row.count), str(list(row.shape)), row.placement, row.gradient, row.style, row.source)
             for row in self.rows
         ]
-        lines = [f"plan for {self.layout}", "", *_table([header, *body]), ""]
+        lines = [f"plan for {self.layout}", "", *table([header, *body], has_rule=True), ""]
         replicated = [row for row in self.rows if not row.is_split]
         shape = MeshShape.parse(self.layout)
         if replicated and shape.tp_size > 1:
@@ -137,7 +138,8 @@ def _row(same: list[ParameterPlan], shape: MeshShape) -> Row:
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+def table(rows: Sequence[tuple[str, ...]], *, has_rule: bool) -> list[str]:
+    """The lines of a table of aligned columns; a rule is drawn below the first row, its header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = [tuple("-" * width for width in widths)] if has_rule else []
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (rows[0], *rule, *rows[1:])]

@@ -8,7 +8,7 @@ are counted by calls, not by layers: a model that runs one layer again and again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -92,15 +92,7 @@ class LayerOrder:
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, see `from_json`."""
-        return {
-            "calls": list(self.calls),
-            "uses": {name: list(segments) for name, segments in self.uses.items()},
-            "crossings": [
-                [[each.anchor, each.needs_gradient, each.is_written] for each in cut] for cut in self.crossings
-            ],
-            "returns": {name: [list(each.like), each.is_tuple] for name, each in self.returns.items()},
-            "shares_dropped": self.shares_dropped,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> LayerOrder:
@@ -113,16 +105,10 @@ class LayerOrder:
             return cls(
                 calls=tuple(value["calls"]),
                 uses={name: tuple(segments) for name, segments in value["uses"].items()},
-                crossings=tuple(
-                    tuple(
-                        Crossing(anchor=anchor, needs_gradient=needs, is_written=written)
-                        for anchor, needs, written in cut
-                    )
-                    for cut in value["crossings"]
-                ),
+                crossings=tuple(tuple(Crossing(**each) for each in cut) for cut in value["crossings"]),
                 returns={
-                    name: Returned(like=tuple(like), is_tuple=is_tuple)
-                    for name, (like, is_tuple) in value["returns"].items()
+                    name: Returned(like=tuple(each["like"]), is_tuple=each["is_tuple"])
+                    for name, each in value["returns"].items()
                 },
                 shares_dropped=bool(value["shares_dropped"]),
             )
@@ -186,9 +172,9 @@ class PipelinePlan:
         """The coordinate on pp of the first stage that computes with a buffer, and has what a forward left in it."""
         module = name.rpartition(".")[0]
         inside = is_within(name, self.order.calls)
-        beside = (min(found) for used, found in self.order.uses.items() if found and used.startswith(f"{module}."))
+        beside = (min(found) for used, found in self.order.uses.items() if found and is_within(used, (module,)))
         return self.rank_of[self._stage_around(name) if inside else self.stage_of(min(beside, default=0))]
 
     def _stage_around(self, name: str) -> int:
-        inside = (segment for segment, layer in enumerate(self.order.calls) if name.startswith(f"{layer}."))
+        inside = (segment for segment, layer in enumerate(self.order.calls) if is_within(name, (layer,)))
         return self.stage_of(next(inside, 0))

@@ -119,7 +119,7 @@ def _enclosing(name: str, facts: ModelFacts, rows: set[str]) -> Region:
     own = name if name in facts.modules else parent_of(name)
     ancestor = parent_of(own) if name in facts.modules else own
     while ancestor and ancestor not in facts.layers and facts.modules[ancestor].kind not in ("list", "dict"):
-        if any(row.startswith(f"{ancestor}.") for row in rows):
+        if any(is_within(row, (ancestor,)) for row in rows):
             return Region(fqn=ancestor, edge="row")
         ancestor = parent_of(ancestor)
     return Region(fqn=own, edge="open")

@@ -106,7 +106,7 @@ def _heads(
     undivided: dict[str, PlanError] = {}
     for module in (each for region in regions for each in (region, *facts.inside(region))):
         heads = facts.modules[module].heads
-        if heads is None or not any(name.startswith(f"{module}.") for name in columns):
+        if heads is None or not any(is_within(name, (module,)) for name in columns):
             continue
         problem = check_heads(heads, tp_size)
         if problem is None:

@@ -8,6 +8,7 @@ the same rules with tokens split and weights kept in full, so no style names an 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,9 +33,7 @@ __all__ = [
 # A component is `*`, `**` or a name; a name cannot hold what the text form gives a meaning.
 _COMPONENT = re.compile(r"\*{1,2}|[^\s.:#*]+")
 _SOURCE = re.compile(r"[^\s:#]+")
-_INTO = re.compile(r"(rowwise|region_output)_into\(([^()\s:#*]+)\)")
-_DIVIDED = re.compile(r"divided(?:\(([1-9]\d*(?:/[1-9]\d*)?)\))?")
-_INPUT_DIM = re.compile(r"split\((\d+)\)")
+_ARGUMENTS = {"(NAME)": r"\([^()\s:#*]+\)", "(N)": r"\([1-9]\d*(?:/[1-9]\d*)?\)", "(DIM)": r"\(\d+\)"}
 UNREACHED = "no gradient reaches it here, so that nothing shows how to split it"
 """The reason of a rule for a parameter that no batch of the search has used."""
 
@@ -81,7 +80,7 @@ class Rule:
                 why="it follows from where hidden states are split, for all modules until they are gathered again",
                 fix="leave the rule out, and pass sequence_parallel=True",
             )
-        if self.style not in self.styles and not self._has_arguments():
+        if not self._is_known():
             known = [style for styles in STYLES.values() for style in styles]
             raise PlanError(
                 f"unknown style {self.style!r}{did_you_mean(self.style, known)}",
@@ -91,9 +90,14 @@ class Rule:
         if not _SOURCE.fullmatch(self.source):
             raise PlanError(f"the source {self.source!r} of a rule is not one word", at=at)
 
-    def _has_arguments(self) -> bool:
-        """Whether the style is one with arguments, and these can be read."""
-        return False
+    def _is_known(self) -> bool:
+        """Whether the style is one of the section's, with arguments that can be read."""
+        return any(_pattern(style).fullmatch(self.style) for style in self.styles)
+
+    @property
+    def _argument(self) -> str:
+        """What stands in parentheses, empty without."""
+        return self.style.partition("(")[2].removesuffix(")")
 
     @property
     def into(self) -> str | None:
@@ -102,14 +106,12 @@ class Rule:
         Where a layer adds what two blocks computed in parallel (attention and MLP, experts and shared experts), only
         the sum of both has to be summed over ranks: the first passes on zeros and defers its sum to the second.
         """
-        found = _INTO.fullmatch(self.style)
-        return found[2] if found else None
+        return self._argument if "_into(" in self.style else None
 
     @property
     def kind(self) -> str:
         """The style without the module to which a sum is deferred."""
-        found = _INTO.fullmatch(self.style)
-        return found[1] if found else self.style
+        return self.style.partition("_into(")[0]
 
     @property
     def meaning(self) -> str:
@@ -174,8 +176,8 @@ class ParameterRule(Rule):
         "split(DIM)": "parameter split along a dim by heads or in plain runs; see shardwise.plan.split_style",
     }
 
-    def _has_arguments(self) -> bool:
-        return self.kind == "rowwise" or self.split is not None
+    def _is_known(self) -> bool:
+        return self.split is not None or super()._is_known()
 
     @property
     def split(self) -> SplitStyle | None:
@@ -201,9 +203,6 @@ class RegionRule(Rule):
         "moe_identity_expert": "identity expert whose output is summed like the others', so scaled down first",
     }
 
-    def _has_arguments(self) -> bool:
-        return self.kind == "region_output"
-
 
 class AttributeRule(Rule):
     """An integer attribute of a module that counts what is split."""
@@ -214,14 +213,9 @@ class AttributeRule(Rule):
         "divided(N)": "divided by N, such as 2 or 3/2: it counts what several ranks share, too",
     }
 
-    def _has_arguments(self) -> bool:
-        return _DIVIDED.fullmatch(self.style) is not None
-
     def divisor(self, parts: int) -> Fraction:
         """By what the attribute is divided where features divide into so many parts."""
-        found = _DIVIDED.fullmatch(self.style)
-        assert found is not None
-        return Fraction(found[1] or parts)
+        return Fraction(self._argument or parts)
 
 
 class InputRule(Rule):
@@ -235,14 +229,10 @@ class InputRule(Rule):
         "sequence": "split along the sequence (with sequence parallelism), as the hidden states are",
     }
 
-    def _has_arguments(self) -> bool:
-        return self.dim is not None
-
     @property
     def dim(self) -> int | None:
         """The dim of which a rank uses its part; None where it is no `split(DIM)`."""
-        found = _INPUT_DIM.fullmatch(self.style)
-        return int(found[1]) if found else None
+        return int(self._argument) if self._argument else None
 
 
 class SequenceRule(Rule):
@@ -255,6 +245,13 @@ class SequenceRule(Rule):
         "partial_gradient": "parameter used between the layers and a split head: its gradient is summed",
         "whole_sequence": "module in such layers that is given the full sequence and computes alike on every rank",
     }
+
+
+@functools.cache
+def _pattern(style: str) -> re.Pattern[str]:
+    """What the texts of a style look like, whatever its argument."""
+    name, bracket, argument = style.partition("(")
+    return re.compile(re.escape(name) + (_ARGUMENTS[bracket + argument] if bracket else ""))
 
 
 SECTIONS: tuple[type[Rule], ...] = (ParameterRule, RegionRule, AttributeRule, SequenceRule, InputRule)

@@ -15,7 +15,7 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import LayerStack
+from shardwise.plan.structure import LayerStack, is_within, parent_of
 
 __all__ = ["LayerCollectives", "counted_layers"]
 
@@ -131,4 +131,4 @@ def _is_counted(stack: LayerStack, plan: SplitPlan) -> bool:
 
 
 def _num_regions(module: str, plan: SplitPlan) -> int:
-    return sum(region.fqn.startswith(f"{module}.") for region in plan.regions)
+    return sum(is_within(parent_of(region.fqn), (module,)) for region in plan.regions)

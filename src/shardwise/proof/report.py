@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.errors import VerificationError
+from shardwise.plan.explain import table
 from shardwise.proof.parity import Difference, Measurement
 
 __all__ = ["Report"]
@@ -53,26 +54,21 @@ class Report:
             )
 
     def __str__(self) -> str:
-        first = self.measurements[0]
         rows = [("", "largest difference", "allowed", "verdict", "where")]
         for name in _LABELS:
             found = [getattr(each, name) for each in self.measurements]
             rows += [_row(name, found)] if found[0] is not None else []
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
-        steps = f"{first.num_steps} steps"
-        rows.append(
-            ("replicas", f"{len(unequal)} unequal after {steps}", "0", _verdict(not unequal), ", ".join(unequal))
-        )
+        differing = f"{len(unequal)} unequal after {self.measurements[0].num_steps} steps"
+        rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
         rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
         return "\n".join(
             [
                 f"{self.subject} over {self.layout}: {verdict}",
                 "",
-                *table,
+                *table(rows, has_rule=False),
                 "",
                 f"{self.share_split:.1%} of the tiny model's parameters are split; proved in {self.seconds:.1f} s",
             ]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 
-from shardwise.plan.structure import ModelFacts, parent_of
-from shardwise.search.reachability import Reachability
-from shardwise.search.traced_sizes import Equation, solve
+from shardwise.plan.structure import parent_of, upwards
+from shardwise.search.block_graph import BlockGraph
+from shardwise.search.traced_sizes import solve
 
 __all__ = ["guess_attributes"]
 
@@ -15,19 +14,16 @@ _COUNT_NAMES = ("head", "group", "num_blocks")
 _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_groups", "attention_head_size", "head_size"})
 
 
-def guess_attributes(facts: ModelFacts, reachability: Reachability, *, limit: int) -> list[dict[str, str]]:
+def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
     """Attributes with their styles, best guess first: what solves the tiny model's sizes, then what names suggest.
 
     Args:
         limit: how many guesses at most.
     """
-    known = facts.attributes()
-    equations = [Equation(constraint.size, part) for constraint, part in reachability.size_constraints()]
-    solved = solve(equations, limit=limit)
-    guesses = [
-        {name: _style(part, reachability.tp_size) for name, part in parts.items() if name in known} for parts in solved
-    ]
-    guesses += [dict.fromkeys(names, "divided") for names in _by_name(facts, reachability)]
+    known = graph.facts.attributes()
+    solved = solve(list(graph.equations()), limit=limit)
+    guesses = [{name: _style(part, graph.tp_size) for name, part in parts.items() if name in known} for parts in solved]
+    guesses += [dict.fromkeys(names, "divided") for names in _by_name(graph)]
     distinct = {tuple(sorted(guess.items())): guess for guess in guesses}
     return list(distinct.values())[:limit]
 
@@ -36,30 +32,18 @@ def _style(part: Fraction, tp_size: int) -> str:
     return "divided" if part == Fraction(1, tp_size) else f"divided({1 / part})"
 
 
-def _by_name(facts: ModelFacts, reachability: Reachability) -> list[tuple[str, ...]]:
-    modules = {reachability.layer.fqn}
-    for name in (*reachability.required_indices, *(product.parameter for product in reachability.group)):
-        module = parent_of(name)
-        while len(module) > len(reachability.layer.fqn):
-            modules.add(module)
-            module = parent_of(module)
-    sizes = {required.size for required in reachability.required_indices.values()} | {
-        product.features for product in reachability.group
-    }
+def _by_name(graph: BlockGraph) -> list[tuple[str, ...]]:
+    layer, names = graph.layer.fqn, [*graph.required_indices, *(product.parameter for product in graph.group)]
+    modules = {layer, *(module for name in names for module in upwards(parent_of(name)) if len(module) > len(layer))}
+    sizes = {each.size for each in graph.required_indices.values()} | {product.features for product in graph.group}
     counts, features = [], []
     for module in sorted(modules):
-        for name, value in _divisible(facts.modules[module].attributes, reachability.tp_size).items():
+        for name, value in graph.facts.modules[module].attributes.items():
+            if value % graph.tp_size or name.rpartition(".")[2] in _NEVER:
+                continue
             if any(part in name for part in _COUNT_NAMES) and not name.endswith(("dim", "size")):
                 counts.append(f"{module}.{name}")
             elif value in sizes:
                 features.append(f"{module}.{name}")
     own = tuple(name for name in counts if ".config." not in name)
     return [(), own, tuple(counts), (*own, *(name for name in features if ".config." not in name))]
-
-
-def _divisible(attributes: Mapping[str, int], tp_size: int) -> dict[str, int]:
-    return {
-        name: value
-        for name, value in attributes.items()
-        if value % tp_size == 0 and name.rpartition(".")[2] not in _NEVER
-    }

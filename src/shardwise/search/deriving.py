@@ -30,7 +30,7 @@ from shardwise.search.real_sizes import RealSizes
 from shardwise.search.refusal import no_plan_error, problem_of, split_share, with_reasons
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
-from shardwise.search.trace import Layer, watch
+from shardwise.search.trace import Run, watch
 from shardwise.search.trial import Trial, Verdict, failures_explained
 from shardwise.search.widen_regions import widen_regions
 from shardwise.sharding.placement import Split
@@ -271,22 +271,21 @@ class _Candidates:
         tp_size = self.trial.tp_size
         widened = widen_regions(plan, self.facts, tp_size=tp_size)
         fused = [
-            fuse_reductions(each, self.facts, self._layers, tp_size=tp_size) for each in dict.fromkeys((widened, plan))
+            fuse_reductions(each, self.facts, self._run.layers, tp_size=tp_size)
+            for each in dict.fromkeys((widened, plan))
         ]
         for each in dict.fromkeys((fused[0], widened, *fused[1:], plan)):
             if sequence_parallel:
-                yield from sequence_plans(
-                    self.tiny, self.facts, each, layers=self._layers, batch=self.trial.inputs(), tp_size=tp_size
-                )
+                yield from sequence_plans(each, self.facts, self._run, tp_size=tp_size)
             else:
                 yield each
 
     @functools.cached_property
-    def _layers(self) -> list[Layer]:
+    def _run(self) -> Run:
         try:
             return watch(_eager(self.tiny), self.trial.inputs(), thorough=True)
         except Exception as error:  # noqa: BLE001 - as above
-            return self._unwatched(error)
+            return Run(self._unwatched(error))
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""
@@ -304,7 +303,7 @@ class _Candidates:
 
     def _first_that_passes(self, alike: Sequence[Block]) -> Plan:
         """The rules of blocks of one kind with the first guess that passes; none where no guess does."""
-        plans = [[plan for plan in block.plans() if self._fits(plan)] for block in alike]
+        plans = [[plan for plan in block.plans if self._fits(plan)] for block in alike]
         reason = ""
         tried: set[Plan] = set()
         for index in range(max(map(len, plans)) if all(plans) else 0):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts, is_within
-from shardwise.search.reachability import gradients_of
+from shardwise.plan.structure import ModelFacts, is_within, parent_of
+from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
 from shardwise.search.trace import Layer, ModuleCall
 
 __all__ = ["fuse_reductions"]
@@ -39,32 +40,21 @@ def fuse_reductions(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, t
 
 def _is_left(module: str, split: SplitPlan, layer: str) -> bool:
     """Whether a region is left at `module`: its own output is reduced, or it is row split in one that is not."""
-    if not module.startswith(f"{layer}."):
+    if not is_within(parent_of(module), (layer,)):
         return False
-    for region in split.regions:
-        if region.edge == "output" and is_within(module, (region.fqn,)):
-            return module == region.fqn
-    return split.modules.get(module) == "rowwise"
+    summed = [region.fqn for region in split.regions if region.edge == "output" and is_within(module, (region.fqn,))]
+    return module in summed if summed else split.modules.get(module) == "rowwise"
 
 
 def _added(calls: Sequence[ModuleCall], layer: Layer) -> Iterator[tuple[ModuleCall, ModuleCall]]:
     """Calls, each with the next one whose output the layer's outputs depend on in just the same way."""
-    called = [call.fqn for call in calls]
-    unique = [call for call in calls if called.count(call.fqn) == 1 and call.outputs and call.inputs]
-    outputs = [value for value in layer.outputs if value.grad_fn is not None]
-    generator = torch.Generator().manual_seed(2)
-    total = sum(((value * torch.randn(value.shape, generator=generator)).sum() for value in outputs), torch.zeros(()))
-    for position, first in enumerate(unique[:-1]):
-        second = unique[position + 1]
+    count = Counter(call.fqn for call in calls)
+    unique = [call for call in calls if count[call.fqn] == 1 and call.outputs and call.inputs]
+    total = weighted_sum([value for value in layer.outputs if value.grad_fn is not None])
+    for first, second in itertools.pairwise(unique):
         ours, theirs = gradients_of(total, [first.outputs[0], second.outputs[0]])
-        if ours is None or theirs is None or ours.numel() != theirs.numel() or not bool(ours.any()):
+        if ours is None or theirs is None or ours.numel() != theirs.numel() or not is_nonzero(ours):
             continue
-        if torch.allclose(ours.flatten(), theirs.flatten(), rtol=1e-5, atol=1e-7) and not _reaches(first, second):
+        is_same = torch.allclose(ours.flatten(), theirs.flatten(), rtol=1e-5, atol=1e-7)
+        if is_same and not depends(second.inputs, first.outputs[:1]):
             yield first, second
-
-
-def _reaches(first: ModuleCall, second: ModuleCall) -> bool:
-    """Whether what the second is given depends on what the first put out."""
-    total = sum((value.sum() for value in second.inputs if value.requires_grad), torch.zeros(()))
-    gradients: Sequence[Tensor | None] = gradients_of(total, [first.outputs[0]])
-    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.plan.structure import parent_of
+from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
 from shardwise.search.trace import Layer, Use, watch
 
-__all__ = ["RequiredIndices", "RowProduct", "find_row_products", "run_of"]
+__all__ = ["RequiredIndices", "RowProduct", "find_row_products", "is_linear_weight"]
 
 _MAX_PASSES = 5
 _MAX_SHARED = 0.5
@@ -36,7 +38,7 @@ _MAX_SHARED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredIndices:
-    """What each rank must hold of a parameter, along one dim.
+    """What each rank must hold of a tensor, along one dim.
 
     Attributes:
         dim: which dim.
@@ -48,6 +50,19 @@ class RequiredIndices:
     size: int
     ranks: tuple[frozenset[int], ...]
 
+    @classmethod
+    def along(cls, dim: int, masks: Sequence[Tensor]) -> RequiredIndices:
+        """Those along `dim` of a tensor, from the mask of the elements that each rank's features depend on."""
+        others = [other for other in range(masks[0].ndim) if other != dim]
+        needed = (mask.sum(others) if others else mask for mask in masks)
+        ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
+        return cls(dim=dim, size=masks[0].shape[dim], ranks=ranks)
+
+    @property
+    def needed(self) -> frozenset[int]:
+        """The indices that some rank needs."""
+        return frozenset().union(*self.ranks)
+
     @property
     def shared(self) -> int:
         """How many indices more than one rank needs."""
@@ -56,8 +71,7 @@ class RequiredIndices:
     @property
     def is_split(self) -> bool:
         """Whether every rank needs less than all."""
-        everything = frozenset().union(*self.ranks)
-        return all(len(indices) < len(everything) for indices in self.ranks)
+        return all(len(indices) < len(self.needed) for indices in self.ranks)
 
     def united(self, other: RequiredIndices) -> RequiredIndices:
         """What a rank must hold for both, which are along the same dim."""
@@ -83,7 +97,6 @@ class RowProduct:
     features: int
     required_indices: dict[str, RequiredIndices]
     reenters: bool = False
-    uses: list[Use] = field(default_factory=list)
 
 
 def find_row_products(
@@ -97,198 +110,160 @@ def find_row_products(
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):
-        found, layers = _search(model, batch, tp_size, frozenset(banned))
+        search = _Search(tp_size, banned)
+        layers = search.run(model, batch)
         # Where the last one is none, others before it may seem to be none for its sake.
-        open_ended = {name for layer in layers for name in list(_open_ended(layer, found))[-1:]}
+        open_ended = {name for layer in layers for name in _open_ended(layer, search.of_layer(layer))[-1:]}
         if not open_ended:
             break
         banned |= open_ended
-    cut = frozenset(found)
-    layers = watch(model, batch, cut=cut, thorough=True)
-    if any(not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear) for name in found):
-        with_zeroed_outputs = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True)}
+    found = list(search.found.values())
+    cut = frozenset(search.found)
+    layers = watch(model, batch, cut=cut, thorough=True).layers
+    if not all(is_linear_weight(model, name) for name in cut):
+        zeroed = {layer.fqn: layer for layer in watch(model, batch, cut=cut, with_zeroed_outputs=True).layers}
         for layer in layers:
-            layer.with_zeroed_outputs = with_zeroed_outputs.get(layer.fqn)
-    _mark_reentries(list(found.values()), layers)
-    return list(found.values()), layers
-
-
-def _search(
-    model: nn.Module, batch: Mapping[str, Any], tp_size: int, banned: frozenset[str]
-) -> tuple[dict[str, RowProduct], list[Layer]]:
-    """Row products by their weights, and the layers with all of them cut."""
-    found: dict[str, RowProduct] = {}
-    columns: dict[str, set[str]] = {}
-    layers = watch(model, batch)
-    max_shared = 0.0
-    for _ in range(_MAX_PASSES):
-        new = [each for layer in layers for each in _accept(layer, tp_size, found, columns, max_shared, banned)]
-        if new:
-            layers = watch(model, batch, cut=frozenset(found))
-        elif max_shared:
-            break
-        else:  # what is clean is found; what is left may share some (the one key of a multi-query attention)
-            max_shared = _MAX_SHARED
+            layer.with_zeroed_outputs = zeroed.get(layer.fqn)
+    uses = {use.parameter: use for layer in layers for use in layer.uses}
+    for product in found:
+        product.reenters = any(
+            depends([uses[other.parameter].x], [uses[product.parameter].out])
+            for other in found
+            if other is not product
+            and other.layer == product.layer
+            and other.required_indices.keys() & product.required_indices.keys()
+            and {other.parameter, product.parameter} <= uses.keys()
+        )
     return found, layers
 
 
-def _open_ended(layer: Layer, found: Mapping[str, RowProduct]) -> Iterator[str]:
-    """Row products whose split weights reach the layer's output past all row products: no region can be left there."""
-    own = [product for product in found.values() if product.layer == layer.fqn]
-    if not own or not layer.outputs or layer.outputs[0].grad_fn is None:
-        return
-    names = [name for name, value in layer.parameters.items() if value.requires_grad and value.ndim > 1]
-    total = (layer.outputs[0] * torch.rand(layer.outputs[0].shape, generator=torch.Generator().manual_seed(1))).sum()
-    gradients = torch.autograd.grad(total, [layer.parameters[n] for n in names], retain_graph=True, allow_unused=True)
-    reaching = {
-        name
-        for name, gradient in zip(names, gradients, strict=True)
-        if gradient is not None and bool((gradient != 0).any()) and name not in found
-    }
-    order = {use.parameter: position for position, use in enumerate(layer.uses)}
-    for product in sorted(own, key=lambda product: order.get(product.parameter, -1)):
-        if any(name in reaching and not required.shared for name, required in product.required_indices.items()):
-            yield product.parameter
+class _Search:
+    """Row products, found pass by pass: those of a pass are cut in the next one.
 
+    Attributes:
+        found: by their weights.
+    """
 
-def _accept(
-    layer: Layer,
-    tp_size: int,
-    found: dict[str, RowProduct],
-    columns: dict[str, set[str]],
-    max_shared: float,
-    banned: frozenset[str],
-) -> list[RowProduct]:
-    """Adds the layer's new row products to `found`, those with the largest splits first."""
-    own = layer.parameters
-    products = [
-        use for use in layer.uses if use.parameter not in found and use.parameter in own and use.parameter not in banned
-    ]
-    outputs = {use.parameter: 1 - use.input_dim if own[use.parameter].ndim == 2 else None for use in products}
-    candidates: list[tuple[int, RowProduct]] = []
-    merged: dict[str, RowProduct] = {}
-    for use in products:
-        required_indices = _required_indices(use, own, tp_size)
-        clean = [
-            name
-            for name, required in required_indices.items()
-            if name != use.parameter
-            and own[name].ndim > 1
-            and required.shared <= max_shared * required.size
-            and (name not in outputs or outputs[name] in (None, required.dim))
-            and name in {each.parameter for each in layer.uses}
-        ]
-        if not clean:
-            continue
-        if use.parameter in merged:  # one weight used several times (experts): the union of what its uses need
-            _unite(merged[use.parameter], required_indices)
-            continue
-        product = RowProduct(
-            layer.fqn, use.parameter, use.module, use.input_dim, use.x.shape[-1], required_indices, uses=[use]
-        )
-        merged[use.parameter] = product
-        candidates.append((sum(own[name].numel() for name in clean), product))
-    accepted = []
-    for _, product in sorted(candidates, key=lambda each: -each[0]):
-        splits = {
-            name
-            for name, required in product.required_indices.items()
-            if required.shared <= max_shared * required.size and own[name].ndim > 1
-        }
-        taken = columns.setdefault(layer.fqn, set())
-        rows = {name for name, other in found.items() if other.layer == layer.fqn}
-        if product.parameter in taken or splits & rows or _conflicts(product, found):
-            continue
-        found[product.parameter] = product
-        taken |= splits
-        accepted.append(product)
-    return accepted
+    def __init__(self, tp_size: int, banned: Iterable[str]) -> None:
+        self.found: dict[str, RowProduct] = {}
+        self._tp_size, self._banned = tp_size, frozenset(banned)
+        self._columns: dict[str, set[str]] = {}  # by layer, what its row products split
+        self._max_shared = 0.0
 
+    def run(self, model: nn.Module, batch: Mapping[str, Any]) -> list[Layer]:
+        """Finds them; returns the layers with all of them cut."""
+        layers = watch(model, batch).layers
+        for _ in range(_MAX_PASSES):
+            before = len(self.found)
+            for layer in layers:
+                self._accept(layer)
+            if len(self.found) > before:
+                layers = watch(model, batch, cut=frozenset(self.found)).layers
+            elif self._max_shared:
+                break
+            else:  # what is clean is found; what is left may share some (the one key of a multi-query attention)
+                self._max_shared = _MAX_SHARED
+        return layers
 
-def _conflicts(product: RowProduct, found: Mapping[str, RowProduct]) -> bool:
-    """Whether a product of the same layer splits one of its weights in another way: by heads, not inside of them."""
-    for other in found.values():
-        for name in (
-            product.required_indices.keys() & other.required_indices.keys() if other.layer == product.layer else ()
-        ):
-            ours, theirs = product.required_indices[name], other.required_indices[name]
-            if ours.shared or theirs.shared:
+    def of_layer(self, layer: Layer) -> list[RowProduct]:
+        """Those of one layer."""
+        return [product for product in self.found.values() if product.layer == layer.fqn]
+
+    def _accept(self, layer: Layer) -> None:
+        """Adds the layer's new row products, those with the largest splits first."""
+        columns = self._columns.setdefault(layer.fqn, set())
+        for product in self._candidates(layer):
+            known = self.of_layer(layer)
+            splits = {name for name in product.required_indices if self._is_split(name, product, layer)}
+            rows = {each.parameter for each in known}
+            if product.parameter in columns or splits & rows or any(_conflict(product, each) for each in known):
                 continue
-            if ours.dim != theirs.dim or ours.united(theirs).shared:
-                return True
+            self.found[product.parameter] = product
+            columns |= splits
+
+    def _candidates(self, layer: Layer) -> list[RowProduct]:
+        """Products whose ranks need different parts of some weight that multiplies, those with most elements first."""
+        own, found = layer.parameters, dict[str, tuple[int, RowProduct]]()
+        uses = [use for use in layer.uses if use.parameter in own and use.parameter not in self.found]
+        uses = [use for use in uses if use.parameter not in self._banned]
+        output_dims = {use.parameter: 1 - use.input_dim for use in uses if own[use.parameter].ndim == 2}
+        for use in uses:
+            product = RowProduct(
+                layer=layer.fqn,
+                parameter=use.parameter,
+                module=use.module,
+                input_dim=use.input_dim,
+                features=use.x.shape[-1],
+                required_indices=_required_indices(use, own, self._tp_size),
+            )
+            split = [
+                name
+                for name, required in product.required_indices.items()
+                if name != use.parameter
+                and self._is_split(name, product, layer)
+                and output_dims.get(name, required.dim) == required.dim
+                and any(name == other.parameter for other in layer.uses)
+            ]
+            if split and use.parameter not in found:
+                found[use.parameter] = sum(own[name].numel() for name in split), product
+            elif split:  # one weight used several times (experts): the union of what its uses need
+                known = found[use.parameter][1].required_indices
+                for name, required in product.required_indices.items():
+                    if name in known and known[name].dim == required.dim:
+                        known[name] = known[name].united(required)
+        return [product for _, product in sorted(found.values(), key=lambda each: -each[0])]
+
+    def _is_split(self, name: str, product: RowProduct, layer: Layer) -> bool:
+        """Whether ranks need parts of a matrix that overlap little enough."""
+        required = product.required_indices[name]
+        return layer.parameters[name].ndim > 1 and required.shared <= self._max_shared * required.size
+
+
+def is_linear_weight(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is the weight of a linear, transformers' `Conv1D` included."""
+    module = model.get_submodule(parent_of(name))
+    return name.endswith(".weight") and (isinstance(module, nn.Linear) or hasattr(module, "nf"))
+
+
+def _conflict(product: RowProduct, other: RowProduct) -> bool:
+    """Whether two products split one weight in different ways: by heads, and inside of them."""
+    for name in product.required_indices.keys() & other.required_indices.keys():
+        ours, theirs = product.required_indices[name], other.required_indices[name]
+        if not ours.shared and not theirs.shared and (ours.dim != theirs.dim or ours.united(theirs).shared):
+            return True
     return False
+
+
+def _open_ended(layer: Layer, products: Sequence[RowProduct]) -> list[str]:
+    """Those of the layer's row products, in the order of use, whose split weights reach the layer's output past all row
+    products: no region can be left there.
+    """
+    rows = {product.parameter for product in products}
+    names = [n for n, value in layer.parameters.items() if value.requires_grad and value.ndim > 1 and n not in rows]
+    gradients = gradients_of(weighted_sum(layer.outputs[:1]), [layer.parameters[name] for name in names])
+    reaching = {name for name, gradient in zip(names, gradients, strict=True) if is_nonzero(gradient)}
+    order = {use.parameter: position for position, use in enumerate(layer.uses)}
+    return [
+        product.parameter
+        for product in sorted(products, key=lambda product: order.get(product.parameter, -1))
+        if any(name in reaching and not required.shared for name, required in product.required_indices.items())
+    ]
 
 
 def _required_indices(use: Use, own: Mapping[str, Tensor], tp_size: int) -> dict[str, RequiredIndices]:
     """For every parameter of the layer the dim along which the ranks' needs differ most, if they differ."""
     if not use.x.requires_grad or use.x.shape[-1] < tp_size:
         return {}
-    own = {name: value for name, value in own.items() if value.requires_grad}
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(use.x.shape, generator=generator) + 0.5
-    weights *= torch.randint(0, 2, use.x.shape, generator=generator) * 2 - 1
-    masks = []
-    for run in range(tp_size):
-        start, stop = run_of(use.x.shape[-1], tp_size, run)
-        total = (use.x[..., start:stop].float() * weights[..., start:stop]).sum()
-        gradients = torch.autograd.grad(total, list(own.values()), retain_graph=True, allow_unused=True)
-        masks.append([None if gradient is None else gradient != 0 for gradient in gradients])
-    required_indices = {}
-    for position, (name, parameter) in enumerate(own.items()):
-        found = [mask[position] for mask in masks]
-        if any(mask is None for mask in found):
-            continue
-        required = _best_dim(parameter, found)
-        if required is not None:
-            required_indices[name] = required
+    names = [name for name, value in own.items() if value.requires_grad]
+    totals = (weighted_sum([use.x], rank=rank, tp_size=tp_size) for rank in range(tp_size))
+    gradients = [gradients_of(total, [own[name] for name in names]) for total in totals]
+    found = {}
+    for name, each in zip(names, zip(*gradients, strict=True), strict=True):
+        masks = [gradient != 0 for gradient in each if gradient is not None]
+        dims = [RequiredIndices.along(dim, masks) for dim in range(own[name].ndim)] if len(masks) == tp_size else []
+        split = [required for required in dims if required.is_split]
+        if split:
+            found[name] = min(split, key=lambda required: required.shared)
     # A bias whose true gradient is zero (a key's: the softmax does not see it) shows rounding noise; its weight knows.
-    return {
-        name: required
-        for name, required in required_indices.items()
-        if not name.endswith(".bias") or f"{name[:-5]}.weight" in required_indices or f"{name[:-5]}.weight" not in own
-    }
-
-
-def _best_dim(parameter: Tensor, masks: list[Tensor]) -> RequiredIndices | None:
-    best: RequiredIndices | None = None
-    for dim in range(parameter.ndim):
-        others = [other for other in range(parameter.ndim) if other != dim]
-        needed = [mask.sum(others) > 0 if others else mask for mask in masks]
-        ranks = tuple(frozenset(torch.nonzero(each).flatten().tolist()) for each in needed)
-        required = RequiredIndices(dim=dim, size=parameter.shape[dim], ranks=ranks)
-        if required.is_split and (best is None or required.shared < best.shared):
-            best = required
-    return best
-
-
-def _unite(product: RowProduct, required_indices: Mapping[str, RequiredIndices]) -> None:
-    for name, required in required_indices.items():
-        known = product.required_indices.get(name)
-        if known is not None and known.dim == required.dim:
-            product.required_indices[name] = known.united(required)
-
-
-def run_of(size: int, tp_size: int, index: int) -> tuple[int, int]:
-    """The run of `size` features that belongs to rank `index`."""
-    run = -(-size // tp_size)
-    return min(size, index * run), min(size, (index + 1) * run)
-
-
-def _mark_reentries(products: list[RowProduct], layers: list[Layer]) -> None:
-    """A product re-enters where another product that needs the same split weights depends on its sum."""
-    uses = {use.parameter: use for layer in layers for use in layer.uses}
-    for product in products:
-        shared = [
-            other
-            for other in products
-            if other is not product
-            and other.layer == product.layer
-            and set(other.required_indices) & set(product.required_indices)
-        ]
-        out = uses[product.parameter].out if product.parameter in uses else None
-        for other in shared:
-            use = uses.get(other.parameter)
-            if out is None or use is None or not use.x.requires_grad:
-                continue
-            (gradient,) = torch.autograd.grad(use.x.sum(), [out], retain_graph=True, allow_unused=True)
-            product.reenters = product.reenters or (gradient is not None and bool((gradient != 0).any()))
+    weights = {name: f"{name.removesuffix('.bias')}.weight" for name in found if name.endswith(".bias")}
+    return {name: each for name, each in found.items() if weights.get(name) not in names or weights[name] in found}

@@ -40,8 +40,8 @@ __all__ = ["find_layer_order", "layer_order_by_hand"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 6
-"""Raised with every change of what is found."""
+_SEARCH = 7
+"""Raised with every change of what is found, or how it is written."""
 
 _ALLOWED = 1e-3  # of the largest entry of a gradient
 

@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.errors import UnsupportedError
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, is_within, outermost_layers, parent_of
-from shardwise.runtime.norm import recognise_norm
+from shardwise.runtime.arguments import hidden_name
 from shardwise.search.attributes import guess_attributes
-from shardwise.search.influence import RequiredIndices, RowProduct
-from shardwise.search.reachability import (
-    Reachability,
-    find_added,
-    find_bypassing_identities,
-    find_entries,
-    find_sliced_inputs,
-    hidden_name,
-)
+from shardwise.search.block_graph import BlockGraph
+from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
 from shardwise.search.styles import Styler
-from shardwise.search.trace import Layer
+from shardwise.search.trace import Layer, norm_formula
 
 __all__ = ["Block", "find_blocks"]
 
@@ -41,6 +33,7 @@ _MAX_GUESSES_BELOW = 2
 """And at the others."""
 _weights = functools.partial(ParameterRule, source="structure")
 _region = functools.partial(RegionRule, source="structure")
+_count = functools.partial(AttributeRule, source="structure")
 _input = functools.partial(InputRule, source="structure")
 _LARGE = 0.02
 """From which part of its layer's elements a linear outside of all blocks is worth a collective."""
@@ -52,19 +45,15 @@ class Block:
 
     Attributes:
         layer: FQN of the layer.
-        candidates: plans that may split it, best guess first; the last one may gather what others leave split.
+        plans: those that may split it, best guess first; the last one may gather what others leave split.
         parameters: FQNs of those that it splits.
         key: names its kind: the row products within the layer.
     """
 
     layer: str
-    candidates: tuple[Plan, ...]
-    parameters: frozenset[str] = field(default_factory=frozenset)
-    key: tuple[str, ...] = ()
-
-    def plans(self) -> Iterator[Plan]:
-        """The plans to try, best guess first."""
-        yield from self.candidates
+    plans: tuple[Plan, ...]
+    parameters: frozenset[str]
+    key: tuple[str, ...]
 
 
 def find_blocks(
@@ -75,9 +64,16 @@ def find_blocks(
     for layer in layers:
         own = [product for product in products if product.layer == layer.fqn]
         for group in _groups(own):
-            blocks.append(_Builder(model, facts, layer, group, own, tp_size).block())
+            graph = BlockGraph(model, facts, layer, group, own, tp_size=tp_size)
+            rows = [product.parameter for product in group]
+            blocks.append(_block(layer.fqn, _RuleBuilder(graph).plans(), [*graph.required_indices, *rows], rows))
     rest = (_rest(model, facts, layer, blocks, tp_size) for layer in outermost_layers(facts.stacks))
     return [*blocks, *(block for block in rest if block is not None)]
+
+
+def _block(layer: str, plans: Iterable[Plan], parameters: Iterable[str], named_after: Iterable[str]) -> Block:
+    key = tuple(sorted(name.removeprefix(f"{layer}.") for name in named_after))
+    return Block(layer=layer, plans=tuple(plans), parameters=frozenset(parameters), key=key)
 
 
 def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Block], tp_size: int) -> Block | None:
@@ -86,8 +82,8 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     Where a layer runs inside a function of its own its graph shows nothing, and these are all.
     """
     own = [block for block in blocks if block.layer == layer]
-    rules = (rule for block in own for rule in block.candidates[0].section(RegionRule))
-    entries = [rule.pattern for rule in rules if rule.style in ("region", "region_output")]
+    regions = (rule for block in own for rule in block.plans[0].section(RegionRule))
+    entries = [rule.pattern for rule in regions if rule.style in ("region", "region_output")]
     split = frozenset().union(*(block.parameters for block in own))
     sizes = {name: math.prod(facts.modules[name].parameters.get("weight", (0,))) for name in facts.inside(layer)}
     names = [
@@ -101,12 +97,8 @@ def _rest(model: nn.Module, facts: ModelFacts, layer: str, blocks: Sequence[Bloc
     if not names:
         return None
     reason = "its layer shows no structure around it"
-    return Block(
-        layer=layer,
-        candidates=(Plan(tuple(_weights(name, "colwise_gather_output", reason=reason) for name in names)),),
-        parameters=frozenset(f"{name}.weight" for name in names),
-        key=tuple(sorted(name.removeprefix(f"{layer}.") for name in names)),
-    )
+    rules = tuple(_weights(name, "colwise_gather_output", reason=reason) for name in names)
+    return _block(layer, [Plan(rules)], [f"{name}.weight" for name in names], names)
 
 
 def _can_gather(model: nn.Module, facts: ModelFacts, module: str, tp_size: int) -> bool:
@@ -129,64 +121,32 @@ def _groups(products: list[RowProduct]) -> list[list[RowProduct]]:
     return groups
 
 
-class _Builder:
-    def __init__(
-        self,
-        model: nn.Module,
-        facts: ModelFacts,
-        layer: Layer,
-        group: list[RowProduct],
-        all_products: list[RowProduct],
-        tp_size: int,
-    ) -> None:
-        self.model, self.facts, self.layer, self.group, self.tp_size = model, facts, layer, group, tp_size
-        self.shapes = {fqn: shape for fqn, _, _, shape in facts.parameters()}
-        rows = {product.parameter for product in all_products}
-        united = _united(group)
-        self.required_indices = {
-            name: required for name, required in united.items() if required.is_split and name not in rows
-        }
-        others = [product for product in all_products if product not in group]
-        self.reachability = Reachability(model, layer, group, self.required_indices, tp_size, others=others)
-        self.styler = Styler(facts, layer.fqn, tp_size)
+class _RuleBuilder:
+    """Says in rules what the graph of a block shows."""
 
-    def block(self) -> Block:
-        parameters = frozenset(self.required_indices) | {product.parameter for product in self.group}
-        return Block(
-            layer=self.layer.fqn,
-            candidates=tuple(self._candidates()),
-            parameters=parameters,
-            key=tuple(sorted(product.parameter.removeprefix(f"{self.layer.fqn}.") for product in self.group)),
-        )
+    def __init__(self, graph: BlockGraph) -> None:
+        self.graph, self.facts = graph, graph.facts
+        self.styler = Styler(graph.facts, graph.layer.fqn, graph.tp_size)
+        self.shapes = {fqn: shape for fqn, _, _, shape in graph.facts.parameters()}
 
-    def _candidates(self) -> Iterator[Plan]:
-        attributes = guess_attributes(self.facts, self.reachability, limit=_MAX_GUESSES)
-        for position, entries in enumerate(find_entries(self.facts, self.reachability)):
+    def plans(self) -> Iterator[Plan]:
+        """The plans to try, best guess first."""
+        guesses = [
+            [_count(name, style, reason="counts what is split") for name, style in each.items()]
+            for each in guess_attributes(self.graph, limit=_MAX_GUESSES)
+        ]
+        for position, entries in enumerate(self.graph.entries):
             rules, slices = self._rules(entries), tuple(self._slices(entries))
-            for guess in attributes if position == 0 else attributes[:_MAX_GUESSES_BELOW]:
-                counts = tuple(self._attributes(guess))
+            for counts in guesses if position == 0 else guesses[:_MAX_GUESSES_BELOW]:
                 # Blocks of one kind are tried in step, so each has both.
                 yield Plan((*rules, *counts, *slices))
                 yield Plan((*rules, *counts))
-        yield from self._with_local_sizes(attributes)
-        gathered = tuple(self._gathered(next(find_entries(self.facts, self.reachability))))
-        if gathered:
+        entries = self.graph.entries[0]
+        rules, slices, local_sizes = self._rules(entries), tuple(self._slices(entries)), tuple(self._sizes(entries))
+        for counts in guesses if local_sizes else ():
+            yield Plan((*rules, *counts, *slices, *local_sizes))
+        if gathered := tuple(self._gathered(entries)):
             yield Plan(gathered)
-
-    def _with_local_sizes(self, attributes: Sequence[Mapping[str, str]]) -> Iterator[Plan]:
-        """Where no attribute gives the size that split features are reshaped by: the hidden states may give it."""
-        entries = next(find_entries(self.facts, self.reachability))
-        reason = "what is split is reshaped by its size"
-        hidden = {call.fqn: hidden_name(call) for call in self.layer.calls if entries.get(call.fqn) == "region"}
-        names = [f"{fqn}.{name}" for fqn, name in hidden.items() if f"{fqn}.{name}" in self.facts.inputs()]
-        local_sizes = [_input(name, "local_size", reason=reason) for name in names]
-        rules, slices = self._rules(entries), tuple(self._slices(entries))
-        for guess in attributes if local_sizes else ():
-            yield Plan((*rules, *self._attributes(guess), *slices, *local_sizes))
-
-    def _attributes(self, guess: Mapping[str, str]) -> Iterator[Rule]:
-        reason = "counts what is split"
-        return (AttributeRule(name, style, source="structure", reason=reason) for name, style in guess.items())
 
     def _rules(self, entries: Mapping[str, str]) -> list[Rule]:
         """Of several on one name the last one."""
@@ -195,42 +155,49 @@ class _Builder:
     def _found(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         for entry, edge in entries.items():
             yield _region(entry, edge, reason="everything it is given is used by split parameters alone")
-            for name in sorted(self.reachability.bypassing_inputs(entry) or ()) if edge == "region" else ():
-                yield _input(f"{entry}.{name}", "aside", reason="it is used after the sum")
-        for product in self.group:
+        for name in self._residual_inputs(entries):
+            yield _input(name, "aside", reason="it is used after the sum")
+        for product in self.graph.group:
             yield from self._row_rules(product, entries)
-        weights = [name for name in self.required_indices if self._is_weight(name)]
-        covered = {parent_of(name) for name in weights}
-        for name, required in self.required_indices.items():
-            if name in weights or parent_of(name) not in covered or not name.endswith(".bias"):
+        needed = self.graph.required_indices
+        covered = {parent_of(name) for name in needed if self._is_weight(name)}
+        for name, required in needed.items():
+            if self._is_weight(name) or parent_of(name) not in covered or not name.endswith(".bias"):
                 yield from self._column_rules(name, required, entries)
         for entry in (entry for entry, edge in entries.items() if edge == "region_output"):
-            for name in find_added(self.reachability, entry):
+            for name in self.graph.added(entry):
                 yield _weights(name, "added_once", reason="it is added to partial sums")
-            for name in find_bypassing_identities(self.model, self.reachability, entry):
+            for name in self.graph.bypassing_identities(entry):
                 yield _region(name, "moe_identity_expert", reason="its output is added to partial sums")
+
+    def _residual_inputs(self, entries: Mapping[str, str]) -> list[str]:
+        owners = (entry for entry, edge in entries.items() if edge == "region")
+        return [f"{owner}.{name}" for owner in owners for name in sorted(self.graph.bypassing_inputs(owner) or ())]
 
     def _slices(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Inputs of which a rank gets its own part; tried without, too: they may be split where they are made."""
-        for name, dim in find_sliced_inputs(self.facts, self.reachability, entries).items():
-            if self._is_residual_input(name, entries):
-                continue
-            yield _input(name, f"split({dim})", reason="each rank uses its own part of it")
+        residual = self._residual_inputs(entries)
+        for name, dim in self.graph.sliced_inputs(entries).items():
+            if name not in residual:
+                yield _input(name, f"split({dim})", reason="each rank uses its own part of it")
 
-    def _is_residual_input(self, name: str, entries: Mapping[str, str]) -> bool:
-        owner, _, argument = name.rpartition(".")
-        return entries.get(owner) == "region" and argument in (self.reachability.bypassing_inputs(owner) or ())
+    def _sizes(self, entries: Mapping[str, str]) -> Iterator[Rule]:
+        """Where no attribute gives the size that split features are reshaped by: the hidden states may give it."""
+        calls = {call.fqn: call for call in self.graph.layer.calls if entries.get(call.fqn) == "region"}
+        for name in (f"{fqn}.{hidden_name(call.named)}" for fqn, call in calls.items()):
+            if name in self.facts.inputs():
+                yield _input(name, "local_size", reason="what is split is reshaped by its size")
 
     def _gathered(self, entries: Mapping[str, str]) -> Iterator[Rule]:
         """Every linear with its outputs gathered: which always works, at the price of a collective for each."""
-        names = {*self.required_indices, *(product.parameter for product in self.group)}
-        names |= {name for name in self.layer.parameters if is_within(parent_of(name), entries)}
+        names = {*self.graph.required_indices, *(product.parameter for product in self.graph.group)}
+        names |= {name for name in self.graph.layer.parameters if is_within(parent_of(name), entries)}
         for owner in sorted({parent_of(name) for name in names if self._is_weight(name)}):
-            if _can_gather(self.model, self.facts, owner, self.tp_size):
+            if _can_gather(self.graph.model, self.facts, owner, self.graph.tp_size):
                 yield _weights(owner, "colwise_gather_output", reason="what works on its outputs cannot be split")
 
     def _is_weight(self, name: str) -> bool:
-        return name.endswith(".weight") and self.facts.modules[parent_of(name)].kind in ("linear", "transposed")
+        return is_linear_weight(self.graph.model, name)
 
     def _row_rules(self, product: RowProduct, entries: Mapping[str, str]) -> Iterator[Rule]:
         reason = f"its {product.features} input features fall into runs that need different rows"
@@ -246,7 +213,7 @@ class _Builder:
 
     def _column_rules(self, name: str, required: RequiredIndices, entries: Mapping[str, str]) -> Iterator[Rule]:
         owner = parent_of(name)
-        if self._is_norm(owner):
+        if norm_formula(self.graph.model.get_submodule(owner)) is not None:
             yield _weights(owner, "norm_split", reason="it normalises split features")
             return
         names = [name]
@@ -255,23 +222,3 @@ class _Builder:
             names = [f"{owner}.{own}" for own in self.facts.modules[owner].parameters] if owner in entries else [owner]
         style, reason = self.styler.style(name, required), "each rank's features depend on their own part of it"
         yield from (_weights(each, style, reason=reason) for each in names)
-
-    def _is_norm(self, owner: str) -> bool:
-        try:
-            recognise_norm(self.model.get_submodule(owner))
-        except UnsupportedError:
-            return False
-        return True
-
-
-def _united(group: Sequence[RowProduct]) -> dict[str, RequiredIndices]:
-    """What each rank must hold for all row products of a block together."""
-    united: dict[str, RequiredIndices] = {}
-    for product in group:
-        for name, required in product.required_indices.items():
-            known = united.get(name)
-            if known is None:
-                united[name] = required
-            elif known.dim == required.dim:
-                united[name] = known.united(required)
-    return united

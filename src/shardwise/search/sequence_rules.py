@@ -7,76 +7,67 @@ after the last layer, wherever it is registered, has partial gradients where a s
 
 from __future__ import annotations
 
-import copy
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.sequence_plan import stacks_with_regions
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import LayerStack, ModelFacts, is_within, parent_of
-from shardwise.search.reachability import gradients_of, hidden_name
-from shardwise.search.trace import Layer, ModuleCall
+from shardwise.plan.structure import ModelFacts, is_within, parent_of
+from shardwise.runtime.arguments import hidden_name
+from shardwise.search.dependence import gradients_of, is_nonzero
+from shardwise.search.trace import Layer, ModuleCall, Run
 from shardwise.sharding.placement import Split
-from shardwise.tiny.objective import copied
 
 __all__ = ["sequence_plans"]
 
 _MAX_INPUTS = 2
-_BY = "structure"
+_rule = functools.partial(SequenceRule, source="structure")
+_input = functools.partial(InputRule, source="structure")
 
 
-def sequence_plans(
-    model: nn.Module,
-    facts: ModelFacts,
-    plan: Plan,
-    *,
-    layers: Sequence[Layer],
-    batch: Mapping[str, Any],
-    tp_size: int,
-) -> Iterator[Plan]:
+def sequence_plans(plan: Plan, facts: ModelFacts, run: Run, *, tp_size: int) -> Iterator[Plan]:
     """`plan` with rules that say where the sequence is split; best guess first, which may be `plan` as it is.
 
     Args:
-        model: a tiny model in eval mode.
-        layers: how its layers ran when watched, every tensor a node, nothing cut.
+        run: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
         tp_size: for how many ranks.
     """
     split = resolve(plan, facts, tp_size=tp_size)
-    stacks = stacks_with_regions(facts, split.regions)
-    if len(stacks) < 2:
+    stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
+    if len(stacks) < 2 or not run.layers:
         yield plan  # where there is none, trying it says so
-    order = _watch_order(model, stacks, batch)
-    ran = sorted(order.left_at, key=lambda stack: order.left_at[stack])
+    ends: dict[str, int] = {}
+    for layer in run.layers:
+        stack = parent_of(layer.fqn)
+        ends[stack] = max(layer.left_at, ends.get(stack, 0))
+    ran = sorted(ends.keys() & stacks, key=ends.__getitem__)
     seen = set()
     for chosen in _choices(ran, facts):
-        inside = [layer for layer in layers if parent_of(layer.fqn) in chosen]
+        inside = [layer for layer in run.layers if parent_of(layer.fqn) in chosen]
+        after = {name for name, used in run.used_at.items() if used > ends[chosen[-1]]}
         for gathered, inputs, mixing, tail in itertools.product(
-            _gathered(inside, split),
-            _inputs(inside),
-            _mixing(inside, split),
-            _tails(split, chosen[-1], order),
+            _gathered(inside, split), _inputs(inside), _mixing(inside, split), _tails(split, chosen[-1], after)
         ):
             last = "sequence_partial" if tail is not None else "sequence"
-            names = {
-                "sequence": (chosen[:-1], "its layers are split"),
-                last: (chosen if last == "sequence" else chosen[-1:], "its layers are split"),
-                "partial_gradient": (tail or (), "it runs between the layers and the head"),
-                "whole_sequence": (mixing, "it mixes positions and is not split"),
-            }
-            rules = [SequenceRule(fqn, style, _BY, why) for style, (fqns, why) in names.items() for fqn in fqns]
-            split_inputs = [InputRule(fqn, "sequence", _BY, "it is used position by position") for fqn in inputs]
-            split_inputs += [
-                InputRule(fqn, "sequence", _BY, "it is a part, as the hidden states are") for fqn in gathered
+            rules = [
+                *(_rule(fqn, "sequence", reason="its layers are split") for fqn in chosen[:-1]),
+                _rule(chosen[-1], last, reason="its layers are split"),
+                *(
+                    _rule(fqn, "partial_gradient", reason="it runs between the layers and the head")
+                    for fqn in tail or ()
+                ),
+                *(_rule(fqn, "whole_sequence", reason="it mixes positions and is not split") for fqn in mixing),
+                *(_input(fqn, "sequence", reason="it is used position by position") for fqn in inputs),
+                *(_input(fqn, "sequence", reason="it is a part, as the hidden states are") for fqn in gathered),
             ]
-            candidate = plan | Plan((*rules, *split_inputs))
+            candidate = plan | Plan(tuple(rules))
             if candidate not in seen:
                 seen.add(candidate)
                 yield candidate
@@ -91,15 +82,11 @@ def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ..
             yield (stack,)
 
 
-def _tails(split: SplitPlan, stack: str, order: _Order) -> Iterator[tuple[str, ...] | None]:
+def _tails(split: SplitPlan, stack: str, after: Collection[str]) -> Iterator[tuple[str, ...] | None]:
     """Replicated parameters used after the last stack, whose gradients are partial; None where none may be."""
     if split.head is not None:
-        after = []
-        for name, planned in split.parameters.items():
-            inside = name.startswith(f"{stack}.") or isinstance(planned.placement, Split)
-            if not inside and order.used_at.get(name, -1) > order.left_at[stack]:
-                after.append(name)
-        yield tuple(after)
+        planned = ((name, each.placement) for name, each in split.parameters.items() if name in after)
+        yield tuple(n for n, placement in planned if not is_within(n, (stack,)) and not isinstance(placement, Split))
     yield None
 
 
@@ -107,12 +94,13 @@ def _gathered(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, 
     """Inputs of regions that may be parts of the sequence beside the hidden states: none, or all as long as them."""
     yield ()
     regions = {region.fqn for region in split.regions}
+    known = {*split.inputs, *split.residual_inputs}
     found = []
     for call in (call for layer in layers for call in layer.calls if call.fqn in regions):
-        hidden = call.tensors.get(hidden_name(call) or "")
-        for name, value in call.tensors.items() if hidden is not None else ():
-            known = f"{call.fqn}.{name}" in split.inputs or f"{call.fqn}.{name}" in split.residual_inputs
-            if name != hidden_name(call) and not known and _has_sequence_of(value, hidden):
+        hidden = hidden_name(call.named)
+        length = call.tensors.get(hidden or "")
+        for name, value in call.tensors.items():
+            if name != hidden and f"{call.fqn}.{name}" not in known and _has_sequence_of(value, length):
                 found.append(f"{call.fqn}.{name}")
     if found:
         yield tuple(dict.fromkeys(found))
@@ -131,10 +119,8 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
     alike: dict[str, list[str]] = {}
     pointwise: list[str] = []
     for layer in layers:
-        call = next((call for call in layer.calls if call.fqn == layer.fqn), None)
-        hidden = _hidden(call) if call is not None else None
-        if call is None or hidden is None:
-            continue
+        call = next((call for call in layer.calls if call.fqn == layer.fqn), ModuleCall(layer.fqn))
+        hidden = _hidden(call)
         for name, value in call.named.items():
             if value is not hidden and name not in call.carried and _has_sequence_of(value, hidden):
                 alike.setdefault(name, []).append(f"{layer.fqn}.{name}")
@@ -149,26 +135,25 @@ def _inputs(layers: Sequence[Layer]) -> Iterator[tuple[str, ...]]:
 
 def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ...]]:
     """Modules outside of regions that mix positions: the lowest of them, or the highest."""
-    regions = tuple(f"{region.fqn}." for region in split.regions if region.edge != "gather")
+    regions = [region.fqn for region in split.regions if region.edge != "gather"]
     lowest: list[str] = []
     highest: list[str] = []
     for layer in layers:
-        mixing = []
-        for call in layer.calls:
-            outside = call.fqn != layer.fqn and not f"{call.fqn}.".startswith(regions)
-            hidden = _hidden(call)
-            if outside and hidden is not None and hidden.ndim >= 3 and _mixes(hidden, call.outputs[:1]):
-                mixing.append(call.fqn)
-        mixing = list(dict.fromkeys(mixing))
-        explained = (*mixing, *(region.removesuffix(".") for region in regions))
-        lowest += [name for name in mixing if not any(other.startswith(f"{name}.") for other in explained)]
+        outside = [call for call in layer.calls if call.fqn != layer.fqn and not is_within(call.fqn, regions)]
+        mixing = dict.fromkeys(call.fqn for call in outside if _mixes_hidden(call))
+        explained = [parent_of(name) for name in (*mixing, *regions)]
+        lowest += [name for name in mixing if not any(is_within(other, (name,)) for other in explained)]
         highest += [name for name in mixing if not is_within(parent_of(name), mixing)]
     yield from dict.fromkeys((tuple(lowest), tuple(highest)))
 
 
 def _hidden(call: ModuleCall) -> Tensor | None:
-    name = hidden_name(call)
-    return call.named[name] if name is not None else None
+    return call.named.get(hidden_name(call.named) or "")
+
+
+def _mixes_hidden(call: ModuleCall) -> bool:
+    hidden = _hidden(call)
+    return hidden is not None and hidden.ndim >= 3 and _mixes(hidden, call.outputs[:1])
 
 
 def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -177,47 +162,7 @@ def _mixes(value: Tensor, outputs: Sequence[Tensor]) -> bool:
         if out.grad_fn is None or out.ndim < 2 or out.shape[:2] != value.shape[:2]:
             continue
         for position in (0, out.shape[1] // 2, out.shape[1] - 1):
-            gradient = next(iter(gradients_of(out[:, position].sum(), [value])))
-            if gradient is not None:
-                elsewhere = torch.arange(gradient.shape[1]) != position
-                if bool((gradient[:, elsewhere] != 0).any()):
-                    return True
+            (gradient,) = gradients_of(out[:, position].sum(), [value])
+            if gradient is not None and is_nonzero(gradient[:, torch.arange(gradient.shape[1]) != position]):
+                return True
     return False
-
-
-class _Order(TorchFunctionMode):
-    """When what ran: `left_at` the end of every stack's last layer, `used_at` the last use of every parameter."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.left_at: dict[str, int] = {}
-        self.used_at: dict[str, int] = {}
-        self.now = 0
-        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.now += 1
-        if getattr(func, "__name__", "") != "__get__":
-            for value in (*args, *(kwargs or {}).values()):
-                if isinstance(value, Tensor) and id(value) in self.names:
-                    self.used_at[self.names[id(value)]] = self.now
-        return func(*args, **(kwargs or {}))
-
-
-def _watch_order(model: nn.Module, stacks: Sequence[LayerStack], batch: Mapping[str, Any]) -> _Order:
-    model = copy.deepcopy(model)  # some models replace their modules when they run
-    order = _Order(model)
-    hooks = []
-    for stack in stacks:
-
-        def left(module: nn.Module, args: Any, output: Any, stack: str = stack.fqn) -> None:
-            order.left_at[stack] = order.now
-
-        hooks += [model.get_submodule(layer).register_forward_hook(left) for layer in stack.items]
-    try:
-        with order, torch.no_grad():
-            model(**copied(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return order

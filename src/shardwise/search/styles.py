@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from shardwise.errors import LayoutError, PlanError
 from shardwise.plan.features import feature_split, qkv_split
 from shardwise.plan.split_style import SplitStyle
-from shardwise.plan.structure import Heads, ModelFacts, parent_of
+from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of, upwards
 from shardwise.search.influence import RequiredIndices
 from shardwise.sharding.boxes import Interval
 from shardwise.sharding.placement import Split, equal_sections
@@ -29,7 +30,7 @@ class Styler:
 
     def __init__(self, facts: ModelFacts, layer: str, tp_size: int) -> None:
         self._facts, self._layer, self._tp_size = facts, layer, tp_size
-        self._shapes = {fqn: shape for fqn, _, _, shape in facts.parameters() if fqn.startswith(f"{layer}.")}
+        self._shapes = {fqn: shape for fqn, _, _, shape in facts.parameters() if is_within(fqn, (layer,))}
 
     def style(self, name: str, required: RequiredIndices) -> str:
         """The style whose placement holds what every rank needs and least besides; intervals where none does."""
@@ -61,19 +62,13 @@ class Styler:
                 pass
 
     def _heads(self, module: str) -> Heads | None:
-        while module and module != self._layer:
-            if self._facts.modules[module].heads is not None:
-                return self._facts.modules[module].heads
-            module = parent_of(module)
-        return None
+        around = itertools.takewhile(lambda name: name != self._layer, upwards(module))
+        return next((heads for name in around if (heads := self._facts.modules[name].heads) is not None), None)
 
 
 def _covers(split: Split, required: RequiredIndices) -> bool:
-    for rank, indices in enumerate(required.ranks):
-        held = {index for start, stop in split.pieces[rank] for index in range(start, stop)}
-        if not indices <= held:
-            return False
-    return True
+    held = (itertools.chain.from_iterable(itertools.starmap(range, runs)) for runs in split.pieces)
+    return all(indices.issubset(own) for indices, own in zip(required.ranks, held, strict=True))
 
 
 def _num_held(split: Split) -> int:

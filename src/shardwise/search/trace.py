@@ -5,7 +5,8 @@ Every layer starts from detached inputs, so its autograd graph is its own; the g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import UnsupportedError
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.structure import is_within, outermost_layers, parent_of
+from shardwise.plan.decision import NormFormula
+from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
 from shardwise.runtime.arguments import argument_names
 from shardwise.runtime.norm import compute_norm, recognise_norm
-from shardwise.search.traced_sizes import MADE, SizeConstraint, size_constraints_of, traced_integers
+from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
 from shardwise.tiny.objective import copied
 
-__all__ = ["Layer", "ModuleCall", "Use", "watch"]
+__all__ = ["Layer", "ModuleCall", "Run", "Use", "norm_formula", "watch"]
 
 # Functions that contract the last dim of an activation with a parameter: (position of the activation, of the weight).
 _PRODUCTS = {
@@ -88,6 +90,7 @@ class Layer:
         calls: the modules that ran.
         parameters: all inside the layer, by their names there; tied ones appear in each of their layers.
         size_constraints: the sizes that operations were given by integer attributes, if watched thoroughly.
+        left_at: the number of the last operation before it returned for the last time.
         with_zeroed_outputs: the same layer with its row products at zero, where that is needed.
     """
 
@@ -97,7 +100,21 @@ class Layer:
     calls: list[ModuleCall] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     size_constraints: list[SizeConstraint] = field(default_factory=list)
+    left_at: int = 0
     with_zeroed_outputs: Layer | None = None
+
+
+@dataclass(eq=False)
+class Run:
+    """One run of a model.
+
+    Attributes:
+        layers: what its layers did, in the order in which they first ran.
+        used_at: FQN of every parameter that was used, to the number of the last operation that did so.
+    """
+
+    layers: list[Layer] = field(default_factory=list)
+    used_at: dict[str, int] = field(default_factory=dict)
 
 
 def watch(
@@ -107,8 +124,8 @@ def watch(
     cut: frozenset[str] = frozenset(),
     thorough: bool = False,
     with_zeroed_outputs: bool = False,
-) -> list[Layer]:
-    """Runs the model once and returns what its layers did, in the order in which they first ran.
+) -> Run:
+    """Runs the model once.
 
     Args:
         cut: parameters whose products are detached: what comes after them no longer depends on what went in.
@@ -123,27 +140,34 @@ def watch(
         stack.enter_context(watcher)
         model(**copied(batch))
     watcher.forget_unused()
-    return [layer for layer in map(watcher.layers.__getitem__, watcher.ran) if layer.outputs]
+    return Run([layer for layer in watcher.ran.values() if layer.outputs], watcher.used_at)
+
+
+def norm_formula(module: nn.Module) -> NormFormula | None:
+    """What a norm computes; None for other modules."""
+    try:
+        return recognise_norm(module)
+    except UnsupportedError:
+        return None
 
 
 class _Watcher(TorchFunctionMode):
     def __init__(self, model: nn.Module, cut: frozenset[str], *, thorough: bool, with_zeroed_outputs: bool) -> None:
         super().__init__()
-        self.cut = cut
-        self.thorough = thorough
-        self.with_zeroed_outputs = with_zeroed_outputs
+        self.model, self.cut, self.thorough, self.with_zeroed_outputs = model, cut, thorough, with_zeroed_outputs
         self.layers = {name: Layer(name) for name in outermost_layers(read_facts(model).stacks)}
-        self.ran: dict[str, None] = {}
+        self.ran: dict[str, Layer] = {}
         self.running: Layer | None = None
-        self.stack: list[str] = []
-        self.model = model
+        self.stack: list[ModuleCall] = []
+        self.now = 0
+        self.used_at: dict[str, int] = {}
         self.names: dict[int, list[str]] = {}
         self.selected: dict[int, tuple[Tensor, Tensor]] = {}
         self.returned: dict[int, Tensor] = {}
         self.consumed: set[int] = set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.names.setdefault(id(parameter), []).append(name)
-            layer = next((layer for layer in self.layers.values() if name.startswith(f"{layer.fqn}.")), None)
+            layer = next((self.layers[around] for around in upwards(name) if around in self.layers), None)
             if layer is not None and parameter.is_floating_point():
                 layer.parameters[name] = parameter
 
@@ -162,40 +186,40 @@ class _Watcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self.returned and getattr(func, "__name__", "") != "__get__":
-            self.consumed.update(id(value) for value in _flat([args, kwargs]) if id(value) in self.returned)
+        name = getattr(func, "__name__", "")
+        if name != "__get__":
+            self.now += 1
+            given = [id(value) for value in flat([args, kwargs])]
+            self.consumed.update(key for key in given if key in self.returned)
+            self.used_at |= {self.names[key][0]: self.now for key in given if key in self.names}
         if self.thorough and self.running is not None:
-            out = self._sized(func, args, kwargs, out)
-        picks = getattr(func, "__name__", "") == "__getitem__" and isinstance(out, Tensor)
-        if picks and id(self._origin(args[0])) in self.names:
+            out = self._sized(self.running, func, args, kwargs, out)
+        if name == "__getitem__" and isinstance(out, Tensor) and id(self._origin(args[0])) in self.names:
             self.selected[id(out)] = out, args[0]  # an expert's weight, picked by a tensor
-        positions = _PRODUCTS.get(func)
-        if positions is None or self.running is None or not isinstance(out, Tensor):
+        if self.running is None:
             return out
-        values = list(args) + [kwargs[name] for name in ("input", "weight", "mat1", "mat2") if name in kwargs]
-        if len(values) <= max(positions):
+        values = [*args, *(kwargs[each] for each in ("input", "weight", "mat1", "mat2") if each in kwargs)]
+        positions = _PRODUCTS.get(func, (len(values),))
+        if len(values) <= max(positions) or not isinstance(out, Tensor):
             return out
-        x, weight = values[positions[0]], values[positions[1]]
-        name = self._name(weight)
-        if name is None or self._name(x) is not None:
+        x, weight = (values[position] for position in positions)
+        parameter = self._name(weight)
+        if parameter is None or self._name(x) is not None:
             return out
-        if name in self.cut:
+        if parameter in self.cut:
             out = out.detach().requires_grad_() * (0.0 if self.with_zeroed_outputs else 1.0)
-        transposed = func is not F.linear
-        input_dim = self._input_dim(weight, transposed=transposed)
-        module = self.stack[-1] if self.stack else ""
-        self.running.uses.append(Use(name, module, x, out, input_dim))
+        module = self.stack[-1].fqn if self.stack else ""
+        input_dim = self._input_dim(weight, weight.ndim - (1 if func is F.linear else 2))
+        self.running.uses.append(Use(parameter, module, x, out, input_dim))
         return out
 
     def _name(self, value: Any) -> str | None:
         """The parameter that `value` is, or is a view of; of tied ones' names the one in the running layer."""
-        if not isinstance(value, Tensor):
-            return None
-        names = self.names.get(id(self._origin(value)))
+        names = self.names.get(id(self._origin(value))) if isinstance(value, Tensor) else None
         if names is None:
             return None
-        layer = f"{self.running.fqn}." if self.running is not None else ""
-        return next((name for name in names if name.startswith(layer)), names[0])
+        own = (name for name in names if self.running is not None and is_within(name, (self.running.fqn,)))
+        return next(own, names[0])
 
     def _origin(self, value: Tensor) -> Tensor:
         """The tensor that `value` is a view or a selection of, `value` itself if of none."""
@@ -208,18 +232,20 @@ class _Watcher(TorchFunctionMode):
                 break
         return value
 
-    def _sized(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    def _sized(self, layer: Layer, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         """Records what sizes the operation was given; new tensors become nodes, so that influence reaches them."""
-        assert self.running is not None
         if isinstance(out, Tensor) and out.is_leaf and out.is_floating_point() and func.__name__ in MADE:
             out = out.requires_grad_() * 1.0
-        self.running.size_constraints += size_constraints_of(func, args, kwargs, out)
+        layer.size_constraints += size_constraints_of(func, args, kwargs, out)
         return out
 
-    def _input_dim(self, weight: Tensor, *, transposed: bool) -> int:
-        """Which dim of the parameter the product contracts, found by the strides where the weight is a view."""
+    def _input_dim(self, weight: Tensor, dim: int) -> int:
+        """Which dim of the parameter a product contracts, found by the strides where the weight is a view.
+
+        Args:
+            dim: that of the weight.
+        """
         base = self._origin(weight)
-        dim = weight.ndim - 2 if transposed else weight.ndim - 1
         stride, size = weight.stride(dim), weight.shape[dim]
         for candidate in reversed(range(base.ndim)):
             if base.stride(candidate) == stride and base.shape[candidate] % size == 0:
@@ -231,91 +257,67 @@ class _Watcher(TorchFunctionMode):
         """Inside, layers start detached and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
+                hooks = []
                 if is_within(name, self.layers):
-                    enter = module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
-                    leave = module.register_forward_hook(self._leaving(name), with_kwargs=True)
-                    stack.callback(enter.remove)
-                    stack.callback(leave.remove)
-                elementwise = self._elementwise_norm(module)
-                if elementwise is not None:
-                    stack.callback(module.register_forward_hook(elementwise, with_kwargs=True).remove)
+                    enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+                    hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    hooks.append(module.register_forward_hook(leave))
+                if (formula := norm_formula(module)) is not None:
+                    compute = functools.partial(_compute_elementwise, formula)
+                    hooks.append(module.register_forward_hook(compute, with_kwargs=True))
+                for hook in hooks:
+                    stack.callback(hook.remove)
             yield
 
-    def _elementwise_norm(self, module: nn.Module) -> Any:
-        """A hook that makes a norm's statistics constants, so that its output depends on its input feature by feature.
+    def _enter(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        names = argument_names(module)
+        tensors = _tensors(names, args, kwargs)
+        carried = frozenset(name for name, value in tensors.items() if id(value) in self.returned)
+        call = ModuleCall(fqn, tensors=tensors, carried=carried)
+        self.stack.append(call)
+        if fqn in self.layers:
+            self.running = self.ran[fqn] = self.layers[fqn]
+        if self.running is not None:
+            self.running.calls.append(call)
+        changed = tuple(self._node(value, call) for value in args)
+        changed_kwargs = {name: self._node(value, call) for name, value in kwargs.items()}
+        given = _tensors(names, changed, changed_kwargs)
+        call.named = {name: value for name, value in given.items() if value.requires_grad}
+        return changed, changed_kwargs
 
-        A norm over split features shares its statistics between ranks; only what is elementwise decides its split.
-        """
-        try:
-            formula = recognise_norm(module)
-        except UnsupportedError:
-            return None  # it computes something else: then the graph is taken as it is
+    def _node(self, value: Any, call: ModuleCall) -> Any:
+        """An argument of a call as a node of its own, detached where the call is a layer's."""
+        if not isinstance(value, Tensor) or not value.is_floating_point() or self._name(value) is not None:
+            return value
+        if call.fqn in self.layers if value.requires_grad else self.thorough:
+            value = value.detach().requires_grad_()
+        if not value.requires_grad:
+            return value
+        call.inputs.append(value * 1.0)
+        return call.inputs[-1]
 
-        def hook(module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-            values = [*args, *kwargs.values()]
-            gate = values[1] if len(values) > 1 else None
-            return compute_norm(
-                formula, module, values[0], gate=gate, means=lambda moments: moments.detach().mean(-2, keepdim=True)
-            )
-
-        return hook
-
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            call = ModuleCall(name)
-            is_layer = name in self.layers
-
-            def node(value: Any) -> Any:
-                if not isinstance(value, Tensor) or not value.is_floating_point() or self._name(value) is not None:
-                    return value
-                if (is_layer and value.requires_grad) or (self.thorough and not value.requires_grad):
-                    value = value.detach().requires_grad_()
-                if not value.requires_grad:
-                    return value
-                value = value * 1.0
-                call.inputs.append(value)
-                return value
-
-            if is_layer:
-                self.running = self.layers[name]
-                self.ran.setdefault(name)
-            self.stack.append(name)
-            names = argument_names(module)
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            call.tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
-            call.carried = frozenset(key for key, value in call.tensors.items() if id(value) in self.returned)
-            changed = tuple(map(node, args)), {key: node(value) for key, value in kwargs.items()}
-            named = {**dict(zip(names, changed[0], strict=False)), **changed[1]}
-            call.named = {
-                key: value for key, value in named.items() if isinstance(value, Tensor) and value.requires_grad
-            }
-            if self.running is not None:
-                self.running.calls.append(call)
-            return changed
-
-        return enter
-
-    def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.stack.pop()
-            tensors = [value for value in _flat(output) if isinstance(value, Tensor) and value.requires_grad]
-            if self.running is not None:
-                call = next((call for call in reversed(self.running.calls) if call.fqn == name), None)
-                if call is not None:
-                    call.outputs = tensors
-            if name in self.layers:
-                self.layers[name].outputs = tensors
-                self.returned |= {id(value): value for value in tensors}
-                self.running = None
-
-        return leave
+    def _leave(self, fqn: str, module: nn.Module, args: Any, output: Any) -> None:
+        call = self.stack.pop()
+        call.outputs = [value for value in flat(output) if isinstance(value, Tensor) and value.requires_grad]
+        if fqn in self.layers:
+            layer, self.running = self.layers[fqn], None
+            layer.outputs, layer.left_at = call.outputs, self.now
+            self.returned |= {id(value): value for value in call.outputs}
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flat(each)
-    elif isinstance(value, dict):
-        yield from _flat(list(value.values()))
-    else:
-        yield value
+def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """The tensors among a call's arguments, by name."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """A norm's output with statistics that are constants, so that it depends on its input feature by feature.
+
+    A norm over split features shares its statistics between ranks; only what is elementwise decides its split.
+    """
+    values = [*args, *kwargs.values()]
+    gate = values[1] if len(values) > 1 else None
+    return compute_norm(
+        formula, module, values[0], gate=gate, means=lambda moments: moments.detach().mean(-2, keepdim=True)
+    )

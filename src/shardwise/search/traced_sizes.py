@@ -23,7 +23,7 @@ from shardwise.parallel.facts import counts_of
 from shardwise.parallel.heads import LocalConfig
 from shardwise.plan.structure import is_within
 
-__all__ = ["MADE", "Equation", "SizeConstraint", "TracedInt", "size_constraints_of", "solve", "traced_integers"]
+__all__ = ["MADE", "Equation", "SizeConstraint", "TracedInt", "flat", "size_constraints_of", "solve", "traced_integers"]
 
 _MAX_TRIED = 5_000
 _Formula = Callable[[Mapping[str, Fraction]], Fraction]
@@ -151,7 +151,7 @@ def size_constraints_of(
     if not isinstance(out, Tensor):
         return
     if name in _RESHAPED or name in MADE:
-        sizes = [value for value in _flat(args) if isinstance(value, int) and not isinstance(value, bool)]
+        sizes = [value for value in flat(args) if isinstance(value, int) and not isinstance(value, bool)]
         for dim, size in enumerate(sizes[: out.ndim]):
             if isinstance(size, TracedInt) and out.shape[dim] == size:
                 yield SizeConstraint(size, out, dim)
@@ -165,7 +165,7 @@ def size_constraints_of(
         if dim is not None:
             yield SizeConstraint(values[1], out, dim, (args[0], dim))
     elif name in ("repeat", "tile"):
-        sizes = list(_flat(args[1:]))
+        sizes = list(flat(args[1:]))
         missing = len(sizes) - args[0].ndim
         for dim, size in enumerate(sizes):
             if isinstance(size, TracedInt) and dim >= missing:
@@ -212,10 +212,11 @@ def _dims(items: Sequence[Any], first: int) -> Iterator[tuple[Any, int]]:
         dim += 1
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _flat(each)
+def flat(value: Any) -> Iterator[Any]:
+    """What nested lists, tuples and dicts hold."""
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from flat(each)
     else:
         yield value
 

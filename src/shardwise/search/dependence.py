@@ -1,0 +1,49 @@
+"""What depends on what in an autograd graph, told by which gradients are not exactly zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["depends", "features_of", "gradients_of", "is_nonzero", "weighted_sum"]
+
+
+def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradients of a sum, None for an input that it does not depend on. The graph is kept."""
+    if not total.requires_grad or not inputs:
+        return [None] * len(inputs)
+    return torch.autograd.grad(total, list(inputs), retain_graph=True, allow_unused=True)
+
+
+def depends(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> bool:
+    """Whether some output depends on some input."""
+    return any(map(is_nonzero, gradients_of(weighted_sum(outputs), inputs)))
+
+
+def is_nonzero(gradient: Tensor | None) -> bool:
+    """Whether any of its elements is not zero."""
+    return gradient is not None and bool(gradient.any())
+
+
+def weighted_sum(values: Sequence[Tensor], *, rank: int = 0, tp_size: int = 1) -> Tensor:
+    """The sum of all elements, each times a weight of its own, so that it depends on all that they depend on.
+
+    Args:
+        rank: whose run of the last dim is summed.
+        tp_size: into how many runs that is cut.
+    """
+    total = torch.zeros(())
+    for value in values:
+        weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(1)) + 0.5
+        weighted = value.float() * weights
+        own = weighted if tp_size == 1 else weighted[..., features_of(rank, value.shape[-1], tp_size)]
+        total = total + own.sum()
+    return total
+
+
+def features_of(rank: int, size: int, tp_size: int) -> slice:
+    """The run of `size` features that belongs to a rank."""
+    run = -(-size // tp_size)
+    return slice(min(size, rank * run), min(size, (rank + 1) * run))
