@@ -54,6 +54,7 @@ class BlockGraph:
         self.bare = [each for each in group if not is_linear_weight(model, each.parameter)]
         self._others = [product.module for product in products if product not in group]
         self._inputs = facts.inputs()
+        self.bypassing_inputs = functools.cache(self._find_bypassing_inputs)
 
     def equations(self) -> Iterator[Equation]:
         """Every size that traced integers gave, with the part that a rank has of it; None where none depends on it."""
@@ -64,7 +65,7 @@ class BlockGraph:
                 part = part / source if source else None
             yield Equation(constraint.size, part)
 
-    def bypassing_inputs(self, module: str) -> frozenset[str] | None:
+    def _find_bypassing_inputs(self, module: str) -> frozenset[str] | None:
         """The inputs of `module` that reach the layer's outputs past the (detached) row products: they bypass a region.
 
         None where its hidden states do so: then it is no region. Neither is a module that holds other blocks' row

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from shardwise.data.batch import split_rows
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.declared_plans import vocabulary_plan
-from shardwise.parallel.facts import read_facts
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
 from shardwise.proof.draws import set_dropout
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import fuse_reductions
@@ -106,20 +105,19 @@ def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_pa
     own_size = _is_small(model)
     tiny = build_tried_model(model, tp_size=tp_size)
     trial = trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
-    facts = read_facts(tiny)
-    candidates = _Candidates(tiny, facts, trial, portable=not own_size)
-    best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+    facts = trial.facts
+    search = _Search(tiny, trial, portable=not own_size, sequence_parallel=sequence_parallel)
+    best, verdicts = search.best(declared)
     if best is not None and not own_size:
         confirm = functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny)
         if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
             trial.confirm = confirm
-            best, verdicts = _best(candidates, declared, sequence_parallel=sequence_parallel)
+            best, verdicts = search.best(declared)
     if best is None:
         raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
     reached = trial.gradients.keys()
-    unreached = (fqn for fqn, *_ in facts.parameters() if fqn not in reached)
-    unseen = dict.fromkeys(unreached, UNREACHED)
-    plan = with_reasons(best.plan, facts, candidates.reasons | unseen, tp_size=tp_size)
+    unseen = {fqn: UNREACHED for fqn, *_ in facts.parameters() if fqn not in reached}
+    plan = with_reasons(best.plan, facts, search.reasons | unseen, tp_size=tp_size)
     problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
     return Derivation(plan=generalize(plan, tiny, model), problem=problem)
 
@@ -148,43 +146,6 @@ def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
         return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
 
 
-def _best(candidates: _Candidates, declared: Plan, *, sequence_parallel: bool) -> tuple[_Passed | None, list[Verdict]]:
-    """The best plan that passes, and what trying each showed."""
-    candidates.in_training = False
-    best, verdicts = _search(candidates, declared, sequence_parallel=sequence_parallel)
-    if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
-        candidates.in_training = True
-        second, more = _search(candidates, declared, sequence_parallel=sequence_parallel)
-        verdicts += more
-        best = max((each for each in (best, second) if each is not None), key=lambda each: each.rank, default=None)
-    return best, verdicts
-
-
-def _search(
-    candidates: _Candidates, declared: Plan, *, sequence_parallel: bool
-) -> tuple[_Passed | None, list[Verdict]]:
-    facts, trial, best = candidates.facts, candidates.trial, None
-    verdicts: list[Verdict] = []
-    for plan in candidates.plans(declared):
-        try:
-            share = _share(plan, facts, trial.tp_size)
-        except PlanError as error:
-            verdicts.append(Verdict(passed=False, reason=error.summary))
-            continue
-        if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
-            continue
-        for candidate in candidates.variants(plan, sequence_parallel=sequence_parallel):
-            verdict = trial.run(candidate, sequence_parallel=sequence_parallel, in_training=True)
-            verdicts.append(verdict)
-            if verdict.passed:
-                found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
-                best = found if best is None else max(best, found, key=lambda each: each.rank)
-                break
-        if best is not None and best.share >= _WELL_SPLIT and not _gathers(best.plan, facts, trial.tp_size):
-            break
-    return best, verdicts
-
-
 def _is_small(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
 
@@ -205,42 +166,66 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
     return build_tiny_model(config, type(model), seed=0).eval()
 
 
-def _eager(tiny: nn.Module) -> nn.Module:
-    """A copy with eager attention and experts, whose graph shows every dependence."""
-    eager = copy.deepcopy(tiny)
-    for choose in ("set_attn_implementation", "set_experts_implementation"):
-        try:
-            getattr(eager, choose)("eager")
-        except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
-            continue
-    return eager
-
-
-class _Candidates:
+class _Search:
     """Plans worth a try on a tiny model: what is declared, what is declared and more, what is derived alone.
 
     Args:
         portable: whether plans must fit models of other sizes than the tiny model's.
+        sequence_parallel: whether the sequence is split, too.
 
     Attributes:
-        in_training: whether parts of plans are tried with padding and dropout, too.
-        reasons: FQNs of parameters for which no split passed, to why; filled while plans are asked for.
+        reasons: FQNs of parameters for which no split passed, to why; filled on the way.
     """
 
-    def __init__(self, tiny: nn.Module, facts: ModelFacts, trial: Trial, *, portable: bool) -> None:
-        self.tiny, self.facts, self.trial, self.portable = tiny, facts, trial, portable
-        self.in_training = False
+    def __init__(self, tiny: nn.Module, trial: Trial, *, portable: bool, sequence_parallel: bool) -> None:
+        self._tiny, self._trial, self._facts = tiny, trial, trial.facts
+        self._portable, self._sequence_parallel = portable, sequence_parallel
+        self._resolve = functools.partial(resolve, facts=trial.facts, tp_size=trial.tp_size)
+        self._in_training = False  # whether parts of plans are tried with padding and dropout, too
         self.reasons: dict[str, str] = {}
 
-    def plans(self, declared: Plan) -> Iterator[Plan]:
+    def best(self, declared: Plan) -> tuple[_Passed | None, list[Verdict]]:
+        """The best plan that passes, and what trying each showed."""
+        self._in_training = False
+        best, verdicts = self._run(declared)
+        if any(verdict.in_training for verdict in verdicts):  # find out which of its parts it was
+            self._in_training = True
+            second, more = self._run(declared)
+            verdicts += more
+            best = max((each for each in (best, second) if each is not None), key=lambda each: each.rank, default=None)
+        return best, verdicts
+
+    def _run(self, declared: Plan) -> tuple[_Passed | None, list[Verdict]]:
+        best: _Passed | None = None
+        verdicts: list[Verdict] = []
+        for plan in self._plans(declared):
+            try:
+                split = self._resolve(plan)
+            except PlanError as error:
+                verdicts.append(Verdict(passed=False, reason=error.summary))
+                continue
+            share = split_share(each for fqn, each in split.parameters.items() if self._facts.layer_of(fqn) is not None)
+            if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
+                continue
+            for candidate in self._variants(plan):
+                verdict = self._trial.run(candidate, sequence_parallel=self._sequence_parallel, in_training=True)
+                verdicts.append(verdict)
+                if verdict.passed:
+                    found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
+                    best = found if best is None else max(best, found, key=lambda each: each.rank)
+                    break
+            if best is not None and best.share >= _WELL_SPLIT and not _gathers(self._resolve(best.plan)):
+                break
+        return best, verdicts
+
+    def _plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
         passes = bool(declared.rules) and self._try(declared).passed
         if passes:
             yield declared
-        tp_size = self.trial.tp_size
         blocks = self._blocks()
         if passes:
-            planned = resolve(declared, self.facts, tp_size=tp_size).parameters
+            planned = self._resolve(declared).parameters
             covered = {fqn for fqn, each in planned.items() if isinstance(each.placement, Split)}
             yield declared | self._all_that_pass([block for block in blocks if not block.parameters & covered])
         vocabulary = self._vocabulary()
@@ -248,48 +233,57 @@ class _Candidates:
         yield vocabulary
 
     def _try(self, plan: Plan) -> Verdict:
-        return self.trial.run(plan, in_training=self.in_training)
+        return self._trial.run(plan, in_training=self._in_training)
 
     def _blocks(self) -> list[Block]:
         """What the tiny model's graph shows; nothing where its own code fails while it is watched."""
-        tp_size = self.trial.tp_size
+        tp_size = self._trial.tp_size
         try:
-            products, layers = find_row_products(_eager(self.tiny), self.trial.inputs(), tp_size=tp_size)
-            return find_blocks(self.tiny, self.facts, products, layers, tp_size=tp_size)
+            products, layers = find_row_products(self._eager, self._trial.inputs(), tp_size=tp_size)
+            return find_blocks(self._tiny, self._facts, products, layers, tp_size=tp_size)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on inputs that are watched
-            return self._unwatched(error)
+            self._note_unwatched(error)
+            return []
 
-    def _unwatched(self, error: Exception) -> list[Any]:
-        """Nothing was seen: says so, and why."""
+    def _note_unwatched(self, error: Exception) -> None:
         reason = f"its model cannot be watched: {type(error).__name__}: {str(error)[:200]}"
-        logger.warning("%s: %s", type(self.tiny).__name__, reason)
-        self.reasons |= dict.fromkeys((fqn for fqn, *_ in self.facts.parameters()), reason)
-        return []
+        logger.warning("%s: %s", type(self._tiny).__name__, reason)
+        self.reasons |= dict.fromkeys((fqn for fqn, *_ in self._facts.parameters()), reason)
 
-    def variants(self, plan: Plan, *, sequence_parallel: bool) -> Iterator[Plan]:
+    def _variants(self, plan: Plan) -> Iterator[Plan]:
         """The forms of `plan` to try: with fewer regions, or as it is; with the sequence split."""
-        tp_size = self.trial.tp_size
-        widened = widen_regions(plan, self.facts, tp_size=tp_size)
-        fused = [
-            fuse_reductions(each, self.facts, self._run.layers, tp_size=tp_size)
-            for each in dict.fromkeys((widened, plan))
-        ]
+        facts, tp_size = self._facts, self._trial.tp_size
+        widened = widen_regions(plan, facts, tp_size=tp_size)
+        both = dict.fromkeys((widened, plan))
+        fused = [fuse_reductions(each, facts, self._uncut.layers, tp_size=tp_size) for each in both]
         for each in dict.fromkeys((fused[0], widened, *fused[1:], plan)):
-            if sequence_parallel:
-                yield from sequence_plans(each, self.facts, self._run, tp_size=tp_size)
+            if self._sequence_parallel:
+                yield from sequence_plans(each, facts, self._uncut, tp_size=tp_size)
             else:
                 yield each
 
     @functools.cached_property
-    def _run(self) -> Run:
+    def _eager(self) -> nn.Module:
+        """A copy with eager attention and experts, whose graph shows every dependence."""
+        eager = copy.deepcopy(self._tiny)
+        for choose in ("set_attn_implementation", "set_experts_implementation"):
+            try:
+                getattr(eager, choose)("eager")
+            except (AttributeError, ValueError):  # it has no such choice: what it has is what is watched
+                continue
+        return eager
+
+    @functools.cached_property
+    def _uncut(self) -> Run:
         try:
-            return watch(_eager(self.tiny), self.trial.inputs(), thorough=True)
+            return watch(self._eager, self._trial.inputs(), thorough=True)
         except Exception as error:  # noqa: BLE001 - as above
-            return Run(self._unwatched(error))
+            self._note_unwatched(error)
+            return Run()
 
     def _vocabulary(self) -> Plan:
         """Embedding and head split by vocabulary, or the one of them that can be."""
-        both = vocabulary_plan(self.facts)
+        both = vocabulary_plan(self._facts)
         for rules in (both.rules, *((rule,) for rule in both.rules)):
             if rules and self._try(Plan(tuple(rules))).passed:
                 return Plan(tuple(rules))
@@ -325,14 +319,12 @@ class _Candidates:
 
     def _fits(self, plan: Plan) -> bool:
         """Whether the plan may be used: pieces given element by element are for one size."""
-        return not self.portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
+        return not self._portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
 
 
-def _gathers(plan: Plan, facts: ModelFacts, tp_size: int) -> bool:
+def _gathers(split: SplitPlan) -> bool:
     """Whether linears of a plan gather outputs or split full inputs, as no block with rows and columns needs to."""
-    resolved = resolve(plan, facts, tp_size=tp_size)
-    edges = {region.edge for region in resolved.regions}
-    return "gather" in edges or bool({"rowwise_rep", "rowwise_split_input"} & set(resolved.modules.values()))
+    return any(region.edge == "gather" for region in split.regions) or "rowwise_split_input" in split.modules.values()
 
 
 def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
@@ -341,9 +333,3 @@ def _kinds(blocks: Sequence[Block]) -> list[list[Block]]:
     for block in blocks:
         kinds.setdefault((block.layer.rpartition(".")[0], block.key), []).append(block)
     return list(kinds.values())
-
-
-def _share(plan: Plan, facts: ModelFacts, tp_size: int) -> float:
-    """Elements of the layers' split parameters over all of the layers' elements."""
-    planned = resolve(plan, facts, tp_size=tp_size).parameters
-    return split_share([each for fqn, each in planned.items() if facts.layer_of(fqn) is not None])

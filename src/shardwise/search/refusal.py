@@ -40,10 +40,12 @@ def with_reasons(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, t
     return plan | Plan(tuple(rules))
 
 
-def split_share(planned: Collection[ParameterPlan]) -> float:
+def split_share(planned: Iterable[ParameterPlan]) -> float:
     """Elements of split parameters over elements of all."""
-    split = sum(math.prod(each.shape) for each in planned if isinstance(each.placement, Split))
-    return split / max(1, sum(math.prod(each.shape) for each in planned))
+    split = {True: 0, False: 0}
+    for each in planned:
+        split[isinstance(each.placement, Split)] += math.prod(each.shape)
+    return split[True] / max(1, sum(split.values()))
 
 
 def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str], *, tp_size: int) -> PlanError | None:

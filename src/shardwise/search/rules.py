@@ -135,14 +135,14 @@ class _RuleBuilder:
             [_count(name, style, reason="counts what is split") for name, style in each.items()]
             for each in guess_attributes(self.graph, limit=_MAX_GUESSES)
         ]
-        for position, entries in enumerate(self.graph.entries):
-            rules, slices = self._rules(entries), tuple(self._slices(entries))
+        choices = [(self._rules(entries), list(self._slices(entries))) for entries in self.graph.entries]
+        for position, (rules, slices) in enumerate(choices):
             for counts in guesses if position == 0 else guesses[:_MAX_GUESSES_BELOW]:
                 # Blocks of one kind are tried in step, so each has both.
                 yield Plan((*rules, *counts, *slices))
                 yield Plan((*rules, *counts))
         entries = self.graph.entries[0]
-        rules, slices, local_sizes = self._rules(entries), tuple(self._slices(entries)), tuple(self._sizes(entries))
+        (rules, slices), local_sizes = choices[0], list(self._sizes(entries))
         for counts in guesses if local_sizes else ():
             yield Plan((*rules, *counts, *slices, *local_sizes))
         if gathered := tuple(self._gathered(entries)):

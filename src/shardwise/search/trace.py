@@ -257,12 +257,12 @@ class _Watcher(TorchFunctionMode):
         """Inside, layers start detached and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                hooks = []
+                hooks, formula = [], norm_formula(module)
                 if is_within(name, self.layers):
                     enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
                     hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                     hooks.append(module.register_forward_hook(leave))
-                if (formula := norm_formula(module)) is not None:
+                if formula is not None:
                     compute = functools.partial(_compute_elementwise, formula)
                     hooks.append(module.register_forward_hook(compute, with_kwargs=True))
                 for hook in hooks:

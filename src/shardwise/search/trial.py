@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,12 +20,14 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.parameters.registry import registry_of
+from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence_plan import NoStackError
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, problems_of, seeded, training_copy
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.tiny.simulate import SimulatedMesh
+from shardwise.topology.shape import MeshShape
 
 __all__ = ["Trial", "Verdict", "failed", "failures_explained"]
 
@@ -66,6 +69,7 @@ class Trial:
         drops: whether to train with dropout on it: what a model never draws need not be right.
 
     Attributes:
+        facts: of the tiny model.
         confirm: what plans must pass besides, if anything.
 
     Raises:
@@ -86,12 +90,13 @@ class Trial:
         self._tiny, self._padded, self._drops = tiny, padded, drops
         self._found: dict[tuple[Plan, bool, bool], Verdict] = {}
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
-        self._truth, again = _train(copy.deepcopy(tiny), batch), _train(copy.deepcopy(tiny), batch)
-        if abs(again.loss - self._truth.loss) > _LOSS:
+        self.facts = read_facts(tiny)
+        self._truth, again = _train(copy.deepcopy(tiny), batch), float(_loss(copy.deepcopy(tiny), batch).detach())
+        if abs(again - self._truth.loss) > _LOSS:
             raise UnsupportedError(
                 f"{type(tiny).__name__} computes something else every time it runs",
                 why=f"its forward draws random numbers in eval mode too: a loss of {self._truth.loss:.6f}, then "
-                f"{again.loss:.6f};\nno split can be held against numbers that change",
+                f"{again:.6f};\nno split can be held against numbers that change",
                 fix="give rules of your own, or use tp_size 1",
             )
         self.gradients = self._truth.gradients
@@ -152,14 +157,13 @@ class Trial:
         self, tiny: nn.Module, plan: Plan, batch: Mapping[str, Any], *, sequence_parallel: bool
     ) -> list[_Result] | Verdict:
         """What each rank computes of the batch; the verdict where it fails."""
-        spec = ParallelSpec(sequence_parallel=sequence_parallel)
+        spec, shape = ParallelSpec(sequence_parallel=sequence_parallel), MeshShape(tp_size=self.tp_size)
 
-        def rank(group: SimulatedGroup) -> _Result:
+        def rank(group: SimulatedGroup, decided: SplitPlan) -> _Result:
             model, mesh, draws = copy.deepcopy(tiny), SimulatedMesh(group), Draws()
-            decided = decide_split(plan, model, read_facts(model), mesh.shape, spec)
             gradients = track_gradients(model, apply_plan(model, mesh, decided, spec))
             with draws if model.training else nullcontext():
-                loss = objective_of(model(**copied(batch)))
+                loss = _loss(model, batch)
             with gradients.together():
                 loss.backward()
                 num_collectives = group.num_exchanges
@@ -172,7 +176,8 @@ class Trial:
             )
 
         try:
-            return run_ranks(rank, self.tp_size)
+            decided = decide_split(plan, tiny, self.facts, shape, spec)
+            return run_ranks(functools.partial(rank, decided=decided), self.tp_size)
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
             return failed(error)
 
@@ -191,10 +196,14 @@ class _Result:
 def _train(model: nn.Module, batch: Mapping[str, Any], redraws: Redraws | None = None) -> _Result:
     """What the full model computes, given what ranks drew."""
     with redraws or nullcontext():
-        loss = objective_of(model(**copied(batch)))
+        loss = _loss(model, batch)
     loss.backward()
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     return _Result(loss=float(loss.detach()), gradients=gradients)
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return objective_of(model(**copied(batch)))
 
 
 def _difference(found: _Result, truth: _Result) -> str:
