@@ -153,10 +153,10 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
     Raises:
         PlanError: it does not.
     """
-    order, told = _watched(tiny, batch, layers=layers, drops=drops)
+    order, returns = _watched(tiny, batch, layers=layers, drops=drops)
     if len(order.calls) == 1:
         raise _no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
-    order = replace(order, returns={**order.returns, **_of_many(tiny, order, told)})
+    order = replace(order, returns={**order.returns, **_of_many(tiny, order, returns)})
     while True:
         try:
             reason, at = _difference(tiny, batch, order), ""
@@ -165,7 +165,7 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong cut
             verdict = failed(error)
             reason, at = verdict.reason, verdict.module
-        more = _passed_through(tiny, at, order, told)
+        more = _passed_through(tiny, at, order, returns)
         if not more:
             break
         order = replace(order, returns={**order.returns, **more})
@@ -176,16 +176,16 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
 
 def _watched(tiny: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
     """What was seen of a tiny model in its mode, and in training where that runs the same layers."""
-    order, told = watch_order(tiny, batch, **options)
+    order, returns = watch_order(tiny, batch, **options)
     if tiny.training:
-        return order, told
+        return order, returns
     try:
-        other, other_told = watch_order(copy.deepcopy(tiny).train(), copied(batch), **options)
+        other, others = watch_order(copy.deepcopy(tiny).train(), copied(batch), **options)
     except Exception:  # noqa: BLE001 - it wants other inputs to train
-        return order, told
+        return order, returns
     if other.calls != order.calls:
-        return order, told
-    return merged(order, other), {name: each for name, each in told.items() if other_told.get(name) == each}
+        return order, returns
+    return merged(order, other), {name: each for name, each in returns.items() if others.get(name) == each}
 
 
 def _check_training(tiny: PreTrainedModel, batch: Mapping[str, Any], order: LayerOrder) -> None:
@@ -207,25 +207,27 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
     return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
 
 
-def _of_many(tiny: nn.Module, order: LayerOrder, told: Mapping[str, Returned]) -> dict[str, Returned]:
-    """What is told of modules that consist of others, attention for instance, inside of layers whose code must run."""
+def _of_many(tiny: nn.Module, order: LayerOrder, returns: Mapping[str, Returned]) -> dict[str, Returned]:
+    """Of `returns`, modules that consist of others, attention for instance, inside of layers whose code must run."""
     return {
         name: each
-        for name, each in told.items()
+        for name, each in returns.items()
         if not any(layer in order.returns for layer in upwards(name))
         and any(layer in order.calls for layer in upwards(name))
         and sum(bool(child._parameters) for child in tiny.get_submodule(name).modules()) > 1
     }
 
 
-def _passed_through(tiny: nn.Module, at: str, order: LayerOrder, told: Mapping[str, Returned]) -> dict[str, Returned]:
-    """What is returned by the module whose code failed, or by one around it, and by all modules of that class."""
+def _passed_through(
+    tiny: nn.Module, at: str, order: LayerOrder, returns: Mapping[str, Returned]
+) -> dict[str, Returned]:
+    """Of `returns`, the module whose code failed, or one around it, and all modules of that class."""
     for name in upwards(at):
         if name in order.returns:
             break
-        if name in told:
+        if name in returns:
             same = type(tiny.get_submodule(name))
-            return {other: each for other, each in told.items() if type(tiny.get_submodule(other)) is same}
+            return {other: each for other, each in returns.items() if type(tiny.get_submodule(other)) is same}
     return {}
 
 
@@ -239,16 +241,16 @@ def _no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanErr
 
 def _difference(tiny: nn.Module, batch: Mapping[str, Any], order: LayerOrder) -> str:
     """What a tiny model computes differently when it is cut before every layer, in words."""
-    whole, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
+    unsplit, cut = copy.deepcopy(tiny), copy.deepcopy(tiny)
     own = list(cut.parameters())  # before they go
-    loss = objective_of(whole(**copied(batch)))
+    loss = objective_of(unsplit(**copied(batch)))
     loss.backward()
     output, _ = train_in_stages([_stages_of_one(cut, order)] * len(order.calls), batch)
     found = objective_of(output)
     if not abs(float(found.detach() - loss.detach())) <= _ALLOWED * max(1.0, abs(float(loss.detach()))):
         return f"cut before every layer, it computes a loss of {float(found):.6f} instead of {float(loss):.6f}"
-    used = {id(each) for name, each in whole.named_parameters(remove_duplicate=False) if order.uses[name]}
-    for (name, parameter), same in zip(whole.named_parameters(), own, strict=True):
+    used = {id(each) for name, each in unsplit.named_parameters(remove_duplicate=False) if order.uses[name]}
+    for (name, parameter), same in zip(unsplit.named_parameters(), own, strict=True):
         if not _equal(same.grad, parameter.grad):
             return f"cut before every layer, it computes another gradient of {name}"
         if id(parameter) not in used and parameter.grad is not None and bool(parameter.grad.any()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,14 +28,17 @@ __all__ = ["merged", "modules_around", "watch_order"]
 def watch_order(
     tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool = False
 ) -> tuple[LayerOrder, dict[str, Returned]]:
-    """Runs a tiny model once and returns what its layers did, and what all of its modules return that can be told.
+    """Runs a tiny model once.
+
+    Returns:
+        What its layers did, and of all of its modules what they return, where that looks like their arguments.
 
     What dropout makes of a tensor that depends on no parameters, and later segments use, crosses cuts like what depends
     on parameters: one stage drops, all others are sent what is left.
 
     Args:
         layers: the modules that are cut apart; by default the outermost layers.
-        drops: whether the model that it stands for has dropout.
+        drops: whether the large model has dropout.
 
     Raises:
         PlanError: no layer runs, or what a layer computes inside is used after it.
@@ -44,7 +47,7 @@ def watch_order(
     watcher = _watched(model, batch, layers, shares_dropped=False)
     if drops and watcher.dropped_for_later:
         watcher = _watched(model, batch, layers, shares_dropped=True)
-    return watcher.order(tiny), watcher.told
+    return watcher.found()
 
 
 def modules_around(model: nn.Module) -> frozenset[str]:
@@ -71,14 +74,12 @@ def merged(order: LayerOrder, other: LayerOrder) -> LayerOrder:
         found = {each.anchor: each for each in cut}
         for each in same:
             known = found.get(each.anchor, each)
-            found[each.anchor] = Crossing(
-                anchor=each.anchor,
-                needs_gradient=known.needs_gradient or each.needs_gradient,
-                is_written=known.is_written or each.is_written,
-            )
+            needs_gradient = known.needs_gradient or each.needs_gradient
+            is_written = known.is_written or each.is_written
+            found[each.anchor] = replace(each, needs_gradient=needs_gradient, is_written=is_written)
         crossings.append(tuple(found.values()))
-    return LayerOrder(
-        calls=order.calls,
+    return replace(
+        order,
         uses={name: tuple(sorted({*order.uses[name], *other.uses[name]})) for name in order.uses},
         crossings=tuple(crossings),
         returns={name: each for name, each in order.returns.items() if other.returns.get(name) == each},
@@ -136,7 +137,6 @@ class _Watcher(TorchFunctionMode):
         self.shares_dropped = shares_dropped
         self.around = {""} | {name.rpartition(".")[0] for layer in self.layers for name in upwards(layer)}
         self.parameters = {id(value): name for name, value in model.named_parameters(remove_duplicate=False)}
-        self.names: dict[str, str] = {}
         self.calls: list[str] = []
         self.uses: dict[str, set[int]] = {}
         self.values: dict[int, _Value] = {}
@@ -144,7 +144,6 @@ class _Watcher(TorchFunctionMode):
         self.stack: list[_Call] = []
         self.numbers: dict[str, int] = {}
         self.returned: dict[str, list[tuple[bool, list[str | tuple[int, int] | None]]]] = {}
-        self.told: dict[str, Returned] = {}
         self.num_glue = 0
         self.dropped: dict[int, tuple[Tensor, int]] = {}  # what depends on no parameters, and its segment
         self.dropped_for_later = False
@@ -279,14 +278,14 @@ class _Watcher(TorchFunctionMode):
         name = next((name for name, each in given if (each.shape, each.dtype) == (value.shape, value.dtype)), None)
         return (id(value), self.values[id(value)].count) if name is None and id(value) in self.values else name
 
-    def _told(self) -> dict[str, Returned]:
+    def _returns(self) -> dict[str, Returned]:
         """What modules return, of those that say the same in all calls; nothing for what is never used."""
         found: dict[str, Returned] = {}
         for fqn, calls in self.returned.items():
-            told = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
-            (is_tuple, values), *others = told
-            names = tuple(value for value in values if value is not None)
-            if not others and len(names) == len(values):
+            distinct = {(is_tuple, tuple(map(self._if_used, like))) for is_tuple, like in calls}
+            (is_tuple, like), *others = distinct
+            names = tuple(name for name in like if name is not None)
+            if not others and len(names) == len(like):
                 found[fqn] = Returned(like=names, is_tuple=is_tuple)
         return found
 
@@ -296,8 +295,8 @@ class _Watcher(TorchFunctionMode):
         key, count = like
         return None if self.values[key].count > count else ""
 
-    def order(self, tiny: nn.Module) -> LayerOrder:
-        """What was seen.
+    def found(self) -> tuple[LayerOrder, dict[str, Returned]]:
+        """What was seen, see `watch_order`.
 
         Raises:
             PlanError: no layer ran, or there is something that is found at no anchor.
@@ -309,22 +308,19 @@ class _Watcher(TorchFunctionMode):
                 fix="use pp1",
             )
         crossings = tuple(self._crossings(segment) for segment in range(1, len(self.calls)))
-        uses = {name: tuple(sorted(self.uses.get(name, ()))) for name in self._all_names(tiny)}
-        return LayerOrder(
+        anchors = [each.anchor.split(":") for cut in crossings for each in cut]
+        sent = {fqn for kind, fqn, *_ in anchors if kind == "output" and fqn not in self.layers}
+        holding = {around for fqn in sent for around in upwards(fqn)}  # their code must run
+        returns = {name: each for name, each in self._returns().items() if name not in holding}
+        names = self.model.named_parameters(remove_duplicate=False)
+        order = LayerOrder(
             calls=tuple(self.calls),
-            uses=uses,
+            uses={name: tuple(sorted(self.uses.get(self.parameters[id(value)], ()))) for name, value in names},
             crossings=crossings,
-            returns=self._kept_returns(crossings),
+            returns={name: each for name, each in returns.items() if name in self.layers},
             shares_dropped=self.shares_dropped,
         )
-
-    def _all_names(self, tiny: nn.Module) -> Iterator[str]:
-        names = {}
-        for name, value in self.model.named_parameters(remove_duplicate=False):
-            names[name] = self.parameters[id(value)]
-        for name, own in names.items():
-            self.uses.setdefault(name, set()).update(self.uses.get(own, ()))
-            yield name
+        return order, returns
 
     def _crossings(self, segment: int) -> tuple[Crossing, ...]:
         found: dict[str, Crossing] = {}
@@ -344,12 +340,6 @@ class _Watcher(TorchFunctionMode):
                 anchor=anchor, needs_gradient=value.tensor.requires_grad, is_written=value.written >= segment
             )
         return tuple(found.values())
-
-    def _kept_returns(self, crossings: tuple[tuple[Crossing, ...], ...]) -> dict[str, Returned]:
-        crossing = [each.anchor.split(":")[1] for cut in crossings for each in cut if each.anchor.startswith("output:")]
-        holding = {name for inner in crossing if inner not in self.layers for name in upwards(inner)}
-        self.told = {name: each for name, each in self._told().items() if name not in holding}
-        return {name: each for name, each in self.told.items() if name in self.layers}
 
 
 _READING = frozenset(
