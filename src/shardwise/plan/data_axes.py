@@ -51,11 +51,9 @@ def with_data_axes(
         units: as in `find_units`.
     """
     plan = replace(plan, shape=shape, units=find_units(facts, units), pipeline=pipeline)
-    apart = _apart(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
-    parameters = {
-        fqn: _over_data(_over_stages(each, plan), shape, in_full=fqn in apart) for fqn, each in plan.parameters.items()
-    }
-    return replace(plan, parameters=parameters)
+    kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
+    staged = {fqn: _over_stages(each, plan) for fqn, each in plan.parameters.items()}
+    return replace(plan, parameters={fqn: _over_data(each, shape, in_full=fqn in kept) for fqn, each in staged.items()})
 
 
 def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
@@ -67,7 +65,7 @@ def _over_stages(planned: ParameterPlan, plan: SplitPlan) -> ParameterPlan:
     return replace(planned, stages=tuple(coords), layout=Layout(planned.shape, (step, *planned.layout.steps)))
 
 
-def _apart(plan: SplitPlan) -> frozenset[str]:
+def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
     """The parameters that no stage's FSDP2 root can hold; see [Note: units of stages]."""
     assert plan.pipeline is not None
     stages: dict[str, set[int]] = {}
@@ -138,8 +136,8 @@ def find_units(facts: ModelFacts, chosen: Sequence[str] | None = None) -> tuple[
         sharing = [unit for unit in units if any(owned[candidate] & owned[module] for module in unit)]
         merged = [module for unit in sharing for module in unit] + [candidate]
         units = [unit for unit in units if unit not in sharing] + [merged]
-    inside = tuple(f"{module}." for unit in units for module in unit)
-    outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not fqn.startswith(inside)}
+    inside = [module for unit in units for module in unit]
+    outside = {facts.tied.get(fqn, fqn) for fqn, *_ in facts.parameters() if not is_within(fqn, inside)}
     return tuple(tuple(unit) for unit in units if not any(owned[module] & outside for module in unit))
 
 

@@ -66,7 +66,7 @@ class Draws(TorchDispatchMode):
             self.forwards.append([])
             self._run = run
         is_own = self._stages is None or (run is not None and not run.is_foreign)
-        if is_own and isinstance(out, Tensor) and not isinstance(out, Absent) and _is_draw(func, kwargs):
+        if is_own and isinstance(out, Tensor) and not isinstance(out, Absent) and _draws(func, kwargs):
             self.forwards[-1].append(out.detach().clone())
         return out
 
@@ -106,7 +106,7 @@ class Redraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not _is_draw(func, kwargs) or not isinstance(out, Tensor):
+        if not _draws(func, kwargs) or not isinstance(out, Tensor):
             return out
         place, self._place = self._place, self._place + 1
         parts = [drawn[place] for drawn in self._ranks if place < len(drawn)]
@@ -169,16 +169,17 @@ def _joined(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor | str:
     return torch.cat(list(parts), dim).narrow(dim, 0, shape[dim])
 
 
-def _is_draw(func: Any, kwargs: Any) -> bool:
-    """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own."""
-    return _draws(func, kwargs) and not is_in_backward()
+def _draws(func: Any, kwargs: Any, *, in_backward: bool = False) -> bool:
+    """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own.
 
-
-def _draws(func: Any, kwargs: Any) -> bool:
+    Args:
+        in_backward: whether it must run in backward, else in forward.
+    """
     return (
         (kwargs or {}).get("generator") is None
         and torch.Tag.nondeterministic_seeded in func.tags
         and not any(name in func.name() for name in _NO_MASKS)
+        and is_in_backward() == in_backward
     )
 
 
@@ -186,7 +187,7 @@ class _DrawsAgain(TorchDispatchMode):
     found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= is_in_backward() and _draws(func, kwargs)
+        self.found |= _draws(func, kwargs, in_backward=True)
         return func(*args, **(kwargs or {}))
 
 

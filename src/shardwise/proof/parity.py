@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from shardwise.parameters.canonical import canonical_tensors
 from shardwise.parameters.registry import ParameterEntry, find_parameters, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
-from shardwise.plan.structure import outermost_layers
+from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, in_order, problems_of, seeded, training_copy
 from shardwise.tiny.objective import copied, objective_of
@@ -199,11 +200,14 @@ def _without_rounding(
 
     AdamW makes full steps of gradients that are next to zero, so that rounding alone can be more than is allowed.
     """
-    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or _dtype(unsplit) is torch.float64:
+    is_exact = next(value.dtype for value in unsplit.parameters()) is torch.float64
+    if not all(all_gather_objects(found.only_steps_differ, mesh.group())) or is_exact:
         return found
-    given = {name: value.double() if _is_float(value) else value for name, value in batch.items()}
+    floats = {name: x.double() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
     try:
-        exact = measured(copy.deepcopy(unsplit).double(), given, mesh, num_steps=_COMPARED_STEPS).parameter
+        exact = measured(
+            copy.deepcopy(unsplit).double(), {**batch, **floats}, mesh, num_steps=_COMPARED_STEPS
+        ).parameter
     except RuntimeError:  # it computes some of it in float32 in any case
         return found
     return replace(found, parameter=replace(exact, name=f"{exact.name}, in float64"))
@@ -300,16 +304,15 @@ def _own_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _share(entries: Iterable[ParameterEntry]) -> float:
     """Elements of the split parameters among `entries` over elements of all, in canonical shapes."""
-    known = list(entries)
-    total = sum(_numel(entry.layout.shape) for entry in known)
-    return sum(_numel(entry.layout.shape) for entry in known if entry.split is not None) / max(1, total)
+    sizes = [(math.prod(entry.layout.shape), entry.split is not None) for entry in entries]
+    return sum(size for size, is_split in sizes if is_split) / max(1, sum(size for size, _ in sizes))
 
 
 def _in_layers(model: nn.Module) -> dict[str, ParameterEntry]:
     """The parameters inside of layers."""
     registry = registry_of(model)
-    layers = tuple(f"{layer}." for layer in outermost_layers(registry.plan.stacks))
-    return {name: entry for name, entry in registry.entries.items() if name.startswith(layers)}
+    layers = outermost_layers(registry.plan.stacks)
+    return {name: entry for name, entry in registry.entries.items() if is_within(name, layers)}
 
 
 def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
@@ -319,10 +322,6 @@ def _replicated_matrices(model: nn.Module) -> tuple[str, ...]:
         if entry.split is None and len(entry.layout.shape) > 1:
             found[star_numbers(name)] = plan[name].rule.meaning
     return tuple(f"{name}: {reason}" for name, reason in found.items())
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -346,14 +345,6 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def _full(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: full for name, full in canonical_tensors(model, values) if full is not None}
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    return next(value.dtype for value in model.parameters())
 
 
 def _worst(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], relative: float, absolute: float) -> Difference:

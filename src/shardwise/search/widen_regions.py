@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import RegionRule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts, parent_of
+from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
 
 __all__ = ["widen_regions"]
 
@@ -17,8 +17,7 @@ def widen_regions(plan: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
     choose), widened to the module around it or the list, to be tried.
 
     What else is split there becomes part of it: one collective in each direction instead of one for each, and tokens
-    are routed
-    where all of the sequence is seen, alike on every rank. A module that is a layer, or a list, is no such module.
+    are routed where all of the sequence is seen, alike on every rank. A layer, or a list, is no such module.
     """
     widened = []
     for region in resolve(plan, facts, tp_size=tp_size).regions:
@@ -28,13 +27,11 @@ def widen_regions(plan: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
     if not widened:
         return plan
     blocks = [RegionRule(block, "region_output", "structure", "its parts add up to one sum") for block in widened]
-    inside = tuple(f"{block}." for block in widened)
-    kept = [rule for rule in plan.rules if rule.style not in _EDGES or not f"{rule.pattern}.".startswith(inside)]
+    kept = [rule for rule in plan.rules if rule.style not in _EDGES or not is_within(rule.pattern, widened)]
     return Plan(tuple(blocks)) | Plan(tuple(kept))
 
 
 def _list_around(module: str, facts: ModelFacts) -> str:
     """The outermost list that `module` is in, inside of a layer; the empty name where there is none."""
-    names = module.split(".")
-    around = [".".join(names[:end]) for end in range(1, len(names))]
-    return next((name for name in around if facts.modules[name].kind == "list" and facts.layer_of(name)), "")
+    lists = [name for name in upwards(parent_of(module)) if facts.modules[name].kind == "list"]
+    return next((name for name in reversed(lists) if facts.layer_of(name)), "")
