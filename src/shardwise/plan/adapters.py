@@ -14,7 +14,7 @@ like its own.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
@@ -174,32 +174,29 @@ def _renamed(plan: SplitPlan, adapters: AdapterFacts) -> SplitPlan:
     )
 
 
-@dataclass(frozen=True)
 class _Names:
     """Where modules of the base are in the model.
 
-    What computes with an adapted weight is the module around both, which has the base's name. Of a module that is saved
-    as a whole there are several, which compute by themselves.
+    What computes with an adapted weight is the module around both, which has the base's name. Of a module of which
+    copies are saved there are several, which compute by themselves.
     """
 
-    adapters: AdapterFacts
-    _adapted: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_adapted", frozenset(each.module for each in self.adapters.adapted))
+    def __init__(self, adapters: AdapterFacts) -> None:
+        self._instances = adapters.instances
+        self._adapted = {each.module for each in adapters.adapted}
 
     def of(self, modules: Iterable[str]) -> Iterable[str]:
         for module in modules:
-            yield from (module,) if module in self._adapted else self.adapters.instances.get(module, (module,))
+            yield from (module,) if module in self._adapted else self._instances.get(module, (module,))
 
     def inside(self, names: Iterable[str]) -> Iterable[str]:
         """The same of what is a module's own: its attributes, inputs and parameters."""
         for name in names:
-            owner = next((each for each in upwards(parent_of(name)) if each in self.adapters.instances), None)
+            owner = next((each for each in upwards(parent_of(name)) if each in self._instances), None)
             if owner is None:
                 yield name
             else:
-                yield from (f"{instance}{name[len(owner) :]}" for instance in self.adapters.instances[owner])
+                yield from (f"{instance}{name[len(owner) :]}" for instance in self._instances[owner])
 
 
 def _together(problems: list[PlanError]) -> PlanError:

@@ -22,7 +22,7 @@ from shardwise.runtime.arguments import hidden_name
 from shardwise.search.attributes import guess_attributes
 from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
-from shardwise.search.styles import Styler
+from shardwise.search.styles import find_style
 from shardwise.search.trace import Layer, norm_formula
 
 __all__ = ["Block", "find_blocks"]
@@ -126,8 +126,6 @@ class _RuleBuilder:
 
     def __init__(self, graph: BlockGraph) -> None:
         self.graph, self.facts = graph, graph.facts
-        self.styler = Styler(graph.facts, graph.layer.fqn, graph.tp_size)
-        self.shapes = {fqn: shape for fqn, _, _, shape in graph.facts.parameters()}
 
     def plans(self) -> Iterator[Plan]:
         """The plans to try, best guess first."""
@@ -205,10 +203,11 @@ class _RuleBuilder:
         if self._is_weight(product.parameter):
             yield _weights(owner, "rowwise_reenter" if product.reenters else "rowwise", reason=reason)
             return
-        sections = self.shapes[product.parameter][product.input_dim] // product.features
+        parameters = self.graph.layer.parameters
+        sections = parameters[product.parameter].shape[product.input_dim] // product.features
         yield _weights(product.parameter, str(SplitStyle(product.input_dim, sections)), reason=reason)
         bias = f"{product.module}.bias"
-        if product.module == owner and entries.get(owner) == "all_reduce" and bias in self.shapes:
+        if product.module == owner and entries.get(owner) == "all_reduce" and bias in parameters:
             yield _weights(bias, "added_once", reason="it is added to partial sums")
 
     def _column_rules(self, name: str, required: RequiredIndices, entries: Mapping[str, str]) -> Iterator[Rule]:
@@ -220,5 +219,5 @@ class _RuleBuilder:
         if self._is_weight(name):
             # Where the module's own rule says that it is entered, its parameters have theirs.
             names = [f"{owner}.{own}" for own in self.facts.modules[owner].parameters] if owner in entries else [owner]
-        style, reason = self.styler.style(name, required), "each rank's features depend on their own part of it"
+        style, reason = find_style(self.graph, name, required), "each rank's features depend on their own part of it"
         yield from (_weights(each, style, reason=reason) for each in names)
