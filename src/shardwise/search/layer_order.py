@@ -65,7 +65,7 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     if (kept := read_kept(path, LayerOrder.from_json)) is not None:
         return kept
     with failures_explained(_no_stages_because(name)), seeded(), torch.enable_grad():
-        order = _find(model)
+        order = _order_of(model)
     keep(path, order.to_json())
     return order
 
@@ -91,19 +91,19 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
         if group is not None and group.rank():
             return None
         with running_alone(model, mesh):
-            return _found_by_hand(model, layers).to_json()
+            return _order_by_hand(model, layers).to_json()
 
     found = gather_from_all(group, "finding the layers of the model", find)[0]
     assert found is not None
     return LayerOrder.from_json(found)
 
 
-def _found_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
+def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
     with failures_explained(_no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
         own = copy.deepcopy(model)
         batch = _taken_batch(own)
         choose_mode(own, batch)
-        return _found(own, batch, layers=layers, drops=has_dropout(model))
+        return _tried_order(own, batch, layers=layers, drops=has_dropout(model))
 
 
 def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
-def _find(model: PreTrainedModel) -> LayerOrder:
+def _order_of(model: PreTrainedModel) -> LayerOrder:
     tiny = build_tried_model(model, num_layers=None)  # as deep as the model
     batch = make_batch(tiny, seed=0)
     choose_mode(tiny, batch)
@@ -133,11 +133,11 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
         raise _no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
     try:
-        return _found(tiny, batch, drops=drops)
+        return _tried_order(tiny, batch, drops=drops)
     except Exception as error:
         around = modules_around(tiny)
         try:
-            order = _found(tiny, batch, layers=around, drops=drops) if around else None
+            order = _tried_order(tiny, batch, layers=around, drops=drops) if around else None
         except Exception:  # noqa: BLE001 - the first error says more
             order = None
         if order is None:
@@ -147,16 +147,16 @@ def _find(model: PreTrainedModel) -> LayerOrder:
         return order
 
 
-def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
+def _tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
     """What was seen of a tiny model, if it computes the same when it is cut so.
 
     Raises:
         PlanError: it does not.
     """
-    order, returns = _watched(tiny, batch, layers=layers, drops=drops)
+    order, returns = _watched_twice(tiny, batch, layers=layers, drops=drops)
     if len(order.calls) == 1:
         raise _no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
-    order = replace(order, returns={**order.returns, **_of_many(tiny, order, returns)})
+    order = replace(order, returns={**order.returns, **_composite_returns(tiny, order, returns)})
     while True:
         try:
             reason, at = _difference(tiny, batch, order), ""
@@ -165,7 +165,7 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong cut
             verdict = failed(error)
             reason, at = verdict.reason, verdict.module
-        more = _passed_through(tiny, at, order, returns)
+        more = _returns_around(tiny, at, order, returns)
         if not more:
             break
         order = replace(order, returns={**order.returns, **more})
@@ -174,7 +174,7 @@ def _found(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str]
     return order
 
 
-def _watched(tiny: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
+def _watched_twice(tiny: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple[LayerOrder, dict[str, Returned]]:
     """What was seen of a tiny model in its mode, and in training where that runs the same layers."""
     order, returns = watch_order(tiny, batch, **options)
     if tiny.training:
@@ -207,7 +207,7 @@ def _stages_of_one(model: nn.Module, order: LayerOrder) -> Stages:
     return keep_stages(model, PipelinePlan(order=order, schedule="1f1b", starts=starts, rank_of=starts), own=starts)
 
 
-def _of_many(tiny: nn.Module, order: LayerOrder, returns: Mapping[str, Returned]) -> dict[str, Returned]:
+def _composite_returns(tiny: nn.Module, order: LayerOrder, returns: Mapping[str, Returned]) -> dict[str, Returned]:
     """Of `returns`, modules that consist of others, attention for instance, inside of layers whose code must run."""
     return {
         name: each
@@ -218,7 +218,7 @@ def _of_many(tiny: nn.Module, order: LayerOrder, returns: Mapping[str, Returned]
     }
 
 
-def _passed_through(
+def _returns_around(
     tiny: nn.Module, at: str, order: LayerOrder, returns: Mapping[str, Returned]
 ) -> dict[str, Returned]:
     """Of `returns`, the module whose code failed, or one around it, and all modules of that class."""
