@@ -114,6 +114,11 @@ class Rule:
         return self.style.partition("_into(")[0]
 
     @property
+    def is_for_any_size(self) -> bool:
+        """Whether it says neither single elements nor fractions, which hold for one size of a model."""
+        return not {";", "/"}.intersection(self.style)
+
+    @property
     def meaning(self) -> str:
         """The reason, or where none is given what the style says."""
         return self.reason or self.styles.get(self.style, self.style)

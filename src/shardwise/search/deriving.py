@@ -318,8 +318,8 @@ class _Search:
         return Plan(())
 
     def _fits(self, plan: Plan) -> bool:
-        """Whether the plan may be used: pieces given element by element are for one size."""
-        return not self._portable or not any(";" in rule.style or "/" in rule.style for rule in plan.rules)
+        """Whether the plan may be used for a model of the size that is asked for."""
+        return not self._portable or all(rule.is_for_any_size for rule in plan.rules)
 
 
 def _gathers(split: SplitPlan) -> bool:

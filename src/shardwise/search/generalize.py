@@ -11,9 +11,8 @@ from torch import nn
 
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.match import star_numbers
-from shardwise.plan.rule import SECTIONS, InputRule, Rule
+from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, Shape, is_within, outermost_layers
 
 __all__ = ["generalize"]
@@ -85,11 +84,9 @@ class _Sections:
 
     def fitted(self, rule: Rule, tiny_name: str, name: str) -> Rule:
         """The rule for the parameter `name`, found on the tiny model's `tiny_name`."""
-        if not rule.style.startswith("split("):
-            return rule
-        style = SplitStyle.parse(rule.style)
+        style = rule.split if isinstance(rule, ParameterRule) else None
         shape, tiny_shape = _shape_of(self._model, name), _shape_of(self._tiny, tiny_name)
-        if style.pieces is not None or style.num_sections == 1 or not shape or not tiny_shape:
+        if style is None or style.num_sections == 1 or not shape or not tiny_shape:
             return rule
         size, tiny_size = shape[style.dim], tiny_shape[style.dim]
         pairs = list(self._attributes(tiny_name, name))

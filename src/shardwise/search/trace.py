@@ -5,8 +5,7 @@ Every layer starts from detached inputs, so its autograd graph is its own; the g
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,13 +256,13 @@ class _Watcher(TorchFunctionMode):
         """Inside, layers start detached and module calls are recorded."""
         with ExitStack() as stack:
             for name, module in self.model.named_modules():
-                hooks, formula = [], norm_formula(module)
+                formula, hooks = norm_formula(module), []
                 if is_within(name, self.layers):
-                    enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+                    enter, leave = _bound(self._enter, name), _bound(self._leave, name)
                     hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
                     hooks.append(module.register_forward_hook(leave))
                 if formula is not None:
-                    compute = functools.partial(_compute_elementwise, formula)
+                    compute = _bound(_compute_elementwise, formula)
                     hooks.append(module.register_forward_hook(compute, with_kwargs=True))
                 for hook in hooks:
                     stack.callback(hook.remove)
@@ -303,6 +302,11 @@ class _Watcher(TorchFunctionMode):
             layer, self.running = self.layers[fqn], None
             layer.outputs, layer.left_at = call.outputs, self.now
             self.returned |= {id(value): value for value in call.outputs}
+
+
+def _bound(method: Callable[..., Any], first: Any) -> Callable[..., Any]:
+    """`method` as a hook, given `first` before all else; a copy of a module shares it, as it does functions."""
+    return lambda *given: method(first, *given)
 
 
 def _tensors(names: Sequence[str], args: Any, kwargs: Any) -> dict[str, Tensor]:
