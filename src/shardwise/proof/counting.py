@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.count import CommunicationCount
 from shardwise.mesh import Mesh
@@ -81,7 +82,7 @@ class _Counter:
         before, outside = self.entered.pop()
         self.tally.runs += 1
         self.tally.forward += self.count.num_calls() - before
-        waiting = list(_nodes(output))
+        waiting = _nodes(output)
         while waiting:
             node = waiting.pop()
             if node in outside or node in self.seen:
@@ -99,16 +100,9 @@ class _Counter:
         self.tally.backward += self.count.num_calls() - self.before
 
 
-def _nodes(value: Any) -> Iterator[Any]:
+def _nodes(value: Any) -> list[Any]:
     """The autograd nodes that made the tensors of a nested value."""
-    if isinstance(value, Tensor):
-        if value.grad_fn is not None:
-            yield value.grad_fn
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _nodes(each)
-    elif isinstance(value, dict):
-        yield from _nodes(list(value.values()))
+    return [x.grad_fn for x in tree_leaves(value) if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
 def _layers(plan: SplitPlan) -> set[str]:
