@@ -26,7 +26,7 @@ from shardwise.sharding.placement import Placement, Replicate, Split
 
 __all__ = ["plan_adapter", "stages_with_adapters", "with_adapters"]
 
-_WHOLE = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
+_IN_FULL = 'replicate the module that they adapt with the style "replicate", or use fsdp instead of tp'
 
 
 def with_adapters(plan: SplitPlan, facts: ModelFacts) -> SplitPlan:
@@ -69,9 +69,9 @@ def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> Pi
         return pipeline
     tied = {*facts.tied, *facts.tied.values()}
     for adapted in adapters.adapted:
-        if adapted.whole and adapters.bases[adapted.weight] in tied:
+        if adapted.full_reader and adapters.bases[adapted.weight] in tied:
             raise PlanError(
-                f"{adapted.whole} on {adapted.module} cannot be cut into stages",
+                f"{adapted.full_reader} on {adapted.module} cannot be cut into stages",
                 why="it computes with the full weight, which is tied, and its other module may be on another stage",
                 fix="adapt other modules, or use pp1",
             )
@@ -109,17 +109,17 @@ def plan_adapter(adapted: Adapted, base: ParameterPlan, *, tp_size: int) -> dict
     split = base.placement
     if not isinstance(split, Split):
         return {each.fqn: _planned(each, Replicate(), base.gradient, tp_size, "its base is") for each in adapted.own}
-    if adapted.whole:
+    if adapted.full_reader:
         raise PlanError(
-            f"{adapted.whole} on {adapted.module} cannot be split over tp={tp_size}",
+            f"{adapted.full_reader} on {adapted.module} cannot be split over tp={tp_size}",
             why=f"it computes with the full weight, of which a rank holds a part ({split})",
-            fix=_WHOLE,
+            fix=_IN_FULL,
         )
     if split.dim not in (adapted.in_dim, adapted.out_dim):
         raise PlanError(
             f"the adapters on {adapted.module} cannot be split over tp={tp_size}",
             why=f"their base is split along neither its input nor its output features ({split})",
-            fix=_WHOLE,
+            fix=_IN_FULL,
         )
     is_row = split.dim == adapted.in_dim
     reason = "adds to its base's partial sums" if is_row else "its base is split by output features"

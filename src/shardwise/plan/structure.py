@@ -106,7 +106,7 @@ class Adapted:
         weight: FQN of the weight.
         in_dim, out_dim: its dims of input and of output features.
         own: the adapters' parameters.
-        whole: what kind of adapter it is, where that reads the full weight; empty otherwise.
+        full_reader: what kind of adapter it is, where that reads the full weight; empty otherwise.
     """
 
     module: str
@@ -114,7 +114,7 @@ class Adapted:
     in_dim: int
     out_dim: int
     own: tuple[AdapterParameter, ...]
-    whole: str = ""
+    full_reader: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

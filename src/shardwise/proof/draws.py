@@ -72,7 +72,7 @@ class Draws(TorchDispatchMode):
 
 
 def in_order(stages: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    """What the stages of a pipeline drew, one a rank, as the whole model draws it: one microbatch after the other.
+    """What the stages of a pipeline drew, one a rank, as the unsplit model draws it: one microbatch after the other.
 
     Args:
         stages: what each drew, by its forwards.

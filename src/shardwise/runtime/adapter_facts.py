@@ -127,7 +127,7 @@ def _adapted(place: Place, within: Mapping[int, str]) -> Adapted:
         in_dim=in_dim,
         out_dim=out_dim,
         own=own,
-        whole=_reads_all(wrapper, base, held),
+        full_reader=_reads_all(wrapper, base, held),
     )
 
 

@@ -44,7 +44,7 @@ def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path |
     if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers."):
         return None
     config: dict[str, Any] = model.config.to_dict()
-    whole = {
+    known = {
         "class": type(model).__qualname__,
         "modules": [(name, type(module).__name__) for name, module in model.named_modules()],
         "drops": has_dropout(model),
@@ -53,7 +53,7 @@ def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path |
         "versions": [_own_version(), transformers.__version__, torch.__version__],
         **described,
     }
-    digest = hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
     suffix = "" if kind == "plan" else f".{kind}"
     return Path(constants.HF_HOME) / "shardwise" / "plans" / f"{model.config.model_type}-{digest[:20]}{suffix}.json"
 
