@@ -43,10 +43,18 @@ def hold(mesh, spec):
     model, batch = build(mesh, spec)
     with MemoryCount(model) as count:
         loss = model(**batch).loss
-        time.sleep(0.1)  # gloo's thread releases what it sent a moment later
-        held = count.total()
+        held = settled(count)
     loss.backward()
     return held, min(peak(*build(mesh, spec)) for _ in range(2))  # for the same reason
+
+
+def settled(count):
+    """What is held in the end: gloo's thread releases what it sent some time later, where the cores are busy."""
+    held = count.total()
+    for _ in range(25):
+        time.sleep(0.02)
+        held = min(held, count.total())
+    return held
 
 
 def build(mesh, spec):
@@ -139,8 +147,7 @@ def hold_without_logits(mesh, spec):
     model = shardwise.parallelize(model, mesh, **vars(spec)).train()
     with MemoryCount(model) as count, dropped_output(registry_of(model).context):
         loss = model(**batch).loss
-        time.sleep(0.1)
-        held = count.total()
+        held = settled(count)
     loss.backward()
     return held
 

@@ -18,6 +18,7 @@ from shardwise.ranks.spawn import spawn
 pytestmark = pytest.mark.spawn
 
 SECONDS = 3.0
+LATE = 40.0  # on a busy machine; otherwise one waits for minutes, or for ever
 
 
 @pytest.mark.parametrize(
@@ -76,14 +77,14 @@ def test_a_rank_that_never_comes_is_named_and_waited_for_no_longer_than_asked():
     ((error, said, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2"})
     assert re.match(r"waiting for 1 of 2 ranks at 127.0.0.1:\d+: rank 1 to come \(1 of 3 seconds\)", said[0])
     assert "1 of 2 ranks never came" in error and "rank 1" in error and "timeout_seconds" in error
-    assert SECONDS <= seconds < SECONDS + 10
+    assert SECONDS <= seconds < SECONDS + LATE
 
 
 def test_the_first_rank_may_be_the_one_that_never_comes():
     ((error, said, seconds),) = spawn(one_behind, 1)
     assert "waiting for 1 of 2 ranks at 127.0.0.1" in said[0] and "rank 0" in said[0]
     assert "rank 1 cannot reach rank 0" in error and "Connection refused" in error
-    assert SECONDS <= seconds < SECONDS + 10
+    assert SECONDS <= seconds < SECONDS + LATE
 
 
 def one_behind():
@@ -94,7 +95,7 @@ def test_a_host_that_does_not_exist():
     ((error, said, seconds),) = spawn(outcome_of_opening, 1, {"WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"})
     assert "does not resolve" in said[0]
     assert "no.such.host.invalid" in error and "does not resolve" in error
-    assert SECONDS <= seconds < SECONDS + 10
+    assert SECONDS <= seconds < SECONDS + LATE
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -103,7 +104,7 @@ def test_a_port_that_something_else_listens_on(rank):
     if rank == "0":
         assert "is in use" in error and "MASTER_PORT" in error and seconds < SECONDS
     else:
-        assert "does not answer as rank 0" in error and seconds < SECONDS + 10
+        assert "does not answer as rank 0" in error and seconds < SECONDS + LATE
 
 
 def claim(ranks, worlds):

@@ -20,6 +20,7 @@ from tests.job.test_rendezvous import Kept
 pytestmark = pytest.mark.spawn
 
 SECONDS = 3.0
+LATE = 50.0  # on a busy machine; otherwise one waits for minutes, or for ever
 
 
 def take_steps(mesh, stop, rank):
@@ -77,7 +78,7 @@ def check_missing(outcome, *parts):
     kind, text, _, seconds = outcome
     assert kind == "RankError", text
     assert all(part in text for part in ("rank 1 did not come to", "of step 3", "test_watch.py", *parts)), text
-    assert seconds < 4 * SECONDS
+    assert seconds < LATE
 
 
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
@@ -90,7 +91,7 @@ def test_a_rank_that_is_stopped_is_said_to_be_missing_and_then_named(layout):
 def test_the_rank_that_keeps_the_store_may_be_the_one_that_is_stopped():
     _, (kind, text, said, seconds) = spawn(outcome_of_steps, 2, "tp2", be_stopped_for_long, 0)
     assert kind == "RankError" and "rank 0 or its launcher did not come to" in text
-    assert "no longer answers" in text and seconds < 4 * SECONDS
+    assert "no longer answers" in text and seconds < LATE
     assert any("rank 0" in each and "no longer answer" in each for each in said)
 
 

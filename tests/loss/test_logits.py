@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 
 import pytest
 import torch
@@ -151,19 +150,19 @@ def look_alone():
         model = shardwise.parallelize(tiny_model("llama"), mesh).train()
         batch = tiny_batch(model)
         output = model(**batch)
-        said, started = "", time.perf_counter()
+        said = ""
         if mesh.rank == 0:
             with pytest.raises(RankError) as raised:
                 output.logits.argmax(-1)
             said = str(raised.value)
         output.loss.backward()  # nothing was communicated, so that the ranks are still together
-        return said, time.perf_counter() - started, float(model(**batch).logits.detach().sum())
+        return said, float(model(**batch).logits.detach().sum())
 
 
 def test_a_rank_that_looks_alone_is_told_so():
-    (said, seconds, total), (_, _, other) = spawn(look_alone, 2)
+    (said, total), (_, other) = spawn(look_alone, 2)
     assert "rank 0 looks at the logits" in said and "rank 1 did not come" in said
-    assert total == other and seconds < 20
+    assert total == other
 
 
 def as_tuple():

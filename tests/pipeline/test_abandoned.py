@@ -22,7 +22,7 @@ from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn
 
-LIVES_ON_SECONDS = 30
+LIVES_ON_SECONDS = 600  # longer than `spawn` waits: the others end first, or its error is another
 
 
 def fail_and_live_on(layout, zero_stage, how):
@@ -78,10 +78,8 @@ CELLS = [
 
 @pytest.mark.parametrize(("layout", "zero_stage", "how"), CELLS if FULL_PRODUCT else CELLS[:1])
 def test_ranks_that_wait_for_it_end_with_its_traceback(layout, zero_stage, how):
-    start = time.perf_counter()
     with pytest.raises(RankError, match="exited with code 1") as caught:
-        spawn(fail_and_live_on, 4, layout, zero_stage, how)
-    assert time.perf_counter() - start < LIVES_ON_SECONDS
+        spawn(fail_and_live_on, 4, layout, zero_stage, how, timeout=100)
     *_, where, line, error, end = str(caught.value).splitlines()
     assert "in fail_in_the_second" in where
     assert "raise ZeroDivisionError" in line

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise
 from shardwise.comm.count import CommunicationCount
@@ -88,30 +87,29 @@ def test_every_schedule_computes_the_gradients_of_the_unsplit_blocks(on_ranks, l
 
 
 def fail_and_stay(mesh):
-    """One rank's stage raises in the middle; it stays alive and tries the next step. How long each took, and why."""
+    """One rank's stage raises in the middle; it tries the next step, and lives on until the other has done so too."""
     at_fault = mesh.coord("pp") == 1
     _, runner = stub_runner(mesh, "1f1b", fails_at=3 if at_fault else None)
     parts = microbatches(*batches(ROWS, 4), 8)
-    errors, start = [], time.perf_counter()
+    errors = []
     for _ in range(2):
         try:
             runner.run(parts, runner.schedule(8))
         except (RuntimeError, ZeroDivisionError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    seconds = time.perf_counter() - start
-    if at_fault:
-        time.sleep(5)
-    return seconds, errors
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"done {mesh.rank}", "")
+    store.wait(["done 0", "done 1"])
+    return errors
 
 
 def test_a_stage_that_raises_ends_the_step_on_every_rank():
     waited, failed = spawn(on_pipeline, 2, fail_and_stay)
-    assert failed[1][0] == "ZeroDivisionError: a stage that fails"
-    assert "another rank failed in a step of this pipeline" in waited[1][0]
-    assert "rank 1 failed:" in waited[1][0] and waited[1][0].endswith("ZeroDivisionError: a stage that fails")
-    for seconds, errors in (waited, failed):
+    assert failed[0] == "ZeroDivisionError: a stage that fails"
+    assert "another rank failed in a step of this pipeline" in waited[0]
+    assert "rank 1 failed:" in waited[0] and waited[0].endswith("ZeroDivisionError: a stage that fails")
+    for errors in (waited, failed):
         assert len(errors) == 2 and "this pipeline has failed before" in errors[1]
-        assert seconds < 4  # while the rank at fault lives on
 
 
 def on_pipeline(function):
@@ -126,10 +124,8 @@ def fail(mesh):
 
 
 def test_the_traceback_of_the_stage_that_raised_is_the_job_s():
-    start = time.perf_counter()
-    with pytest.raises(ZeroDivisionError, match="a stage that fails"):
+    with pytest.raises(ZeroDivisionError, match="a stage that fails"):  # and not `spawn`'s, that the time is up
         spawn(on_pipeline, 2, fail)
-    assert time.perf_counter() - start < 40
 
 
 def drop(mesh, name):

@@ -102,7 +102,7 @@ def is_alive(pid):
 
 def check_no_strays(directory):
     """Wait until every process whose id stands in a file of `directory` is gone."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     pids = [int(text) for file in directory.iterdir() if (text := file.read_text())]
     assert pids
     for pid in pids:
