@@ -13,6 +13,7 @@ import sys
 import traceback
 
 import torch
+from transformers import conversion_mapping
 
 import shardwise
 from shardwise.parameters.canonical import canonical_tensors
@@ -34,6 +35,7 @@ LAYOUTS = {
 def train(layout: str, options: dict[str, int]) -> None:
     with fake_mesh(MeshShape.parse(layout)) as mesh:
         model = shardwise.parallelize(tiny_model("llama", **options), mesh)
+        conversion_mapping.get_checkpoint_conversion_mapping("llama")  # compiles those of every family
         optimizers = (
             torch.optim.AdamW(model.parameters(), **OPTIMIZER),
             shardwise.build_optimizer(model, torch.optim.AdamW, **OPTIMIZER),
