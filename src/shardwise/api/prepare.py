@@ -1,8 +1,9 @@
 """From a model and its options to a split model: what to do is decided once, agreed upon by all ranks, and applied.
 
-Rules are found by rank 0 alone. What they are found from, the model's shapes and the options, must be the same on every
-rank, and so must be what comes out: both are compared before anything is changed, because ranks that disagree would
-meet in different collectives, or train a mixture of their models without a word.
+Rules, and what else takes a tiny model to find out, are found by rank 0 alone. What they are found from, the model's
+shapes and the options, must be the same on every rank, and so must be what comes out: both are compared before anything
+is changed, because ranks that disagree would meet in different collectives, or train a mixture of their models without
+a word.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import check_layers, check_pipeline
 from shardwise.lora.checks import check_adapters, check_prompts
 from shardwise.lora.wrapper import guard_wrapper
-from shardwise.loss.label_use import label_use_of, note_label_use
+from shardwise.loss.label_use import LabelUse, label_use_of, note_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.optim.optimizer import watch_optimizers
@@ -61,9 +62,9 @@ def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dt
     Communicates: a few small gathers over all ranks.
     """
     model = find_model(given)
-    plan = _decide_together(model, mesh, spec)
+    plan, use = _decide_together(model, mesh, spec)
     check_prompts(given, plan)
-    observe_labels(model)
+    _note_labels(model, use)
     with raise_on_all_ranks(mesh.group(), "splitting the model"):
         registry = apply_plan(model, mesh, plan, spec, dtype=dtype)
     complete_split(model, registry)
@@ -98,8 +99,16 @@ def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
 
 def observe_labels(model: nn.Module) -> None:
     """Notes how a causal language model uses its labels, which its class may be wrong about."""
-    if label_use_of(model) is None and (use := find_label_use(model)) is not None:
+    _note_labels(model, _label_use(model))
+
+
+def _note_labels(model: nn.Module, use: LabelUse | None) -> None:
+    if use is not None and label_use_of(model) is None:
         note_label_use(model, use)
+
+
+def _label_use(model: nn.Module) -> LabelUse | None:
+    return label_use_of(model) or find_label_use(model)
 
 
 def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
@@ -146,10 +155,10 @@ def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
         check_layers(spec.pipeline, len(find_layer_order(without_adapters(model)).calls), pp_size=shape.pp_size)
 
 
-def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitPlan:
-    """`decide`, by rank 0 for all ranks, whose models and options are the same."""
+def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[SplitPlan, LabelUse | None]:
+    """`decide`, by rank 0 for all ranks, whose models and options are the same; and how the model uses its labels."""
     if mesh.shape.world_size == 1:
-        return decide(model, mesh.shape, spec)
+        return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
     _check_cuts(model, mesh.shape, spec)
 
@@ -161,7 +170,7 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         if mesh.rank:
             return None
         rules, order = _find(model, facts, mesh.shape, spec)
-        return rules.to_json(), None if order is None else order.to_json()
+        return rules.to_json(), None if order is None else order.to_json(), _label_use(model)
 
     def resolve() -> tuple[SplitPlan, dict[str, str]]:
         as_run = None if order_found is None else LayerOrder.from_json(order_found)
@@ -175,14 +184,15 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> SplitP
         what="the ranks were given different models or options",
         fix="build it from the same files on every rank, and what is drawn at random after the same torch.manual_seed",
     )
-    rules_found, order_found = gather_from_all(mesh.group(), "planning", find)[0]
-    return agree_on(
+    rules_found, order_found, use = gather_from_all(mesh.group(), "planning", find)[0]
+    plan = agree_on(
         mesh.group(),
         resolve,
         doing="resolving the plan",
         what="the ranks decided differently",
         fix="use the same versions of all libraries",
     )
+    return plan, use
 
 
 def _read(model: nn.Module, shape: MeshShape) -> ModelFacts:

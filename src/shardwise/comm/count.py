@@ -79,7 +79,7 @@ class CommunicationCount(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if types and any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor takes the operation apart; what it communicates comes back here
         name = func.name().split(".")[0]
         if name in _OPERATIONS and self._is_counted(args):
