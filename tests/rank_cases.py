@@ -88,11 +88,15 @@ class Ranks:
         self._waiting[key] = ranks
         return ranks
 
+    def end(self) -> None:
+        """Ends the ranks that wait: what they hold for as long as they live, such as a directory's lock, is free."""
+        while self._waiting:
+            self._waiting.popitem()[1].end()
+
     def close(self) -> None:
-        """Ends ranks for which no further test is to come."""
+        """Ends them where no further test is to come."""
         if self._item.session.stash[_LAST][group_of(self._item)] == self._item.nodeid:
-            while self._waiting:
-                self._waiting.popitem()[1].end()
+            self.end()
 
 
 def group_of(item: pytest.Function) -> tuple[str, str]:
