@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    parallelize_module,
 )
 
 import shardwise
@@ -212,6 +213,26 @@ def test_fsdp2_on_two_ranks(on_ranks, layout, kind, family, plan):
 )
 def test_fsdp2_on_four_ranks(on_ranks, layout, kind, family, plan):
     assert on_ranks(fsdp2) == [[]] * 4
+
+
+def by_torch(mesh):
+    """The plan of a model in torch's own `parallelize_module`: norms within heads have one rank's gradients there."""
+    whole = tiny_model("qwen3")
+    model = copy.deepcopy(whole)
+    parallelize_module(model, open_mesh("the document's")["tensor_parallel"], get_hf_tp_shard_plan(model))
+    ids = torch.randint(3, 31, (4, 12), generator=torch.Generator().manual_seed(1))
+    for rows in ids.chunk(2):
+        for each in (model, whole):
+            each(input_ids=rows).logits.square().mean().backward()
+    found = {name: each.grad for name, each in model.named_parameters()}
+    full = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()}
+    return differing_gradients(full, {name: each.grad for name, each in whole.named_parameters()})
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_plans_in_torchs_own_function(on_ranks, layout):
+    assert on_ranks(by_torch) == [[], []]
 
 
 def nvfsdp(mesh, kind, strategy, units, options):

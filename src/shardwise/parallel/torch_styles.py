@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from shardwise.comm.operations import all_reduce_value
 from shardwise.errors import PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
 from shardwise.plan.imports import import_from_path
@@ -57,7 +59,12 @@ class RuleStyle(ParallelStyle):
     def __repr__(self) -> str:
         return f"RuleStyle({', '.join(self.styles)})"
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> NoReturn:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """In torch's own `parallelize_module`, where a module keeps its parameters and their gradients are summed."""
+        if self.styles == ("replicated_with_grad_allreduce",):
+            for parameter in module.parameters():
+                parameter.register_hook(functools.partial(all_reduce_value, group=device_mesh.get_group()))
+            return module
         raise UnsupportedError(
             f"{self} in torch's parallelize_module",
             why="it divides what DTensor cannot, so torch has no such style",
