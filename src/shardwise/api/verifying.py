@@ -236,7 +236,7 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
 
 def _inject(configs: Mapping[str, Any], tiny: nn.Module) -> nn.Module:
     """The tiny model with adapters of any values."""
-    large = nn.Module()  # stands for the model that has them
+    large = nn.Module()  # represents the model that has them
     large.__dict__["peft_config"] = configs
     try:
         return inject_alike(large, tiny)

@@ -66,7 +66,7 @@ class PendingSave:
         return self._written.done() and (self._is_raised or self._written.exception() is None)
 
     def run(self, job: SaveJob, group: Group | None) -> None:
-        """Writes the checkpoint; keeps what is raised for whoever waits."""
+        """Writes the checkpoint; keeps what is raised for the one who waits."""
         try:
             self._written.set_result(job.run(group))
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it

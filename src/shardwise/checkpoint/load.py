@@ -107,7 +107,9 @@ def load_into(path: Any, tag: str | None, session: Session, *, put: Put) -> Load
             if model is not None and registry is not None:
                 _check_names(stored, faults, registry.mesh, strict=session.strict)
                 _check_base(stored, faults, registry.mesh, strict=session.strict)
-                planned = _plan_model(stored, held, registry) if session.fills_model else {}
+                saved = _saved_names(stored) if session.fills_model else set()
+                found = {name: each.layout.pieces(registry.mesh.coords) for name, each in held.items() if name in saved}
+                planned = {name: stored.plan(model_key(name), pieces) for name, pieces in found.items()}
                 if optimizer is not None:
                     states = OptimizerLoad(stored, optimizer, held, registry, strict=session.strict)
             extra = decode_tree(stored.index.values.get("extra"), _tensors_of(stored, "extra"))
@@ -293,14 +295,6 @@ def _check_base(stored: StoredParts, faults: Sequence[_Faults], mesh: Mesh, *, s
         fix="load the base that it was trained on, in the same dtype (model.dtype of a run),\n"
         "or pass strict=False to load_checkpoint to go on with this one",
     )
-
-
-def _plan_model(stored: StoredParts, held: Mapping[str, HeldTensor], registry: Registry) -> dict[str, tuple[Copy, ...]]:
-    """What goes where in the model, by canonical name."""
-    coords, saved = registry.mesh.coords, _saved_names(stored)
-    return {
-        name: stored.plan(model_key(name), each.layout.pieces(coords)) for name, each in held.items() if name in saved
-    }
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class Base:
         names: name of each tensor without adapters, to the model's own.
         change: gives, by the model's name of a tensor, what makes the tensor to be written of the full one; all ranks
             ask alike, and the one that writes it calls what it is given. None: tensors are written as they are.
-        add: writes what lies beside the weights into a directory; called on rank 0.
+        add: writes what belongs beside the weights into a directory; called on rank 0.
     """
 
     names: Mapping[str, str]

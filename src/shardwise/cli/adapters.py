@@ -21,7 +21,7 @@ _EXPORTS = ("only", "with_base", "merged")
 
 
 def adapter_of(config: TrainConfig) -> Any:
-    """What `load` takes as `adapter`: a config of PEFT's, or where an adapter lies; None where none is trained."""
+    """What `load` takes as `adapter`: a config of PEFT's, or the place of an adapter; None where none is trained."""
     given = config.adapter
     if given is None:
         return None

@@ -142,7 +142,7 @@ def _run_rank(arguments: argparse.Namespace) -> None:
 
 
 def _train(config: TrainConfig) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # said outright, or forks of the process draw a warning
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set explicitly, or forks of the process draw a warning
     with importing():  # torch and transformers, which takes long
         from shardwise.cli.training import train
 

@@ -4,7 +4,7 @@
 A chat template writes a conversation as one text. Where it marks what the assistant says (`{% generation %}`),
 transformers tells which tokens that is. Where it does not, the conversation is written three times for every message of
 the assistant: in full, up to that message with the words that ask for it (`add_generation_prompt`), and up to its end.
-If both of the latter are beginnings of the first, what lies between them is the message, with what ends it. A template
+If both of the latter are beginnings of the first, what is between them is the message, with what ends it. A template
 that writes a message otherwise once others follow it can be used in neither way.
 """
 

@@ -81,7 +81,7 @@ def read_place() -> Place:
 
 
 def read_world_size() -> int:
-    """The number of ranks that the environment tells of; 1 where there is no launcher."""
+    """The number of ranks that the environment gives; 1 where there is no launcher."""
     return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_place().world_size
 
 

@@ -135,7 +135,7 @@ def _config_text(model: nn.Module, name: str) -> bytes:
 
 
 def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: str = "default") -> None:
-    """Fills the adapter of that name, which has values already, with those that lie at `place`; each rank its parts.
+    """Fills the adapter of that name, which has values already, with those at `place`; each rank its parts.
 
     Raises:
         LoadError: the files are of another model, rank or kind of adapter, or cannot be read.

@@ -22,7 +22,7 @@ _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 
 
 def read_adapter_config(adapter: Any) -> Any:
-    """The config of an adapter that is to be trained: a copy of one, or what lies in an adapter's directory.
+    """The config of an adapter that is to be trained: a copy of one, or that of an adapter's directory.
 
     Args:
         adapter: a PEFT config, a directory that PEFT or we wrote, or a hub id.

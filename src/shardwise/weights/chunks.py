@@ -1,4 +1,4 @@
-"""`ChunkedIndex`: a checkpoint of somebody else's, whose tensors lie in chunks: boxes of the full tensor, in whatever
+"""`ChunkedIndex`: a checkpoint of another system, whose tensors are stored in chunks: boxes of the full tensor, in any
 files. It serves what `CheckpointIndex` serves, reading only the chunks that a box touches.
 """
 

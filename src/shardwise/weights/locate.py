@@ -114,7 +114,7 @@ def _check_hub(hub_id: str, options: Mapping[str, Any]) -> None:
         url = huggingface_hub.hf_hub_url(hub_id, "config.json", revision=options.get("revision"))
         huggingface_hub.get_hf_file_metadata(url, token=options.get("token"))
     except HfHubHTTPError:
-        return  # it answers; whatever it refuses is reported by whoever wants a file
+        return  # it answers; what it refuses is reported when a file is fetched
     except Exception as error:  # the HTTP library's own, which differ between versions of the hub's
         raise LoadError(
             f"cannot reach the hub for {hub_id!r}",

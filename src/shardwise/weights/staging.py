@@ -105,7 +105,7 @@ def find_asides(parent: Path) -> dict[str, Path]:
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Directories in `parent` that a crash left unfinished. They are whoever's that writes there, now or before."""
+    """Directories in `parent` that a crash left unfinished. Any process that writes there may have left them."""
     return [each for each in parent.iterdir() if _LEFTOVER.fullmatch(each.name)]
 
 
