@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 
 from shardwise.data.corpus import Encoder, digest
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.train.run_config import TrainConfig
 from shardwise.weights.locate import locate_source
 
@@ -25,7 +25,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
         why = f"found {', '.join(names) or 'nothing'}; transformers says: " if directory is not None else ""
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
-            why=f"{why}{' '.join(str(error).split())}",
+            why=f"{why}{one_line(error)}",
             fix="name a directory or hub id that has tokenizer files with model.tokenizer",
         ) from error
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases
 from shardwise.parameters.at_rest import reshard
@@ -146,7 +146,7 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: 
     try:
         weights = peft().load_peft_weights(where, device=str(registry_of(model).mesh.device))
     except Exception as error:  # no file, a damaged file, no network
-        raise LoadError(f"no adapter weights at {where!r}", why=" ".join(str(error).split())[:300]) from error
+        raise LoadError(f"no adapter weights at {where!r}", why=one_line(error, limit=300)) from error
     try:
         with names_only(registry_of(model)):
             result = peft().set_peft_model_state_dict(model, weights, adapter_name=name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases, register_split_layers
 
@@ -45,7 +45,7 @@ def read_adapter_config(adapter: Any) -> Any:
     try:
         config = library.PeftConfig.from_pretrained(place)
     except Exception as error:  # a missing repository, a damaged file, values that its class refuses
-        raise LoadError(f"no adapter config at {place!r}", why=" ".join(str(error).split())[:300]) from error
+        raise LoadError(f"no adapter config at {place!r}", why=one_line(error, limit=300)) from error
     config.inference_mode = False
     return config
 
@@ -74,7 +74,7 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"the adapter does not fit {type(model).__name__}",
-            why=" ".join(str(error).split())[:400],
+            why=one_line(error, limit=400),
             fix="name modules of this model in target_modules",
         ) from error
     for bias in grouped_biases(wrapped, config).values():
