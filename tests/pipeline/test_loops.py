@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
 
 import shardwise
 from shardwise.plan.options import FsdpPolicy
@@ -251,7 +252,22 @@ def changing(mesh):
     return problems + same_weights(model, whole)
 
 
-LOOPS = [changing, clip, scale, frozen_stage, frozen_model, copied, two_models]
+def own_loss(mesh):
+    """A loss of the caller's own, no mean over targets, is one of the whole batch."""
+    whole, model = both(mesh)
+    weight = torch.linspace(0.1, 1.0, whole.config.vocab_size)
+
+    def weighted(logits, labels, vocab_size, **_):
+        flat = logits[:, :-1].reshape(-1, vocab_size)
+        return torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1), weight=weight)
+
+    for each in (whole, model):
+        each.loss_function = weighted
+        each(**tiny_batch(whole, rows=4)).loss.backward()
+    return differing_gradients(shardwise.full_gradients(model), gradients(whole))
+
+
+LOOPS = [changing, own_loss, clip, scale, frozen_stage, frozen_model, copied, two_models]
 LOOPS += [chosen, hooks, interleaved, autocast, outputs_as_tuples]
 
 
@@ -293,6 +309,10 @@ def refuse(mesh):
 
     found |= {"z-loss": said(with_logits), "base": said(lambda: model.model(input_ids=batch["input_ids"]))}
     found |= {"second order": said(lambda: second_order(model(**batch).loss, list(model.parameters())))}
+    cache = DynamicCache(config=model.config)
+    for layer in range(2):
+        cache.update(torch.zeros(4, 2, 1, 16), torch.zeros(4, 2, 1, 16), layer)
+    found |= {"prefix": said(lambda: model(**batch, past_key_values=cache))}
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
     found |= {"again": said(loss.backward), "lbfgs": said(lambda: optimizer.step(lambda: model(**batch).loss))}
@@ -318,6 +338,7 @@ def test_what_ranks_do_otherwise_is_the_same_error_on_all(on_ranks, layout):
     assert first["z-loss"][0] == "a gradient of the output of a model in stages other than its loss"
     assert first["base"][0] == "LlamaModel is a part of a model in stages: no rank can run it alone"
     assert "does not require grad" in first["second order"][0]
+    assert "in stages that goes on from keys and values" in first["prefix"][0]
     assert "pickling a LlamaForCausalLM that is split" in first["pickle"][0]
     assert "the gradients of this forward have been added already" in first["again"][0]
     assert "LBFGS on the parameters of one stage of a pipeline" in first["lbfgs"][0]

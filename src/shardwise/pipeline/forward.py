@@ -187,6 +187,13 @@ class _Forward:
                 why="the backward of the stages runs in the forward, and goes no further than the tensors it is given",
                 fix="pass the model's own inputs, or compute the encoder's output under torch.no_grad()",
             )
+        cache = self.arguments.get("past_key_values")
+        if self.learns and isinstance(cache, Cache) and cache.get_seq_length():
+            raise UnsupportedError(
+                f"a training forward of a {type(self.model).__name__} in stages that goes on from keys and values",
+                why="microbatches have rows of their own, and no gradient would reach what is in the cache",
+                fix="pass all tokens, or a prefix as inputs_embeds",
+            )
         num_stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
         check_caches(self.arguments, num_stages_per_rank=num_stages_per_rank)
         if self.arguments.get("use_cache") and self.arguments.get("past_key_values") is None:
@@ -238,7 +245,7 @@ class _Forward:
         """Arguments and weights of the microbatches, as many on every data rank, and the rows of the batch."""
         rows = self.arguments[self.targets[0]].shape[0]
         whole = {name: _detached_leaf(value) for name, value in self.arguments.items()}
-        if not self.model.training:
+        if not self.model.training or hasattr(self.model, "_loss_function"):  # the caller's, maybe no mean over targets
             return [whole], [1.0], rows
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
         numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]
