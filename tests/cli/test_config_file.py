@@ -50,6 +50,7 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
     model: {path: some/model, dtype: float23}
     lr: 1
     data: {path: corpus, seq_lenght: 3, seq_length: true}
+    log.dir: runs
     optimizer: {lr: fast, schedule: {name: cosin}, options: [1]}
     layout: tq2
     steps: 0
@@ -59,9 +60,10 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         read_config(path, ["layout.x=1", "oops"])
     message = str(caught.value)
     for part in (
-        "run.yaml has 11 problems",
+        "run.yaml has 12 problems",
         "lr: unknown key (did you mean 'optimizer.lr'?)",
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
+        "log.dir: unknown key; in a file write log: {dir: …}",
         "data.seq_length: is True, must be an integer",
         "optimizer.lr: is the text 'fast', must be a number",
         "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay'",
@@ -132,7 +134,14 @@ def test_new_models_need_a_type_and_a_tokenizer():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "is not YAML"), ("steps: 1\nsteps: 2", "'steps' stands there twice"), ("- a", "not keys and values")],
+    [
+        ("a: [", "is not YAML"),
+        ("steps: 1\nsteps: 2", "'steps' stands there twice"),
+        ("steps: 010", "010 is a number to the base 8"),
+        ("steps: 1:30", "1:30 is a number to the base 60"),
+        ("a: " + "[" * 2000, "is not YAML"),
+        ("- a", "not keys and values"),
+    ],
 )
 def test_a_file_that_is_no_mapping_is_an_error(tmp_path, text, message):
     with pytest.raises(LoadError, match=message):

@@ -89,16 +89,20 @@ def build_config(tree: Mapping[str, Any]) -> tuple[TrainConfig, list[Problem]]:
             break
         except ValidationError as error:
             for key, problem in _read_errors(error).items():
-                *groups, last = key.split(".")
-                here: Any = tree
-                for group in groups:
-                    here = here[group]
-                del here[last]
+                _leave_out(tree, key)
                 if problem is not None:
                     found[key] = problem
     # A group with a misspelt key is incomplete: what else seems to be missing there would only mislead.
     broken = {*found, *(key.rpartition(".")[0] for key in found)}
     return config, [*found.values(), *(problem for problem in check_config(config) if problem.key not in broken)]
+
+
+def _leave_out(tree: Any, key: str) -> None:
+    group, _, rest = key.partition(".")
+    if key in tree:  # with a point, a misspelt one
+        del tree[key]
+    else:
+        _leave_out(tree[group], rest)
 
 
 def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
@@ -154,7 +158,9 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
         place = [str(part) for part in each["loc"]]
         if each["type"] == "unexpected_keyword_argument":
             key = ".".join(place)
-            found[key] = Problem(key, f"unknown key{_similar(key, known)}")
+            group, _, rest = place[-1].partition(".")
+            meant = f"; in a file write {group}: {{{rest}: …}}" if rest else _similar(key, known)
+            found[key] = Problem(key, f"unknown key{meant}")
             continue
         # A place goes on below its key: into lists, and along the types that a value might have.
         key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
@@ -203,6 +209,17 @@ class _Loader(yaml.SafeLoader):
         return dict(super().construct_mapping(node, deep=True))
 
 
+def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Whole numbers as they are read aloud: YAML 1.1 takes 010 for 8, and 1:30 for 90."""
+    if re.match(r"[-+]?0[\d_]", node.value) or ":" in node.value:
+        said = (
+            f"{node.value} is a number to the base {60 if ':' in node.value else 8}; write it in decimal, or quote it"
+        )
+        raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+    return loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -219,7 +236,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
     if not isinstance(tree, dict | None):
         raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
@@ -240,7 +257,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
         here = here[group]
     try:
         here[last] = yaml.load(text, _Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
     return []
 
