@@ -53,7 +53,7 @@ def settled(count):
     held = count.total()
     for _ in range(25):
         time.sleep(0.02)
-        held = min(held, count.total())
+        held = min(held, count.total(), key=lambda each: each.total)
     return held
 
 

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import logging
+import time
 
 import pytest
 import torch
@@ -117,11 +118,16 @@ def share_held(layout, place):
     """Memory of all tensors that a load leaves in a new process, to the bytes that the rank owns."""
     with shardwise.Mesh.open(layout) as mesh:
         shardwise.load(place, mesh)  # what a first load makes once is not the model's
+        time.sleep(0.5)
         before = live_storages()
         model = shardwise.load(place, mesh)
         owned = sum(local_part(value).nbytes for value in (*model.parameters(), *saved_buffers(model)))
-        # What is on its way out may be seen once more; what a load leaves is seen each time.
-        found = [live_storages() for _ in range(5)]
+        # What is on its way out may be seen once more, as long as gloo's thread waits on a busy machine; what a load
+        # leaves is seen each time.
+        found = []
+        for _ in range(10):
+            found.append(live_storages())
+            time.sleep(0.1)
         return min(sum(size for address, size in each.items() if address not in before) for each in found) / owned
 
 
