@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
 from shardwise.runtime.arguments import hidden_name
-from shardwise.search.dependence import depends, features_of, gradients_of, is_nonzero, weighted_sum
+from shardwise.search.dependence import depends, features_of, gradients_of, is_nonzero, weighted_sum, weighted_sums
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
 from shardwise.search.trace import Layer, ModuleCall
 from shardwise.search.traced_sizes import Equation
@@ -230,8 +230,7 @@ class BlockGraph:
         nodes = list({id(tensor): tensor for tensor in tensors if tensor.requires_grad}.values())
         rows = {product.parameter for product in self.group}
         inputs = [use.x for use in self.layer.uses if use.parameter in rows and use.x.requires_grad]
-        totals = (weighted_sum(inputs, rank=rank, tp_size=self.tp_size) for rank in range(self.tp_size))
-        gradients = zip(*(gradients_of(total, nodes) for total in totals), strict=True)
+        gradients = zip(*(gradients_of(total, nodes) for total in weighted_sums(inputs, self.tp_size)), strict=True)
         return {
             id(node): [gradient != 0 for gradient in each if gradient is not None]
             for node, each in zip(nodes, gradients, strict=True)

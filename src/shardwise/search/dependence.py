@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["depends", "features_of", "gradients_of", "is_nonzero", "weighted_sum"]
+__all__ = ["depends", "features_of", "gradients_of", "is_nonzero", "weighted_sum", "weighted_sums"]
 
 
 def gradients_of(total: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -27,20 +27,21 @@ def is_nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(gradient.any())
 
 
-def weighted_sum(values: Sequence[Tensor], *, rank: int = 0, tp_size: int = 1) -> Tensor:
-    """The sum of all elements, each times a weight of its own, so that it depends on all that they depend on.
+def weighted_sum(values: Sequence[Tensor]) -> Tensor:
+    """The sum of all elements, each times a weight of its own, so that it depends on all that they depend on."""
+    return weighted_sums(values, 1)[0]
 
-    Args:
-        rank: whose run of the last dim is summed.
-        tp_size: into how many runs that is cut.
-    """
-    total = torch.zeros(())
+
+def weighted_sums(values: Sequence[Tensor], tp_size: int) -> list[Tensor]:
+    """For every rank the weighted sum of its run of the last dim."""
+    totals = [torch.zeros(()) for _ in range(tp_size)]
     for value in values:
         weights = torch.rand(value.shape, generator=torch.Generator().manual_seed(1)) + 0.5
         weighted = value.float() * weights
-        own = weighted if tp_size == 1 else weighted[..., features_of(rank, value.shape[-1], tp_size)]
-        total = total + own.sum()
-    return total
+        for rank in range(tp_size):
+            own = weighted if tp_size == 1 else weighted[..., features_of(rank, value.shape[-1], tp_size)]
+            totals[rank] = totals[rank] + own.sum()
+    return totals
 
 
 def features_of(rank: int, size: int, tp_size: int) -> slice:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.plan.structure import parent_of
-from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
+from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum, weighted_sums
 from shardwise.search.trace import Layer, Use, watch
 
 __all__ = ["RequiredIndices", "RowProduct", "find_row_products", "is_linear_weight"]
@@ -255,8 +255,8 @@ def _required_indices(use: Use, own: Mapping[str, Tensor], tp_size: int) -> dict
     if not use.x.requires_grad or use.x.shape[-1] < tp_size:
         return {}
     names = [name for name, value in own.items() if value.requires_grad]
-    totals = (weighted_sum([use.x], rank=rank, tp_size=tp_size) for rank in range(tp_size))
-    gradients = [gradients_of(total, [own[name] for name in names]) for total in totals]
+    parameters = [own[name] for name in names]
+    gradients = [gradients_of(total, parameters) for total in weighted_sums([use.x], tp_size)]
     found = {}
     for name, each in zip(names, zip(*gradients, strict=True), strict=True):
         masks = [gradient != 0 for gradient in each if gradient is not None]

@@ -188,7 +188,7 @@ class _Watcher(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name != "__get__":
             self.now += 1
-            given = [id(value) for value in flat([args, kwargs])]
+            given = [id(value) for value in flat((*args, *kwargs.values()))]
             self.consumed.update(key for key in given if key in self.returned)
             self.used_at |= {self.names[key][0]: self.now for key in given if key in self.names}
         if self.thorough and self.running is not None:
