@@ -22,7 +22,7 @@ from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
-from shardwise.modules.split_module import SplitModule, context_of, layout_of
+from shardwise.modules.split_module import SplitModule, layout_of
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
@@ -37,6 +37,7 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
@@ -124,10 +125,9 @@ def adopt_model(
     plan = replace(_plan(model, mesh, policy, is_cut=stages is not None), stacks=facts.stacks)
     if policy is not None:
         plan = with_data_axes(plan, facts, mesh.shape, stages)
-    registry = Registry(mesh=mesh, plan=plan, context=context_of(mesh), tied=plan.tied, local_state=True)
+    registry = Registry(mesh=mesh, plan=plan, context=SplitContext.of(mesh), tied=plan.tied, local_state=True)
     note_parameters(model, registry)
-    if stages is not None:
-        apply_stages(model, registry)
+    apply_stages(model, registry)
     attach_registry(model, registry)
     if not any(value.is_meta for value in model.parameters()):  # what is loaded lazily has nothing to move yet
         model.to(mesh.device)

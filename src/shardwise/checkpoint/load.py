@@ -314,7 +314,7 @@ def _fill_model(
         value = held[name].value
         if value.is_meta:
             shape = held[name].layout.local_shape(registry.mesh.coords)
-            new = torch.empty(shape, dtype=value.dtype, device=registry.home(name))
+            new = torch.empty(shape, dtype=value.dtype, device=registry.device_of(name))
             stored.fill(new, model_key(name), plan)
             put(name, new)
         else:

@@ -254,8 +254,7 @@ def check_same(everyone: Sequence[Mapping[str, Mapping[str, str]]], *, what: str
     """
     for name in dict.fromkeys(name for each in everyone for name in each["same"]):
         said = [each["same"].get(name) for each in everyone]
-        rank = next((rank for rank, value in enumerate(said) if value != said[0]), 0)
-        if rank:
+        if rank := next((rank for rank, value in enumerate(said) if value != said[0]), 0):
             raise ConfigError(
                 f"{what}: {name} is not the same on all",
                 why=f"on rank 0: {str(said[0])[:200]}\non rank {rank}: {str(said[rank])[:200]}",

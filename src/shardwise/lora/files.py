@@ -20,9 +20,8 @@ from shardwise.errors import LoadError, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases
 from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.canonical import canonical_tensor, dtypes_of, state_names
+from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, named_entries, registry_of
-from shardwise.parameters.whole_names import names_only
 from shardwise.runtime.adapters import find_model
 
 __all__ = [

@@ -8,8 +8,8 @@ from torch import nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.at_rest import forget_unreduced, reshard
+from shardwise.parameters.canonical import names_only
 from shardwise.parameters.registry import Registry
-from shardwise.parameters.whole_names import names_only
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
 

@@ -1,4 +1,4 @@
-"""An embedding that stands alone, divided over tp; see `shardwise.modules.split_module`."""
+"""An embedding by itself, divided over tp; see `shardwise.modules.split_module`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query, key and value projections in one module, which stands alone; see `shardwise.modules.split_module`.
+"""Query, key and value projections in one module, which is used by itself; see `shardwise.modules.split_module`.
 
 # [Note: copies of key/value heads]
 Every key/value head is copied `copies` times, side by side, and what comes of it is divided over tp in order; so are

@@ -1,4 +1,4 @@
-"""Linears that stand alone, divided over tp by output or input features; see `shardwise.modules.split_module`."""
+"""Linears by themselves, divided over tp by output or input features; see `shardwise.modules.split_module`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.simulated import LoneGroup
 from shardwise.mesh import Mesh
-from shardwise.parameters.canonical import full_value, local_tensor
+from shardwise.parameters.canonical import full_value, local_tensor, take_parts
 from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
@@ -34,7 +34,6 @@ from shardwise.parameters.registry import (
     entries_of,
     entry_of,
     mark,
-    named_entries,
 )
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
@@ -45,7 +44,6 @@ from shardwise.topology.axes import DATA_AXES
 __all__ = [
     "Init",
     "SplitModule",
-    "context_of",
     "gather_features",
     "layout_of",
     "mark_replicated",
@@ -55,17 +53,6 @@ __all__ = [
 ]
 
 Init = Callable[[Tensor], Any]
-
-
-def context_of(mesh: Mesh) -> SplitContext:
-    """The tp group of a mesh, as split modules take it."""
-    return SplitContext(
-        group=mesh.group("tp"),
-        size=mesh.size("tp"),
-        coord=mesh.coord("tp"),
-        mesh=mesh.tensor_mesh,
-        device=mesh.device,
-    )
 
 
 class SplitModule(nn.Module):
@@ -85,14 +72,14 @@ class SplitModule(nn.Module):
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
-        self._split = context_of(mesh)
+        self._split = SplitContext.of(mesh)
         self._provisional = Registry(
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )
         self.placements: dict[str, Split] = {}
         self.full_values: dict[str, Tensor] = {}
         self._draw: Callable[[], Mapping[str, Tensor | None]] = dict
-        self.register_load_state_dict_pre_hook(_take_parts)
+        self.register_load_state_dict_pre_hook(take_parts)
 
     def start(
         self,
@@ -116,8 +103,7 @@ class SplitModule(nn.Module):
             return
         mesh = self._provisional.mesh
         layout = layout_of(full.shape, split, mesh)
-        shape = layout.local_shape(mesh.coords)
-        local = full.new_empty(shape) if full.is_meta else local_tensor(full, layout, mesh.coords)
+        local = local_tensor(full, layout, mesh.coords)
         self.register_parameter(name, nn.Parameter(local.to(device) if device is not None else local))
         if split is not None:
             self.placements[name] = split
@@ -188,14 +174,6 @@ def running_alone(model: nn.Module, mesh: Mesh) -> Iterator[None]:
                 context.group = groups[key]
 
 
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Replaces full tensors in a state dict that is about to be loaded by this rank's parts."""
-    for name, entry in named_entries(module).items():
-        value = state.get(f"{prefix}{name}")
-        if isinstance(value, Tensor) and entry.split is not None and tuple(value.shape) == entry.layout.shape:
-            state[f"{prefix}{name}"] = local_tensor(value, entry.tensor_layout, entry.registry.mesh.coords)
-
-
 def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
     """How a parameter of a hand-written model is stored: divided over tp, or replicated, and replicated over data
     ranks, unless the `data_axes` are left out.
@@ -210,7 +188,7 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
 
 def mark_replicated(parameters: Iterable[Tensor], mesh: Mesh) -> None:
     """Gives parameters that nobody knows yet an entry: every rank holds all of each, so that norms count it once."""
-    registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=context_of(mesh))
+    registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
         if entry_of(parameter) is None:
             layout = layout_of(parameter.shape, None, mesh)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["Transparent", "seen_through"]
+
+
+def _delegated(name: str) -> Callable[..., Any]:
+    """The method of that name of the module inside: of what this rank holds, by the module's names."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.__dict__["module"], name)(*args, **kwargs)
+
+    return call
 
 
 class Transparent(nn.Module):
@@ -22,29 +33,12 @@ class Transparent(nn.Module):
         """The module's own."""
         return self.__dict__["module"](*args, **kwargs)
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that this rank holds, by the module's names."""
-        return self.__dict__["module"].named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those that this rank holds, by the module's names."""
-        return self.__dict__["module"].named_buffers(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The module's, by its names."""
-        return self.__dict__["module"].named_modules(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The module's, by its names."""
-        return self.__dict__["module"].named_children()
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's; see `shardwise.full_state_dict` for full tensors."""
-        return self.__dict__["module"].state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's."""
-        return self.__dict__["module"].load_state_dict(*args, **kwargs)
+    named_parameters = _delegated("named_parameters")
+    named_buffers = _delegated("named_buffers")
+    named_modules = _delegated("named_modules")
+    named_children = _delegated("named_children")
+    state_dict = _delegated("state_dict")
+    load_state_dict = _delegated("load_state_dict")
 
     @property
     def config(self) -> Any:

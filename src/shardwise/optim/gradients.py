@@ -201,7 +201,7 @@ class Gradients:
         trained = torch.zeros(mesh.size("pp"), device=host_device(group, mesh.device))
         trained[mesh.coord("pp")] = float(any(parameter.requires_grad for parameter in self.model.parameters()))
         all_reduce_(trained, group)
-        self.registry.context.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
+        self.registry.idle_stages = tuple(stage for stage, some in enumerate(trained.tolist()) if not some)
 
     def note_change(self) -> None:
         """Gradients have been added to without a backward: what is known of their values holds no longer."""

@@ -126,10 +126,7 @@ def _split_later(wrapper: Any, fqn: str, adapter: str, registry: Registry) -> No
         inner, _, own = name.removeprefix(f"{fqn}.").rpartition(".")
         owner = wrapper.get_submodule(inner)
         value = owner._parameters[own]
-        if value.is_meta:
-            value.data = value.data.new_empty(each.layout.local_shape(mesh.coords))
-        else:
-            value.data = local_tensor(value.data, each.layout, mesh.coords)
+        value.data = local_tensor(value.data, each.layout, mesh.coords)
         if isinstance(owner, nn.Linear):
             owner.out_features, owner.in_features = owner.weight.shape
         entry = ParameterEntry(

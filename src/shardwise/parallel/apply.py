@@ -52,18 +52,10 @@ def apply_plan(
 
     Communicates: nothing.
     """
-    context = SplitContext(
-        group=mesh.group("tp"),
-        size=plan.tp_size,
-        coord=mesh.coord("tp"),
-        mesh=mesh.tensor_mesh,
-        device=mesh.device,
-        has_dropout=has_dropout(model),
-    )
+    context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
     note_parameters(model, registry)
-    if plan.pipeline is not None:
-        registry.stages = apply_stages(model, registry)
+    apply_stages(model, registry)
     split_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)

@@ -53,7 +53,7 @@ def read_config(
     Raises:
         LoadError: there is no config, or transformers cannot read it.
     """
-    where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
+    where = _config_place(options)
     rest = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
     what = f"transformers cannot read the model config {'values' if isinstance(source, Mapping) else repr(source)}"
     with _reading(what, fix="correct the values, or take the config of another checkpoint of the kind"):
@@ -84,13 +84,18 @@ def read_class_config(
     """
     if isinstance(config, PreTrainedConfig):
         return config, dict(options)
-    where = {name: value for name, value in where.items() if name != "variant"}
+    where = _config_place(where)
     place = source if config is None else config
-    _check_file(place, dict(where))
+    _check_file(place, where)
     what = f"{config_class.__name__} cannot read the model config {os.fspath(place)!r}"
     with _reading(what, fix="use the model class of this checkpoint"):
         found, rest = config_class.from_pretrained(os.fspath(place), return_unused_kwargs=True, **where, **options)
     return found, rest
+
+
+def _config_place(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that say where a config is: weights have variants, configs none."""
+    return {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
 
 
 @contextmanager
@@ -198,16 +203,16 @@ def _empty(model: nn.Module) -> None:
 
 
 def num_positions(config: PreTrainedConfig) -> int | None:
-    """How many tokens of a row the model tells apart, None where it sets no limit."""
+    """How many positions the model has, None where it sets no limit."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     return found if isinstance(found, int) and found > 0 else None
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Gives the model the generation config that lies beside its weights, if one does."""
+    """Gives the model the generation config beside its weights, if one does."""
     if not model.can_generate():
         return
-    where = {name: options[name] for name in HUB_OPTIONS if name in options and name != "variant"}
+    where = _config_place(options)
     try:
         model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
     except OSError:

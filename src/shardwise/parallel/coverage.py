@@ -86,11 +86,11 @@ def check_coverage(
         for fqn, (stored, wanted) in resolution.mismatched.items()
     ]
     faults = [
-        *_told("not in the checkpoint", [name for name in missing if not _fits(name, allowed.missing)]),
-        *_told("of layers that the model does not have", [n for n in beyond if not _fits(n, allowed.unused)]),
-        *_told("of another kind", strange.values()),
-        *([] if allowed.mismatched else _told("of another shape", other_shapes)),
-        *_told("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
+        *_listed("not in the checkpoint", [name for name in missing if not _fits(name, allowed.missing)]),
+        *_listed("of layers that the model does not have", [n for n in beyond if not _fits(n, allowed.unused)]),
+        *_listed("of another kind", strange.values()),
+        *([] if allowed.mismatched else _listed("of another shape", other_shapes)),
+        *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:
         own = set(names)
@@ -99,13 +99,13 @@ def check_coverage(
         raise LoadError(
             f"{num_fitting} of {len(own)} tensors fit {type(model).__name__}{has_all}",
             at=location,
-            why="\n".join([*faults, *_told("others of the checkpoint", resolution.unexpected - {*beyond})]),
+            why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - {*beyond})]),
             fix="\n".join(_remedies(_roots(missing, parameters), _roots(beyond, parameters), resolution)),
         )
     _log(model, resolution, location)
 
 
-def _told(what: str, names: Iterable[str]) -> Iterator[str]:
+def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
     """One line about `names`, those that differ by a number alone as one; nothing about none."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -163,5 +163,5 @@ def _log(model: nn.Module, resolution: Resolution, location: str) -> None:
         ("not in the checkpoint and newly initialised", resolution.missing),
         ("of another shape in the checkpoint and newly initialised", resolution.mismatched),
     ):
-        for line in _told(what, names):
+        for line in _listed(what, names):
             logger.warning("%s from %s: %s", type(model).__name__, location, line)

@@ -22,8 +22,8 @@ def fake_tensors() -> Iterator[None]:
 
 
 class AsOnDevices(TorchDispatchMode):
-    """Mends two descriptions of torch: products of experts exist in every dtype, not in bfloat16 alone, and waiting for
-    a collective's result makes no other tensor of it.
+    """Corrects two descriptions of torch's: products of experts exist in every dtype, not in bfloat16 alone, and
+    waiting for a collective's result makes no other tensor of it.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

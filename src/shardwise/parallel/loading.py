@@ -119,7 +119,7 @@ def _check_numbers(sums: Mapping[str, tuple[Tensor, Tensor]], index: CheckpointI
 
 
 def _read(fqn: str, lazy: LazyTensor, registry: Registry, dtype: torch.dtype) -> Tensor:
-    entry, device, coords = registry.entries.get(fqn), registry.home(fqn), registry.mesh.coords
+    entry, device, coords = registry.entries.get(fqn), registry.device_of(fqn), registry.mesh.coords
     layout = Layout(tuple(lazy.shape)) if entry is None else entry.layout
     pieces, shape = layout.pieces(coords), layout.local_shape(coords)
     if entry is not None and entry.data != "managed" and device.type == "cpu" and dtype == lazy.dtype:

@@ -92,7 +92,7 @@ def initialize_missing(
                 continue
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
-            put_tensor(model, registry, fqn, own.to(registry.home(fqn)))
+            put_tensor(model, registry, fqn, own.to(registry.device_of(fqn)))
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

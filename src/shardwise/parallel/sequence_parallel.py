@@ -28,7 +28,7 @@ class _ReachedError(Exception):
         self.hidden_states = hidden_states
 
 
-def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embedding: str | None) -> nn.Module:
+def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embedding: str | None) -> None:
     """Splits the sequence over the layer stack that the plan names, if it names one. Communicates nothing.
 
     Args:
@@ -37,7 +37,7 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
     """
     plan, context = registry.plan.sequence, registry.context
     if plan is None:
-        return model
+        return
     context.partial_after = plan.partial_after
     for fqn in plan.full_sequence:
         stack_around = next(stack.fqn for stack in plan.stacks if is_within(fqn, (stack.fqn,)))
@@ -56,7 +56,6 @@ def apply_sequence_parallelism(model: nn.Module, registry: Registry, *, embeddin
             inputs.setdefault(parent_of(fqn), []).append(fqn.rpartition(".")[2])
     for layer, names in inputs.items():
         install_parts(model.get_submodule(layer), names, context)
-    return model
 
 
 def _defer_sum(embedding: nn.Module, owner: nn.Module, layers: nn.ModuleList, context: SplitContext) -> None:

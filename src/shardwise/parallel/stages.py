@@ -23,20 +23,11 @@ from shardwise.stages.run import Module
 __all__ = ["apply_stages", "fit_absent", "keep_stages"]
 
 
-def apply_stages(model: nn.Module, registry: Registry) -> Stages:
-    """Makes `model` the stages of this rank, as `registry.plan.pipeline` cuts them, in place; names stay.
-
-    Foreign parameters go: they use no memory, `named_parameters()` no longer has them.
-
-    Returns:
-        What runs the stages; also kept as `registry.stages`.
-
-    Communicates: nothing.
-    """
+def apply_stages(model: nn.Module, registry: Registry) -> None:
+    """Makes `model` the stages of this rank, if `registry.plan.pipeline` cuts it into any: see `keep_stages`."""
     plan = registry.plan.pipeline
-    assert plan is not None
-    registry.stages = keep_stages(model, plan, own=plan.stages_of(registry.mesh.coord("pp")))
-    return registry.stages
+    if plan is not None:
+        registry.stages = keep_stages(model, plan, own=plan.stages_of(registry.mesh.coord("pp")))
 
 
 def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
@@ -68,7 +59,7 @@ def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
 
 
 def _of_full_features(registry: Registry) -> set[str]:
-    """The modules whose own code, with their whole weights, is given and returns what the split ones do."""
+    """The modules whose own code, with their full weights, is given and returns what the split ones do."""
     plan = registry.plan
     split_here = {name for name, style in plan.modules.items() if style == "rowwise_split_input"}
     return split_here | {region.fqn for region in plan.regions if region.edge == "gather"}
@@ -98,7 +89,9 @@ def _note_split_segments(stages: Stages, registry: Registry) -> None:
 
 
 def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -> Stages:
-    """Makes `model` the stages `own`, in place. Communicates nothing."""
+    """Makes `model` the stages `own`, in place; names stay. Foreign parameters go: they use no memory, and
+    `named_parameters()` no longer has them. Communicates nothing.
+    """
     stages = Stages(own=tuple(own), model=model, plan=plan)
     layers = set(plan.order.calls)
     around = {"", *itertools.chain.from_iterable(list(upwards(layer))[1:] for layer in layers)}

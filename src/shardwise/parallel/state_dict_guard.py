@@ -8,12 +8,11 @@ from functools import partial
 from types import MethodType
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.canonical import take_parts
 from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
@@ -196,10 +195,7 @@ def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) ->
     entries = named_entries(module)
     if any(entry.stage_coords for entry in entries.values()):
         _choose_names(module, state, prefix, entries)
-    for name, entry in entries.items():
-        value = state.get(f"{prefix}{name}")
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
-            state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
+    take_parts(module, state, prefix)
 
 
 def _choose_names(module: nn.Module, state: dict[str, Any], prefix: str, entries: Mapping[str, ParameterEntry]) -> None:

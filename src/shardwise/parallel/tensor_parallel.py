@@ -46,16 +46,11 @@ def split_parameters(model: nn.Module, registry: Registry) -> None:
     coords = registry.mesh.coords
     for name, parameter in model.named_parameters():
         entry = registry.entry(name)
-        if entry.split is None:
-            continue
-        layout = entry.tensor_layout
-        if parameter.is_meta:
-            parameter.data = parameter.data.new_empty(layout.local_shape(coords))
-        else:
-            parameter.data = local_tensor(parameter.data, layout, coords)
+        if entry.split is not None:
+            parameter.data = local_tensor(parameter.data, entry.tensor_layout, coords)
 
 
-def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
+def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
     """Changes the forward of the modules the plan names. Parameters are split already. Communicates nothing."""
     plan, context = registry.plan, registry.context
     modules = dict(model.named_modules())
@@ -90,7 +85,6 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> nn.Module:
     install_loss(model, context)
     install_side_outputs(getattr(model, "base_model", model), context)
     _install_outputs(model, plan, context)
-    return model
 
 
 def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -> None:

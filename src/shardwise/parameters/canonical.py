@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from shardwise.parameters.registry import (
     entries_of,
     entry_of,
     local_part,
+    named_entries,
     registry_of,
 )
 from shardwise.plan.structure import fqn_of
@@ -40,8 +42,10 @@ __all__ = [
     "dtypes_of",
     "full_value",
     "local_tensor",
+    "names_only",
     "state_names",
     "state_tensors",
+    "take_parts",
 ]
 
 
@@ -300,3 +304,28 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
     for piece in pieces:
         local[slices(piece.local)] = full[slices(piece.full)]
     return local
+
+
+def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A `load_state_dict` hook: replaces full tensors in the state dict by this rank's parts."""
+    for name, entry in named_entries(module).items():
+        value = state.get(f"{prefix}{name}")
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
+            state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
+
+
+@contextmanager
+def names_only(registry: Registry) -> Iterator[None]:
+    """Inside, `state_dict()` of modules is no error: only its names are read, those of foreign stages among them."""
+    foreign = dict(registry.stages.foreign) if registry.stages is not None else {}
+    absent = {key: key[0].__dict__.pop(key[1]) for key in foreign}
+    for (module, own), fqn in foreign.items():
+        module._parameters[own] = nn.Parameter(torch.empty(registry.entry(fqn).layout.shape, device="meta"))
+    registry.reads_names = True
+    try:
+        yield
+    finally:
+        registry.reads_names = False
+        for (module, own), value in absent.items():
+            del module._parameters[own]
+            module.__dict__[own] = value

@@ -122,7 +122,7 @@ def _check_no_stage_is_idle(registry: Registry, asked: str) -> None:
     """Raises where some stages train nothing: torch asks nothing of gradients that are not there, and this rank would
     wait for theirs.
     """
-    idle = registry.context.idle_stages
+    idle = registry.idle_stages
     if idle:
         raise UnsupportedError(
             f"{asked} on a pipeline of which a part is frozen as a whole",

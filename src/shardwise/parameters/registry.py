@@ -7,7 +7,7 @@ checkpoints, clipping) looks here for how local and canonical tensors map to eac
 A parameter is known by the module that owns it and its name there, and carries what is known as an attribute. Wrappers
 (PEFT, Lightning) put modules elsewhere and so change the names a model gives its parameters, FSDP2 and
 `load_state_dict(assign=True)` replace the parameters; the module that owns them stays. So do the owners of what other
-stages of a pipeline hold, and they know its entries: every rank sees the whole model by the same names, in one order.
+stages of a pipeline hold, and they know its entries: every rank sees the full model by the same names, in one order.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ class Registry:
         model: the split model, once it is attached.
         stages: what runs this rank's stages of a pipeline; None without one.
         uses: what backward has used of the units of FSDP2 that ranks may use differently.
+        idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
     """
 
     mesh: Mesh
@@ -210,6 +211,7 @@ class Registry:
     local_state: bool = False
     stages: Stages | None = None
     uses: Uses = field(default_factory=Uses)
+    idle_stages: tuple[int, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         # A copied model runs on the same ranks.
@@ -227,7 +229,7 @@ class Registry:
         """Whether any gradient needs a sum of ours: known once the model is split."""
         return any(entry.needs_sum for entry in self.entries.values())
 
-    def home(self, fqn: str) -> torch.device:
+    def device_of(self, fqn: str) -> torch.device:
         """Where a parameter or buffer is stored at rest: the mesh's device, or host memory for what is offloaded."""
         entry = self.entries.get(self.tied.get(fqn, fqn))
         offloaded = self.policy.cpu_offload and entry is not None and entry.data == "managed"

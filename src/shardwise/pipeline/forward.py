@@ -1,10 +1,10 @@
-"""`model(**batch)` of a model in stages: every rank calls it with the same arguments and is given the whole output.
+"""`model(**batch)` of a model in stages: every rank calls it with the same arguments and is given the full output.
 
 # [Note: a forward through a pipeline]
 Without gradients the batch passes the stages in one piece, and every rank is given the output. With gradients and
 targets a loop calls `loss = model(**batch).loss` and then `loss.backward()`. Stages cannot wait in between: the
 backward of the first microbatch runs while the last one's forward has not begun. So the forward runs the whole
-schedule, keeps the gradients aside, and `backward` adds them to `.grad`, times the gradient that comes in: a loop that
+schedule, sets the gradients apart, and `backward` adds them to `.grad`, times the gradient that comes in: a loop that
 divides or scales its loss gets what it expects. A model in training mode takes as many microbatches as fill the
 pipeline, or as somebody has asked for (`PipelineRunner.num_microbatches`), if the rows divide; in eval mode it takes
 one, and computes exactly what the unsplit model computes on the whole batch, also where that is no sum over rows (the
@@ -244,15 +244,15 @@ class _Forward:
     def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[list[dict[str, Any]], list[float], int]:
         """Arguments and weights of the microbatches, as many on every data rank, and the rows of the batch."""
         rows = self.arguments[self.targets[0]].shape[0]
-        whole = {name: _detached_leaf(value) for name, value in self.arguments.items()}
+        full = {name: _detached_leaf(value) for name, value in self.arguments.items()}
         if not self.model.training or hasattr(self.model, "_loss_function"):  # the caller's, maybe no mean over targets
-            return [whole], [1.0], rows
+            return [full], [1.0], rows
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
         numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]
         divides = math.gcd(*rows_of_all)
         fitting = [n for n in numbers if n > 1 and divides % n == 0 and (asked or self.runner.takes(n))]
         if not fitting:
-            return [whole], [1.0], rows
+            return [full], [1.0], rows
         parts = split_rows(self.arguments, rows, fitting[-1])
         counts = [count_targets(self.model, part) for part in parts]
         sums = self.arguments.get("num_items_in_batch") is not None
@@ -268,9 +268,9 @@ class _Forward:
         """
         found = {}
         for name, parts in leaves.items():
-            whole = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in parts])
-            all_reduce_(whole, self.runner.group)
-            found[name] = whole
+            full = torch.cat([torch.zeros_like(x) if x.grad is None else x.grad for x in parts])
+            all_reduce_(full, self.runner.group)
+            found[name] = full
         return found
 
 

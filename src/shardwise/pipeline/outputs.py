@@ -37,7 +37,7 @@ _ASKING = frozenset(
 
 
 class _Slot(NamedTuple):
-    """Stands for a tensor in a description: its local shape, and that of the full one where it is split over tp."""
+    """Represents a tensor in a description: its local shape, and that of the full one where it is split over tp."""
 
     number: int
     shape: tuple[int, ...]
@@ -47,20 +47,20 @@ class _Slot(NamedTuple):
 
 
 class _Own(NamedTuple):
-    """Stands for what every rank has of its own, such as a cache, by the name of the argument."""
+    """Represents what every rank has of its own, such as a cache, by the name of the argument."""
 
     name: str
 
 
 class _Given(NamedTuple):
-    """Stands for a tensor that the caller has passed (the encoder's output, in generation), by its number."""
+    """Represents a tensor that the caller has passed (the encoder's output, in generation), by its number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Stands for an output object."""
+    """Represents an output object."""
 
     kind: type
     values: dict[str, Any]

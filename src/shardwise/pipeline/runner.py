@@ -237,12 +237,12 @@ class PipelineRunner:
                 yield
             except BaseException as error:
                 mesh, name = self._registry.mesh, self._line.name
-                told = mesh.read_abandoned(name) if _is_lost_connection(error) else ""
+                traceback = mesh.read_abandoned(name) if _is_lost_connection(error) else ""
                 mesh.note_abandoned(name, error)  # before connections close, so that ranks that lose one find it
-                why = _first_and_last(told) if told else f"{type(error).__name__}: {error}".splitlines()[0]
+                why = _first_and_last(traceback) if traceback else f"{type(error).__name__}: {error}".splitlines()[0]
                 self._line.hang_up(why)
-                if told:
-                    raise RankError("another rank failed in a step of this pipeline", why=told) from error
+                if traceback:
+                    raise RankError("another rank failed in a step of this pipeline", why=traceback) from error
                 raise
 
     def forget_stages(self) -> None:

@@ -35,7 +35,7 @@ __all__ = ["Microbatch", "PipelineStage", "Round"]
 
 @dataclass
 class Microbatch:
-    """What every stage is told of one microbatch.
+    """What every stage is given of one microbatch.
 
     Attributes:
         arguments: of the model's forward.

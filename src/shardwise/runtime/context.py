@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.operations import Group
 from shardwise.errors import LayoutError
+from shardwise.mesh import Mesh
 
 __all__ = ["ForwardState", "GradientFactor", "SplitContext", "Sum", "ends_missing", "generator_of", "seeded"]
 
@@ -81,7 +82,7 @@ class ForwardState:
     """What one forward carries, from the model's entry to its end, and again where a part of it is recomputed.
 
     Attributes:
-        runs_model: whether it is one of the whole model, and not of a part that was called by itself.
+        runs_model: whether it is one of the full model, and not of a part that was called by itself.
         sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
             layers, and in no module there that is given all of it. Every region says so itself when it is entered,
             because a layer that is recomputed in backward is not entered through its hooks.
@@ -204,7 +205,6 @@ class SplitContext:
         model_name: the model's class, for messages.
         gathered_for: functions for which a forward has had to gather split logits.
         last_look: name of the split logits that were gathered last.
-        idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
         steps: what optimizers have done to the parameters, by which steps.
 
     # [Note: random numbers]
@@ -232,9 +232,20 @@ class SplitContext:
     model_name: str = "the model"
     gathered_for: set[str] = field(default_factory=set)
     last_look: str | None = None
-    idle_stages: tuple[int, ...] = ()
     steps: Steps = field(default_factory=Steps)
     _around: list[tuple[nn.Module, ForwardState]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, mesh: Mesh, *, has_dropout: bool = False) -> SplitContext:
+        """That of a new model over a mesh."""
+        return cls(
+            group=mesh.group("tp"),
+            size=mesh.size("tp"),
+            coord=mesh.coord("tp"),
+            mesh=mesh.tensor_mesh,
+            device=mesh.device,
+            has_dropout=has_dropout,
+        )
 
     def even_sizes(self, length: int) -> tuple[int, ...]:
         """Lengths of the ranks' parts of `length` elements, as `torch.chunk` splits them."""

@@ -52,14 +52,14 @@ def drop_unreduced(root: nn.Module) -> None:
     """Lets FSDP2 forget gradients that wait for a later backward to be reduced, of all units of `root`."""
     for group in (group for each in root.modules() if isinstance(each, FSDPModule) for group in param_groups(each)):
         group._partial_reduce_output = None
-        for held in group.fsdp_params:
-            held.unsharded_accumulated_grad = None
-            if hasattr(held, "_unsharded_param"):
-                held._unsharded_param.grad = None
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
 
 
 def follow_requires_grad(root: nn.Module) -> None:
-    """Carries over to the parameters at rest what gathered ones were told; see [Note: left gathered]."""
+    """Carries over to the parameters at rest what was set on gathered ones; see [Note: left gathered]."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             _follow(module)
@@ -75,8 +75,8 @@ def free_after_evaluation(root: nn.Module, *_: Any) -> None:
 def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
     """What modules have in place of their parameters at rest while those are gathered."""
     units = (module for module in root.modules() if isinstance(module, FSDPModule))
-    held = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
-    return {each._unsharded_param for each in held if hasattr(each, "_unsharded_param")}
+    fsdp_params = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
+    return {each._unsharded_param for each in fsdp_params if hasattr(each, "_unsharded_param")}
 
 
 def param_groups(unit: FSDPModule) -> list[Any]:
@@ -88,5 +88,5 @@ def param_groups(unit: FSDPModule) -> list[Any]:
 
 def _follow(unit: FSDPModule) -> None:
     for group in param_groups(unit):
-        for held in group.fsdp_params if group.is_unsharded else ():
-            held.sharded_param.requires_grad_(held._unsharded_param.requires_grad)
+        for fsdp_param in group.fsdp_params if group.is_unsharded else ():
+            fsdp_param.sharded_param.requires_grad_(fsdp_param._unsharded_param.requires_grad)

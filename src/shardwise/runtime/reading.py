@@ -33,11 +33,11 @@ def read_through(module: nn.Module, name: str, read: Read) -> None:
 
 @functools.cache
 def _reader(name: str) -> type:
-    """A mixin whose instances read their parameter of this name as they were told."""
+    """A mixin whose instances read their parameter of this name through `_READS`."""
 
     def read_parameter(self: Any) -> Tensor | None:
         if name not in self._parameters:
-            raise AttributeError(name)  # nn.Module tells it better
+            raise AttributeError(name)  # nn.Module says it better
         value = self._parameters[name]
         for read in self.__dict__[_READS][name]:
             value = read(value)

@@ -36,12 +36,12 @@ class Uses:
     def __init__(self) -> None:
         self.fills = not _REDUCES_UNUSED
         self.has_reduced = False
-        self._held: list[Any] = []
+        self._fsdp_params: list[Any] = []
         self._used: set[int] = set()
         self._absent: set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._held)
+        return bool(self._fsdp_params)
 
     def watch(self, unit: nn.Module) -> None:
         """Has FSDP2 reduce all trained parameters of a unit, whatever a rank has used, and notes which it has."""
@@ -51,24 +51,24 @@ class Uses:
             self._watch_group(group)
 
     def _watch_group(self, group: Any) -> None:
-        first = len(self._held)
-        self._held += group.fsdp_params
+        first = len(self._fsdp_params)
+        self._fsdp_params += group.fsdp_params
         reduce = group.post_backward
 
         def note_and_reduce(*arguments: Any) -> None:
-            for number, held in enumerate(group.fsdp_params, first):
-                self._note(number, held, is_reduced=group.reduce_grads)
+            for number, fsdp_param in enumerate(group.fsdp_params, first):
+                self._note(number, fsdp_param, is_reduced=group.reduce_grads)
             reduce(*arguments)
 
         group.post_backward = note_and_reduce
 
-    def _note(self, number: int, held: Any, *, is_reduced: bool) -> None:
-        if not hasattr(held, "_unsharded_param"):  # it has never been gathered
+    def _note(self, number: int, fsdp_param: Any, *, is_reduced: bool) -> None:
+        if not hasattr(fsdp_param, "_unsharded_param"):  # it has never been gathered
             return
-        unsharded = held._unsharded_param
-        if held.sharded_param.grad is None:
+        unsharded = fsdp_param._unsharded_param
+        if fsdp_param.sharded_param.grad is None:
             self._absent.add(number)
-        if unsharded.grad is not None or held.unsharded_accumulated_grad is not None:
+        if unsharded.grad is not None or fsdp_param.unsharded_accumulated_grad is not None:
             self._used.add(number)
         elif self.fills and is_reduced and unsharded.requires_grad:
             unsharded.grad = torch.zeros_like(unsharded)
@@ -76,15 +76,15 @@ class Uses:
 
     def counts(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A one for every parameter that this rank has used, a zero for the others: what ranks sum."""
-        used = [float(number in self._used) for number in range(len(self._held))]
+        used = [float(number in self._used) for number in range(len(self._fsdp_params))]
         return torch.tensor(used, dtype=dtype, device=device)
 
     def settle(self, counts: Tensor) -> None:
         """Takes the gradients away that no rank has contributed to; `counts` are summed over the data ranks."""
-        if len(self._used) < len(self._held):  # only a rank that lacks one looks
+        if len(self._used) < len(self._fsdp_params):  # only a rank that lacks one looks
             nowhere = {number for number, count in enumerate(counts.tolist()) if not count}
             for number in nowhere & self._absent:
-                self._held[number].sharded_param.grad = None
-        self._used = {number for number in self._used if self._held[number].sharded_param.grad is None}
+                self._fsdp_params[number].sharded_param.grad = None
+        self._used = {number for number in self._used if self._fsdp_params[number].sharded_param.grad is None}
         self._absent.clear()
         self.has_reduced = False

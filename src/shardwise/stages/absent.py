@@ -6,7 +6,7 @@ they hold, and whatever is computed from those. An absent tensor has a shape, a 
 one would have; it has no storage, and what is computed with it, on torch's meta device, is absent, too. So masks,
 positions and rotary tables, which depend on shapes and on the batch alone, are computed as ever, and what depends on
 parameters costs neither memory nor a product. Once the value has been received it is bound to the absent tensor, which
-from then on stands for it wherever the model has kept it.
+from then on is used in its place wherever the model has kept it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Absent(Tensor):
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device)
 
     def bind(self, value: Tensor) -> None:
-        """From here on it stands for `value`."""
+        """From here on `value` is used in its place."""
         self.value = value
 
     @classmethod

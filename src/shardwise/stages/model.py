@@ -241,7 +241,7 @@ def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer:
     if any(isinstance(value, Absent) for value in values) or found != [(each.shape, each.dtype) for each in expected]:
         is_converted = [shape for shape, _ in found] == [each.shape for each in expected]
         raise LayoutError(
-            f"what is sent to the stage that begins with {layer} is not what that one was told to receive",
+            f"what is sent to the stage that begins with {layer} is not what that one expects",
             why=f"it is {found}, expected was {[(each.shape, each.dtype) for each in expected]}",
             fix="convert the model before it is split (dtype=...), not afterwards"
             if is_converted

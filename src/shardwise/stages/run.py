@@ -329,7 +329,7 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 
 def _like(arguments: Mapping[str, Any], name: str) -> Any:
-    """What stands for a value that a module returns, see `Returned`."""
+    """What takes the place of a value that a module returns, see `Returned`."""
     value = arguments.get(name.removeprefix("="))
     if name.startswith("=") or not isinstance(value, Tensor):
         return value

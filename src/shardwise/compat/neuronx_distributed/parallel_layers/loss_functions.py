@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.loss.cross_entropy import LossOptions, cross_entropy_of_parts
-from shardwise.modules.split_module import context_of
+from shardwise.runtime.context import SplitContext
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -27,4 +27,6 @@ def parallel_cross_entropy(
     Communicates: over tp, one all-reduce of one integer and one all-gather of three values a target and rank.
     """
     options = LossOptions(reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
-    return cross_entropy_of_parts(vocab_parallel_logits, target, context=context_of(current_mesh()), options=options)
+    return cross_entropy_of_parts(
+        vocab_parallel_logits, target, context=SplitContext.of(current_mesh()), options=options
+    )

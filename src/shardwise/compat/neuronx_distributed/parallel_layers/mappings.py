@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardwise.comm import collectives
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.modules.split_module import context_of
+from shardwise.runtime.context import SplitContext
 
 __all__ = [
     "copy_to_tensor_model_parallel_region",
@@ -32,7 +32,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
     """This rank's part of the sequence, as `torch.chunk` divides it; all-gather backward."""
     mesh, dim = current_mesh(), sequence_dimension % input_.ndim
-    sizes = context_of(mesh).even_sizes(input_.shape[dim])
+    sizes = SplitContext.of(mesh).even_sizes(input_.shape[dim])
     return collectives.split_full(input_, mesh.group("tp"), dim=dim, sizes=sizes)
 
 
