@@ -63,7 +63,12 @@ def raise_on_all_ranks(group: Group | None, doing: str) -> Iterator[None]:
         yield
     except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         error = fault
-    _raise_first(all_gather_objects(None if error is None else Failure.of(error), group), error, group, doing)
+
+    def settle() -> None:
+        if error is not None:
+            raise error
+
+    gather_from_all(group, doing, settle)
 
 
 def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]) -> list[_Result]:
@@ -82,20 +87,13 @@ def gather_from_all(group: Group | None, doing: str, make: Callable[[], _Result]
     except Exception as fault:  # noqa: BLE001 - raised below, on every rank
         made, error = Failure.of(fault), fault
     everyone: list[_Result | Failure] = all_gather_objects(made, group)
-    _raise_first([each if isinstance(each, Failure) else None for each in everyone], error, group, doing)
+    for rank, failure in enumerate(everyone):
+        if isinstance(failure, Failure):
+            if error is not None and (group is None or rank == group.rank()):
+                raise error
+            why = f"{failure.name}: {failure.message}"
+            raise failure.restore() or RankError(f"rank {rank} failed while {doing}", why=why) from error
     return [each for each in everyone if not isinstance(each, Failure)]
-
-
-def _raise_first(failures: list[Failure | None], error: Exception | None, group: Group | None, doing: str) -> None:
-    found = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
-    if not found:
-        return
-    rank, first = found[0]
-    if error is not None and (group is None or rank == group.rank()):
-        raise error
-    raise first.restore() or RankError(
-        f"rank {rank} failed while {doing}", why=f"{first.name}: {first.message}"
-    ) from error
 
 
 def run_in_turns(

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage as torch_stage
 
 from shardwise.comm.operations import Group
-from shardwise.errors import LayoutError
 from shardwise.pipeline.caches import StageCaches
 from shardwise.pipeline.split_backward import backward_inputs, check_complete, detached_alias, tie
 from shardwise.runtime.context import SplitContext
@@ -207,14 +206,14 @@ class PipelineStage(Base):
         """Forward of one microbatch. The last stage returns the scalar that backward starts from, or None."""
         start = time.perf_counter()
         part, back = self.round.parts[number], self.round.has_backward
-        incoming, outgoing = self._crossing(number)
+        incoming, _ = self._crossing(number)
         inputs = self._received.get(number, ()) if back else self._received.pop(number, ())
         for x, like in zip(inputs, incoming, strict=True):
             x.requires_grad_(back and like.needs_gradient)
         given = [detached_alias(x) if x.requires_grad else x for x in inputs]
         with self._context.stage_stream(self.round.seed, self.stage_index, number):
             output = self._run_with_caches(part, given)
-        outputs = self._last_output(number, output) if self.is_last else self._checked_output(output, outgoing)
+        outputs = self._last_output(number, output) if self.is_last else tuple(output)
         if back and self._splits:
             outputs = tie(outputs, inputs)
         if back or self._is_sent:
@@ -240,17 +239,6 @@ class PipelineStage(Base):
             self.round.outputs[number] = output
         loss_of = self.round.parts[number].loss_of
         return (loss_of(output),) if loss_of is not None else ()
-
-    def _checked_output(self, output: Any, outgoing: Sequence[Travelling]) -> tuple[Tensor, ...]:
-        found = [(tuple(x.shape), x.dtype) for x in output]
-        expected = [(x.shape, x.dtype) for x in outgoing]
-        if found != expected:
-            raise LayoutError(
-                f"stage {self.stage_index} of {self.num_stages} computes other tensors than the next one expects",
-                why=f"it has {_described(found)}, and the next one expects {_described(expected)}",
-                fix="this is a fault of Shardwise: please report it with the model's config",
-            )
-        return tuple(output)
 
     def backward_one_chunk(
         self,
@@ -332,7 +320,3 @@ class PipelineStage(Base):
 def _backward(started: Sequence[tuple[Tensor, Tensor]]) -> None:
     if started:
         torch.autograd.backward([x for x, _ in started], [g for _, g in started])
-
-
-def _described(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in tensors) or "nothing"
