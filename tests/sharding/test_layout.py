@@ -97,7 +97,6 @@ def test_stages_hold_a_tied_parameter_or_nothing():
         ),
         (lambda: Layout((4,), (Step("tp", 2, Chunk(0)),)).pieces({}), "no coord for axis 'tp' of size 2"),
         (lambda: Layout((4,), (Step("tp", 2, Chunk(0)),)).pieces({"tp": 2}), "coord tp=2 is outside"),
-        (lambda: Piece(((0, 2),), ((0, 3),)), "equal shape"),
     ],
 )
 def test_what_is_no_layout(wrong, says):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.boxes import Box, Interval, shape_of
+from shardwise.sharding.boxes import Box, Interval
 from shardwise.sharding.placement import Chunk, Held, Placement, Replicate, Split
 
 __all__ = ["Layout", "Piece", "Step"]
@@ -22,10 +22,6 @@ class Piece:
 
     full: Box
     local: Box
-
-    def __post_init__(self) -> None:
-        if shape_of(self.full) != shape_of(self.local):
-            raise LayoutError(f"a piece maps {self.full} to {self.local}", why="the boxes of a piece have equal shape")
 
 
 @dataclass(frozen=True)

@@ -186,14 +186,12 @@ Placement = Replicate | Held | Chunk | Split
 
 def split_even(dim: int, size: int, *, parts: int) -> Split:
     """A dim of `size` cut as `torch.chunk` cuts it; the last coords may hold less, or nothing."""
-    _check_counts(size=size, parts=parts)
     intervals = (Chunk(dim).interval(coord, size=size, parts=parts) for coord in range(parts))
     return Split(dim, tuple(_pieces(interval) for interval in intervals))
 
 
 def split_blocks(dim: int, num_blocks: int, *, block_size: int, parts: int) -> Split:
     """`num_blocks` blocks of `block_size`, never cut inside; the first coords hold one block more if need be."""
-    _check_counts(num_blocks=num_blocks, block_size=block_size, parts=parts)
     fewest, extra = divmod(num_blocks, parts)
     starts = [(coord * fewest + min(coord, extra)) * block_size for coord in range(parts + 1)]
     return Split(dim, tuple(_pieces(interval) for interval in itertools.pairwise(starts)))
@@ -205,10 +203,9 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
     Raises:
         LayoutError: `parts` is greater than `num_heads` and not a multiple of it.
     """
-    _check_counts(num_heads=num_heads, head_dim=head_dim, parts=parts)
     if parts <= num_heads:
         return split_blocks(dim, num_heads, block_size=head_dim, parts=parts)
-    if num_heads == 0 or parts % num_heads:
+    if parts % num_heads:
         raise LayoutError(
             f"cannot place {num_heads} heads on {parts} coords",
             why=f"{num_heads} heads do not reach {parts} coords, and {parts} is not a multiple of {num_heads}",
@@ -220,24 +217,14 @@ def split_heads(dim: int, num_heads: int, *, head_dim: int, parts: int) -> Split
 
 
 def split_sections(dim: int, sections: Sequence[Split]) -> Split:
-    """A fused dim that is the concatenation of `sections`, each split on its own (query, key, value; gate, up).
+    """A fused dim that is the concatenation of `sections`, each split on its own (query, key, value; gate, up), all
+    along this dim and among the same coords.
 
     Every coord holds its share of each section, section by section.
-
-    Raises:
-        LayoutError: the sections differ in dim or number of coords, or there are none.
     """
-    if not sections:
-        raise LayoutError("a fused split has no sections", why="sections holds one split per fused part")
-    parts = sections[0].parts
-    pieces: list[list[Interval]] = [[] for _ in range(parts)]
+    pieces: list[list[Interval]] = [[] for _ in range(sections[0].parts)]
     offset = 0
-    for number, section in enumerate(sections):
-        if section.dim != dim or section.parts != parts:
-            raise LayoutError(
-                f"section {number} is {section}, in a fused split of dim {dim} over {parts} coords",
-                why="all sections split the same dim among the same coords",
-            )
+    for section in sections:
         for coord, intervals in enumerate(section.pieces):
             pieces[coord].extend((start + offset, stop + offset) for start, stop in intervals)
         offset += section.size
@@ -250,8 +237,7 @@ def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Spl
     Raises:
         LayoutError: `size` is not a multiple of `num_sections`.
     """
-    _check_counts(size=size, num_sections=num_sections, parts=parts)
-    if num_sections == 0 or size % num_sections:
+    if num_sections < 1 or size % num_sections:
         raise LayoutError(f"a dim of size {size} does not divide into {num_sections} equal sections")
     return split_sections(dim, [split_even(dim, size // num_sections, parts=parts)] * num_sections)
 
@@ -261,14 +247,6 @@ def _check_dim(dim: int) -> None:
         raise LayoutError(
             f"a placement has dim {dim}", why="dims are counted from 0", fix="add the tensor's rank to it"
         )
-
-
-def _check_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if count < (1 if name == "parts" else 0):
-            raise LayoutError(
-                f"a split has {name}={count}", why="sizes are not negative, and there is one part or more"
-            )
 
 
 def _pieces(interval: Interval) -> tuple[Interval, ...]:

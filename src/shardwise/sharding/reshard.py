@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
-from shardwise.sharding.boxes import Box, intersect, move, shape_of, subtract, volume
+from shardwise.sharding.boxes import Box, intersect, move, subtract, volume
 from shardwise.sharding.layout import Piece
 
 __all__ = ["Copy", "Source", "copies"]
@@ -14,18 +14,12 @@ __all__ = ["Copy", "Source", "copies"]
 class Source:
     """Saved elements: the box `full` of the canonical tensor, lying at `local` in the array that `key` names.
 
-    `key` is whatever the reader finds an array by: a file and tensor name, a rank.
+    `key` is whatever the reader finds an array by: a file and tensor name, a rank. The boxes have equal shape.
     """
 
     key: Hashable
     full: Box
     local: Box
-
-    def __post_init__(self) -> None:
-        if shape_of(self.full) != shape_of(self.local):
-            raise LayoutError(
-                f"source {self.key!r} maps {self.full} to {self.local}", why="the boxes of a source have equal shape"
-            )
 
 
 @dataclass(frozen=True)
