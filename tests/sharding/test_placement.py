@@ -51,7 +51,7 @@ def test_shared_names_every_element_with_more_than_one_holder(split):
 def test_local_of_finds_elements_where_they_lie(split):
     for coord in range(split.parts):
         local = elements(split.pieces[coord])
-        assert len(local) == split.local_size_of(coord)
+        assert len(local) == split.local_sizes[coord]
         for i in range(split.size):
             assert elements(split.local_of(coord, (i, i + 1))) == ([local.index(i)] if i in local else [])
         assert elements(split.local_of(coord, (0, split.size))) == list(range(len(local)))
@@ -60,7 +60,7 @@ def test_local_of_finds_elements_where_they_lie(split):
 def test_even_is_torch_chunk():
     assert split_even(0, 10, parts=4).pieces == (((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),))
     assert split_even(0, 4, parts=3).pieces == (((0, 2),), ((2, 4),), ())
-    assert split_even(1, 4, parts=3).local_size_of(2) == 0
+    assert split_even(1, 4, parts=3).local_sizes[2] == 0
     assert Chunk(0).interval(3, size=2, parts=4) == (2, 2)
 
 
@@ -88,7 +88,7 @@ def test_sections_are_split_one_by_one():
     fused = split_sections(0, [query, key, key])
     assert fused.size == 12
     assert fused.pieces == (((0, 4), (8, 12)), ((4, 12),))
-    assert [fused.local_size_of(coord) for coord in range(2)] == [8, 8]
+    assert fused.local_sizes == (8, 8)
     assert fused.shared() == (((8, 12), (0, 1)),)
     assert fused.local_of(1, (8, 12)) == ((4, 8),)
     assert equal_sections(1, 8, num_sections=2, parts=2).pieces == (((0, 2), (4, 6)), ((2, 4), (6, 8)))

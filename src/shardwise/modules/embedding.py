@@ -74,9 +74,8 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
         padding_idx = self.padding_row = None if padding_idx is None else padding_idx % num_embeddings
         draw = partial(_new_table, num_embeddings, embedding_dim, dtype, init_weight or init.normal_, padding_idx)
         self.start(draw, {"weight": split}, device)
-        coord = mesh.coord("tp")
         self._vocabulary_size = num_embeddings
-        self._start = 0 if by_features else sum(split.local_size_of(each) for each in range(coord))
+        self._start = 0 if by_features else sum(split.local_sizes[: mesh.coord("tp")])
         own = None if padding_idx is None else padding_idx - self._start
         self.padding_idx = own if own is not None and 0 <= own < self.weight.shape[0] else None
 

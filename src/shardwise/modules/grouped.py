@@ -141,7 +141,7 @@ class GroupedProjections(SplitModule):
 
     @property
     def _sizes(self) -> list[int]:
-        return [split.local_size_of(self._split.coord) for split in self.splits]
+        return [split.local_sizes[self._split.coord] for split in self.splits]
 
     def _parts(self, kind: str) -> Sequence[Any]:
         if self.fused:

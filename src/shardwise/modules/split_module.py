@@ -214,26 +214,21 @@ def gather_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
     """All ranks' features, in the order of the full tensor."""
     if context.group is None:
         return x
-    sizes = [split.local_size_of(coord) for coord in range(split.parts)]
-    joined = gather_full(x, context.group, dim=x.ndim - 1, sizes=sizes)
-    order = _order(split)
-    return joined if order is None else joined[..., torch.tensor(order, device=x.device)]
-
-
-def _order(split: Split) -> list[int] | None:
-    """Where the features of the full tensor are in the joined parts; None where they are in order."""
-    joined = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
-    if joined == list(range(len(joined))):
-        return None
-    return sorted(range(len(joined)), key=joined.__getitem__)
+    joined = gather_full(x, context.group, dim=x.ndim - 1, sizes=split.local_sizes)
+    order = _stored_order(split)
+    return joined if order is None else joined[..., torch.tensor(order, device=x.device).argsort(stable=True)]
 
 
 def own_features(x: Tensor, split: Split, context: SplitContext) -> Tensor:
     """This rank's features of a full tensor."""
     if context.group is None:
         return x
+    order = _stored_order(split)
+    x = x if order is None else x[..., torch.tensor(order, device=x.device)]
+    return split_full(x, context.group, dim=x.ndim - 1, sizes=split.local_sizes)
+
+
+def _stored_order(split: Split) -> list[int] | None:
+    """Which features of the full tensor the parts hold, one after the other; None where that is in order."""
     order = [index for pieces in split.pieces for start, stop in pieces for index in range(start, stop)]
-    if order != list(range(len(order))):
-        x = x[..., torch.tensor(order, device=x.device)]
-    sizes: Sequence[int] = [split.local_size_of(coord) for coord in range(split.parts)]
-    return split_full(x, context.group, dim=x.ndim - 1, sizes=sizes)
+    return None if order == list(range(len(order))) else order

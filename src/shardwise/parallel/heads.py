@@ -70,7 +70,7 @@ def apply_expert_widths(modules: Mapping[str, nn.Module], parameters: Mapping[st
         if not isinstance(placement, Split) or len(planned.shape) != 3:
             continue
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        sizes = {placement.local_size_of(coord) for coord in range(placement.parts)}
+        sizes = set(placement.local_sizes)
         if implementation == "grouped_mm" and any(size % _ALIGNED for size in sizes):
             logger.warning("%s runs its experts one after another: ranks have widths of %s", owner, sorted(sizes))
             _set_in_config(module, "_experts_implementation", "eager")

@@ -72,7 +72,7 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
         )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
-            install_gathered(modules[region.fqn], _sizes(split), context)
+            install_gathered(modules[region.fqn], split.local_sizes, context)
     left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
     for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
         install_rng_restore(modules[name], context)
@@ -143,11 +143,11 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
-        apply_mixin(module, SplitNorm, _split=context, _num_features=sum(_sizes(split)), _formula=plan.norms[name])
+        apply_mixin(module, SplitNorm, _split=context, _num_features=sum(split.local_sizes), _formula=plan.norms[name])
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":
-        apply_mixin(module, FeatureEmbedding, _split=context, _sizes=_sizes(split))
+        apply_mixin(module, FeatureEmbedding, _split=context, _sizes=split.local_sizes)
     elif style in ("rowwise", "rowwise_reenter", "rowwise_split_input"):
         bias = None if type(module).forward is nn.Linear.forward else BiasRead()
         if bias is not None and unwrapped(module)._parameters.get("bias") is not None:
@@ -161,7 +161,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
             _reduces=leave is not None,
             _leave=leave,
             _reenters=style == "rowwise_reenter",
-            _input_sizes=_sizes(split) if style == "rowwise_split_input" else None,
+            _input_sizes=split.local_sizes if style == "rowwise_split_input" else None,
         )
 
 
@@ -173,8 +173,8 @@ def _split_vocabulary(module: nn.Module, split: Split, context: SplitContext) ->
             why="it rewrites rows in its forward, which the ranks that do not hold them cannot see",
             fix='replicate it with the style "replicate"',
         )
-    start = sum(_sizes(split)[: context.coord])
-    rows = split.local_size_of(context.coord)
+    start = sum(split.local_sizes[: context.coord])
+    rows = split.local_sizes[context.coord]
     padding = getattr(embedding, "padding_idx", None)
     if padding is not None:
         setattr(embedding, "padding_idx", padding - start if start <= padding < start + rows else None)  # noqa: B010
@@ -203,7 +203,3 @@ def _split_of(registry: Registry, module: str) -> Split | None:
 def _weight_of(registry: Registry, module: str) -> str:
     weight = registry.plan.weights.get(module, f"{module}.weight")
     return registry.tied.get(weight, weight)
-
-
-def _sizes(split: Split) -> tuple[int, ...]:
-    return tuple(split.local_size_of(coord) for coord in range(split.parts))

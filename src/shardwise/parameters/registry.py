@@ -129,7 +129,7 @@ class ParameterEntry:
         if self.split is None:
             return ()
         mesh, dim, chunk = self.registry.mesh, self.split.dim, self.chunk
-        first, last = 0, self.split.local_size_of(mesh.coord("tp"))
+        first, last = 0, self.split.local_sizes[mesh.coord("tp")]
         if chunk is not None and chunk.dim == dim:
             first, last = chunk.interval(mesh.coord("fsdp"), size=last, parts=mesh.size("fsdp"))
         found = []

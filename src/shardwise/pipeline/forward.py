@@ -137,8 +137,8 @@ class _Forward:
         return output.to_tuple() if self.as_tuple else output
 
     def _evaluate(self) -> Any:
-        stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
-        caches = StageCaches(self.arguments, num_stages_per_rank=stages_per_rank, device=self.registry.mesh.device)
+        num_stages = len(self.runner.stages.own)
+        caches = StageCaches(self.arguments, num_stages_per_rank=num_stages, device=self.registry.mesh.device)
         part = Microbatch(self.arguments, caches=caches if caches else None)
         done = self.runner.run([part], self.runner.in_order(1), has_backward=False, keeps_outputs=True)
         caches.advance()
@@ -194,8 +194,7 @@ class _Forward:
                 why="microbatches have rows of their own, and no gradient would reach what is in the cache",
                 fix="pass all tokens, or a prefix as inputs_embeds",
             )
-        num_stages_per_rank = self.runner.plan.num_stages // self.runner.group.size()
-        check_caches(self.arguments, num_stages_per_rank=num_stages_per_rank)
+        check_caches(self.arguments, num_stages_per_rank=len(self.runner.stages.own))
         if self.arguments.get("use_cache") and self.arguments.get("past_key_values") is None:
             raise UnsupportedError(
                 f"use_cache=True of a {type(self.model).__name__} in stages, without a cache",

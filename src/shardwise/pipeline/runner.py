@@ -121,12 +121,11 @@ class PipelineRunner:
         Raises:
             ConfigError: the schedule does not take them.
         """
-        pp_size = self.group.size()
         return build_schedule(
             self.plan.schedule,
-            pp_size=pp_size,
+            pp_size=self.group.size(),
             num_microbatches=num_microbatches,
-            num_stages_per_rank=self.plan.num_stages // pp_size,
+            num_stages_per_rank=len(self.stages.own),
         )
 
     def takes(self, num_microbatches: int) -> bool:

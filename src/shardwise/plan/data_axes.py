@@ -108,7 +108,7 @@ def _are_replicas_aligned(placement: object) -> bool:
     if not isinstance(placement, Split) or placement.dim != 0:
         return True
     return all(
-        len({(placement.local_of(coord, interval), placement.local_size_of(coord)) for coord in holders}) == 1
+        len({(placement.local_of(coord, interval), placement.local_sizes[coord]) for coord in holders}) == 1
         for interval, holders in placement.shared()
     )
 

@@ -96,4 +96,4 @@ def _is_uneven(decided: SplitPlan) -> bool:
     """Whether ranks hold different numbers of elements."""
     placements = [each.placement for each in decided.parameters.values()]
     splits = [each for each in placements if isinstance(each, Split)]
-    return any(len({each.local_size_of(coord) for coord in range(each.parts)}) > 1 for each in splits)
+    return any(len(set(each.local_sizes)) > 1 for each in splits)

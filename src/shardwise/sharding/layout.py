@@ -122,7 +122,7 @@ class Layout:
             elif isinstance(placement, Split):
                 intervals = placement.owned(coord) if owned else placement.pieces[coord]
                 pairs = tuple((interval, placement.local_of(coord, interval)[0]) for interval in intervals)
-                dims[placement.dim] = _select(dims[placement.dim], pairs, extent=placement.local_size_of(coord))
+                dims[placement.dim] = _select(dims[placement.dim], pairs, extent=placement.local_sizes[coord])
         return dims
 
 
@@ -155,7 +155,7 @@ def _check_step(step: Step, extents: list[set[int]], *, layout: Layout) -> None:
             f"{placement} describes a dim of size {placement.size}, but {sizes} reaches axis {step.axis!r}",
             why="the pieces of a split name every element of the dim it splits",
         )
-    extents[placement.dim] = {placement.local_size_of(coord) for coord in range(step.size)}
+    extents[placement.dim] = set(placement.local_sizes)
 
 
 def _misfit(layout: Layout, what: str, *, why: str) -> LayoutError:

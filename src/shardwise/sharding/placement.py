@@ -132,9 +132,10 @@ class Split:
         """Extent of the canonical dim: the pieces cover it, so it ends where the last of them does."""
         return max((stop for intervals in self.pieces for _, stop in intervals), default=0)
 
-    def local_size_of(self, coord: int) -> int:
-        """Extent of the local dim at `coord`."""
-        return sum(stop - start for start, stop in self.pieces[coord])
+    @property
+    def local_sizes(self) -> tuple[int, ...]:
+        """Extent of the local dim at every coord."""
+        return tuple(sum(stop - start for start, stop in intervals) for intervals in self.pieces)
 
     def owned(self, coord: int) -> tuple[Interval, ...]:
         """The intervals that `coord` is the first to hold, in local order; over all coords they partition the dim."""
@@ -173,7 +174,7 @@ class Split:
         text = f"split dim {self.dim} /{self.parts}"
         if any(len(intervals) > 1 for intervals in self.pieces):
             text += " fused"
-        if len({self.local_size_of(coord) for coord in range(self.parts)}) > 1:
+        if len(set(self.local_sizes)) > 1:
             text += " uneven"
         copies = sorted({len(holders) for _, holders in self.shared()})
         if copies:
