@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.runtime.context import Entered, ForwardState, SplitContext
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.forward_state import Entered, ForwardState
 
 pytestmark = pytest.mark.single
 

@@ -32,7 +32,8 @@ from shardwise.comm.collectives import (
 from shardwise.comm.operations import uses_functional
 from shardwise.errors import PlanError
 from shardwise.runtime.arguments import Arguments, edit_arguments, hidden_name, map_first
-from shardwise.runtime.context import GradientFactor, SplitContext, Sum
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.forward_state import GradientFactor, Sum
 from shardwise.runtime.sequence_edges import cut, own_part, pad, sequence_dim
 
 __all__ = [

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import gather_full, gather_to_region, scatter_from_region, split_full
 from shardwise.errors import LayoutError
 from shardwise.runtime.arguments import change_arguments, change_hidden, map_first
-from shardwise.runtime.context import SplitContext, ends_missing
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.forward_state import ends_missing
 from shardwise.runtime.modes import is_in_backward
 
 __all__ = ["cut", "install_full", "install_owner", "install_parts", "install_stack", "own_part", "pad", "sequence_dim"]
