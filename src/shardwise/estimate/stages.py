@@ -37,7 +37,7 @@ def describe_stages(
         activations: of each stage, the bytes that a microbatch keeps between its forward and its backward.
     """
     assert plan.pipeline is not None
-    waits = timeline(schedule, forward=1.0).bubble
+    waits = timeline(schedule).bubble
     lines = [f"{schedule.title}; if they cost alike, ranks wait {waits:.0%} of the time"]
     layouts = [planned.layout for planned in plan.parameters.values()]
     held = schedule.most_held(activations or {})

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,10 +11,7 @@ from shardwise.errors import ConfigError
 from shardwise.schedule.action import Action, Kind
 from shardwise.schedule.schedule import Schedule
 
-__all__ = ["Attribution", "Cost", "Span", "Timeline", "chrome_trace", "timeline"]
-
-Cost: TypeAlias = float | Sequence[float]
-"""A time in any unit: one for all stages, or one for each."""
+__all__ = ["Attribution", "Span", "Timeline", "chrome_trace", "timeline"]
 
 _Place: TypeAlias = Callable[[Action, float, float], "Span"]
 """Says when an action runs, given when its rank was done with the one before and when its input was computed."""
@@ -112,15 +109,15 @@ class Timeline:
         """The same schedule where every action of a stage takes as long as it does here in the mean, and sending no
         time: how a measured step would have run if ranks waited for nothing but each other's results.
         """
-        return _replay(self.schedule, self._means())
+        return timeline(self.schedule, self._means())
 
     def attribute(self) -> Attribution:
         """Where the bubble of a measured step comes from: the step is replayed, first with mean times alone, then
         with what was measured of each action, what lay between them, and the messages: that is the step itself.
         """
         lengths, between, messages = self._delays()
-        theory = _replay(self.schedule, self._means()).bubble
-        uneven = _replay(self.schedule, lengths).bubble
+        theory = self.computed().bubble
+        uneven = timeline(self.schedule, lengths).bubble
         local = _replay(self.schedule, lengths, between).bubble
         full = _replay(self.schedule, lengths, between, messages).bubble
         return Attribution(theory=theory, uneven=uneven - theory, between=local - uneven, messages=full - local)
@@ -158,31 +155,20 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> str:
     return json.dumps({"traceEvents": events})
 
 
-def timeline(
-    schedule: Schedule, *, forward: Cost = 1.0, backward_input: Cost = 1.0, backward_weight: Cost = 1.0
-) -> Timeline:
+def timeline(schedule: Schedule, lengths: Mapping[Action, float] | None = None) -> Timeline:
     """When every action runs if ranks start the next one as soon as its input is there, and sending takes no time.
 
     The two of a pair run one after the other, and what they made is sent when both are done, as in torch.
 
     Args:
-        forward: of a stage on one microbatch.
-        backward_input: the part of a backward that the stage before waits for. torch's stage 0 leaves it out and does
-            the full backward with the weights.
-        backward_weight: the part that no stage waits for.
+        lengths: of all actions. By default forwards, gradients of inputs and gradients of weights take as long as each
+            other; torch's stage 0 computes no gradient of its input, and is given the same time all the same.
 
     Raises:
-        ConfigError: there is not one cost for each stage, or ranks wait for each other and none can go on.
+        ConfigError: ranks wait for each other and none can go on.
     """
-    num_stages = len(schedule.rank_of)
-    costs = {
-        Kind.FORWARD: _per_stage(forward, num_stages),
-        Kind.BACKWARD_INPUT: _per_stage(backward_input, num_stages),
-        Kind.BACKWARD_WEIGHT: _per_stage(backward_weight, num_stages),
-    }
-    parts = zip(costs[Kind.BACKWARD_INPUT], costs[Kind.BACKWARD_WEIGHT], strict=True)
-    costs[Kind.BACKWARD] = [sum(part) for part in parts]
-    return _replay(schedule, {a: costs[a.kind][a.stage] for actions in schedule.actions for a in actions})
+    actions = (action for actions in schedule.actions for action in actions)
+    return _replay(schedule, lengths or {each: 1.0 + (each.kind is Kind.BACKWARD) for each in actions})
 
 
 _NOTHING: Mapping[Action, float] = {}
@@ -239,10 +225,3 @@ def _input_of(action: Action, num_stages: int) -> _Output:
         return (False, action.stage, action.microbatch)
     is_last = action.stage == num_stages - 1
     return (is_last, action.stage + (not is_last), action.microbatch)
-
-
-def _per_stage(cost: Cost, num_stages: int) -> list[float]:
-    costs = [float(cost)] * num_stages if isinstance(cost, int | float) else list(cost)
-    if len(costs) != num_stages:
-        raise ConfigError(f"{len(costs)} costs for {num_stages} stages", fix="give one number, or one for each stage")
-    return costs
