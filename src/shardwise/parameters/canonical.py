@@ -309,7 +309,7 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
 def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """A `load_state_dict` hook: replaces full tensors in the state dict by this rank's parts."""
     for name, entry in named_entries(module).items():
-        value = state.get(f"{prefix}{name}")
+        value = state.get(f"{prefix}{name}") if entry.is_held else None
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
             state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
 
