@@ -77,8 +77,8 @@ def split_step(mesh, model, batch, sequence_parallel, *, by_host):
     share = len(LENGTHS) // mesh.data_size
     own = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
     step = TrainStep(model, mesh, num_microbatches=2 if mesh.size("pp") > 1 else 1)
-    by_host = by_host and mesh.size("pp") == 1
     assert model.config._attn_implementation == ("shardwise" if by_host else "sdpa")
+    by_host = by_host and mesh.size("pp") == 1  # where documents end, stages do not know
     with ReadCount() as reads:
         result = step({name: value[own] for name, value in batch.items()})
     assert not (by_host and [place for place in reads.places if "masking" in place]), reads.places
