@@ -17,7 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -288,7 +288,8 @@ def attach_entry(owner: nn.Module, name: str, entry: ParameterEntry) -> None:
 
 def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
     """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
-    return cast("Mapping[str, ParameterEntry]", owner.__dict__.get(_ENTRIES, {}))
+    entries: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
+    return entries
 
 
 def mark(value: Tensor, entry: ParameterEntry) -> None:
