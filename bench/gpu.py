@@ -8,7 +8,7 @@ Needs torch with CUDA, transformers and Shardwise; no hub: models are made of co
 Contenders that are there take part: peft, liger-kernel, cut-cross-entropy, torchao, flash-attn. One that is missing, or
 runs out of memory, is a row that says so; a trainer then runs once more with recomputation. Every contender has a
 process of its own. Results go to bench/results/ as JSON and as tables, after every row, so that what was measured is
-there however it ends.
+there however it ends; the tables end with what was to be reached, and whether it was.
 
 `machine` is the rate of a large product; `right` compares with the unsplit model in float32, two ranks sharing the card
 over gloo; `lora` and `full` train a llama of 8B on 2 x 4096 tokens, `pretrain` one of 1.2B with float32 masters; `host`
@@ -32,7 +32,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a car
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for all contenders alike
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from onecard.processes import PARTS, can_fork, contenders, run_apart, run_here
+from onecard.processes import PARTS, can_fork, contenders, expected_seconds, run_apart, run_here
 from onecard.setting import Setting
 from onecard.tables import as_markdown
 from sidebyside.report import describe_machine, write_json
@@ -47,6 +47,7 @@ def main() -> int:
         setting = Setting(**json.loads(arguments.setting))
         write_json(arguments.json, run_here(*arguments.contender, setting))
         return 0
+    print("looking for a card" if not arguments.quick else "on the CPU, at toy size", file=sys.stderr, flush=True)
     started = time.monotonic()
     setting = Setting(device="cpu" if arguments.quick else "cuda:0", quick=arguments.quick)
     record: dict[str, Any] = {
@@ -86,13 +87,29 @@ def _measured(parts: list[str], setting: Setting, *, until: float) -> Iterator[l
         (found,) = run_apart("machine", "products", setting, until=until, most=SECONDS_EACH, forks=False)
         if found["state"] != "ok":
             return
-    for part, name in contenders(parts, setting):
+    chosen = contenders(parts, setting)
+    if not setting.quick:
+        _tell_budget(chosen, setting, seconds=until - time.monotonic())
+    for part, name in chosen:
         if setting.quick:
             yield [run_here(part, name, setting)]
         elif until - time.monotonic() < 10:
             yield [{"part": part, "contender": name, "state": "not run: the time was over"}]
         else:
             yield run_apart(part, name, setting, until=until, most=SECONDS_EACH, forks=forks)
+
+
+def _tell_budget(chosen: list[tuple[str, str]], setting: Setting, *, seconds: float) -> None:
+    expected: dict[str, float] = {}
+    for part, name in chosen:
+        expected[part] = expected.get(part, 0.0) + expected_seconds(part, name, setting)
+    parts = ", ".join(f"{part} {each:.0f}" for part, each in expected.items())
+    print(
+        f"about {sum(expected.values()):.0f} s of {seconds:.0f} s, as estimated for an H100: {parts}; no contender "
+        f"gets more than {SECONDS_EACH:.0f} s; one for which no time is left is a row that says so",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _parse() -> argparse.Namespace:

@@ -53,6 +53,11 @@ EXPECTED = {
     "zero stage": (ConfigError, "zero_stage is 4", "use 1, 2 or 3"),
     "precision": (ConfigError, "'bf16'", "use one of float32, bfloat16"),
     "recompute": (ConfigError, "'blocks'", "use one of none, full"),
+    "budget": (ConfigError, "budget is 1.5", "a share from 0 to 1"),
+    "compiler": (ConfigError, "backend is 'indutcor'", "did you mean 'inductor'"),
+    "option of the compiler": (ConfigError, "option 'max_autotun'", "did you mean 'max_autotune'"),
+    "its type": (ConfigError, "another type than inductor's", "got str should be bool"),
+    "mode of the compiler": (ConfigError, "mode is 'max'", "use one of default"),
     "heads": (PlanError, "self_attn over tp=2", "3 query heads do not divide among 2 ranks", "use tp_size 1, 3"),
     "key/value heads": (PlanError, "3 key-value heads do not divide among 2 ranks", "use tp_size 1, 3, 6, 12"),
     "plan name": (PlanError, "unknown plan 'atuo' (did you mean 'auto'?)", 'use "auto"'),
@@ -161,6 +166,9 @@ def plan_cases(mesh, whole):
         model = tiny_model("llama", num_hidden_layers=1, **overrides) if overrides else copy.deepcopy(whole)
         return shardwise.parallelize(model, mesh, plan=plan)
 
+    def compiled(**options):
+        return shardwise.parallelize(whole, mesh, compilation=shardwise.Compile(**options))
+
     def on(layout, recompute=None, **pipeline):
         model = tiny_model("llama", num_hidden_layers=3)
         chosen = shardwise.Pipeline(**pipeline) if pipeline else None
@@ -181,6 +189,11 @@ def plan_cases(mesh, whole):
         "zero stage": lambda: shardwise.FsdpPolicy(zero_stage=4),
         "precision": lambda: shardwise.Precision(compute="bf16"),
         "recompute": lambda: shardwise.Recompute(mode="blocks"),
+        "budget": lambda: shardwise.Recompute(mode="budget", budget=1.5),
+        "compiler": lambda: compiled(backend="indutcor"),
+        "option of the compiler": lambda: compiled(options={"max_autotun": True}),
+        "its type": lambda: compiled(options={"max_autotune": "yes"}),
+        "mode of the compiler": lambda: compiled(mode="max"),
         "heads": lambda: split(hidden_size=48, num_attention_heads=3, num_key_value_heads=3),
         "key/value heads": lambda: split(hidden_size=96, head_dim=8, num_attention_heads=12, num_key_value_heads=3),
         "plan name": lambda: split("atuo"),

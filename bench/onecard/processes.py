@@ -28,7 +28,7 @@ from onecard.proofs import HOST, RIGHT
 from onecard.setting import Setting
 from onecard.training import FULL_TUNING, LORA, PRETRAINING
 
-__all__ = ["PARTS", "can_fork", "contenders", "run_apart", "run_here"]
+__all__ = ["PARTS", "can_fork", "contenders", "expected_seconds", "run_apart", "run_here"]
 
 PARTS = ("machine", "right", "lora", "pretrain", "loss", "attention", "host", "full")
 """In the order in which they run: where time ends, what takes longest is left out."""
@@ -51,6 +51,18 @@ def contenders(parts: list[str], setting: Setting) -> list[tuple[str, str]]:
     every = [(part, name) for part in parts for name in known[part]]
     slow = [each for each in every if each[1].endswith(", compiled") and not each[1].startswith("tp1")]
     return [each for each in every if each not in slow] + ([] if setting.quick else slow)
+
+
+def expected_seconds(part: str, name: str, setting: Setting) -> float:
+    """About how long a contender takes on an H100: 40 % of its peak, and what was assumed of starting and compiling."""
+    seconds = 28.0 if "compiled" in name or (part in _TRAINERS and "transformers" not in name) else 8.0
+    if part in _TRAINERS or part == "host":
+        shape, sizes = getattr(setting.sizes, "pretrain" if part == "host" else part), setting.sizes
+        of_layer = shape.hidden**2 * (2 + 2 * shape.key_value_heads / shape.heads) + 3 * shape.hidden * shape.mlp
+        parameters = shape.layers * of_layer + shape.hidden * shape.vocabulary
+        a_token = (4 if part == "lora" else 6) * parameters
+        seconds += (sizes.warmup + sizes.steps) * shape.rows * shape.length * a_token / 4e14
+    return seconds
 
 
 def run_here(part: str, name: str, setting: Setting) -> dict[str, Any]:
@@ -176,13 +188,14 @@ def _start(words: list[str], log: Path) -> int:
 def _wait(child: int, seconds: float) -> int | None:
     """The exit code of a process; None where it was ended with all of its group, because the time was over."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            _end_group(child)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    _end_group(child)
+    try:
+        while time.monotonic() < until:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+    finally:  # also at Ctrl-C, which goes to this process's group alone
+        _end_group(child)
     os.waitpid(child, 0)
     return None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from onecard.targets import judged
+
 __all__ = ["as_markdown"]
 
 _COLUMNS: dict[str, tuple[str, str]] = {
@@ -29,13 +31,16 @@ _COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def as_markdown(record: Mapping[str, Any]) -> str:
-    """The record with a table for each part."""
+    """The record with a table for each part, and whether a card reaches the targets."""
     machine, rows = record["on"], record["rows"]
     title = f"# One card: {machine['device']}, {record['date']}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "shardwise", "python"))
     lines = [title, "", f"{versions}; `{record['command']}`; {record['seconds']:.0f} s in all.", ""]
     for part in dict.fromkeys(row["part"] for row in rows):
         lines += [f"## {part}", "", *_table([row for row in rows if row["part"] == part]), ""]
+    if machine["device"] != "cpu":
+        lines += ["## Targets", "", "| target | measured | |", "|---|---|---|"]
+        lines += [f"| {' | '.join(each)} |" for each in judged(rows, machine["device"])] + [""]
     return "\n".join(lines)
 
 

@@ -64,9 +64,16 @@ def build(mesh, spec):
 
 
 def peak(model, batch):
-    """Of the first step of a model."""
+    """Of a step of a model whose optimizer has its states."""
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW, lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # a backward would have FSDP2 make what a first step makes
+    optimizer.step()
+    optimizer.zero_grad()
     with PeakCount(model) as count, dropped_output(registry_of(model).context):
         model(**batch).loss.backward()
+        shardwise.clip_grad_norm_(model, 1.0)
+        optimizer.step()
     return count.peak_bytes
 
 

@@ -92,7 +92,8 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("recompute={mode: full, modules: [model.layers.*.mpl]}", "recompute: Recompute pattern"),
         ("optimizer.options.betas=[2.0, 0.9]", "optimizer: Invalid beta parameter"),
         ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),
-        ("compilation.backend=indutcor", "did you mean 'inductor'"),
+        ("compilation.backend=indutcor", "compilation: Compile backend is 'indutcor' (did you mean 'inductor'?)"),
+        ("compilation={backend: auto, options: {max_autotun: true}}", "did you mean 'max_autotune'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 
 import pytest
@@ -212,3 +213,16 @@ def test_backward_of_a_trained_head_keeps_no_second_gradient_of_it(monkeypatch):
     assert peak.peak_bytes <= held + 2 * 4 * cross_entropy.CHUNK_ELEMENTS + 4 * rows * (features + 16)
     for expected, actual in zip(*found, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.single
+def test_losses_and_gradients_are_those_of_float64(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", 96 * 8)
+    model = tiny_model("llama")
+    exact, batch = copy.deepcopy(model).double(), tiny_batch(model)
+    exact(**batch).loss.backward()
+    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
+        loss = shardwise.TrainStep(shardwise.parallelize(model, mesh).train(), mesh)(batch).loss
+    torch.testing.assert_close(loss.double(), exact(**batch).loss, rtol=1e-6, atol=1e-6)
+    for (name, found), expected in zip(model.named_parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=0, atol=1e-6, msg=name)

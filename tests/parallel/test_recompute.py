@@ -67,7 +67,9 @@ def test_offloaded_blocks_keep_their_inputs_on_the_host(monkeypatch):
     _, expected = hold("none")
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", OnHost)
     _, found = hold("offload")
-    assert moved == [(2, LENGTH, 64)] * LAYERS
+    assert [shape for shape in moved if shape.numel()] == [
+        (2, LENGTH, 64)
+    ] * LAYERS  # torch 2.11 saves an empty one, too
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
 

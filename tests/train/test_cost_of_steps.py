@@ -34,7 +34,7 @@ def count_calls(function):
 
 def peak_bytes(function):
     """The most that was allocated at once, beyond what was there."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         function()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = most = 0

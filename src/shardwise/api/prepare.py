@@ -26,6 +26,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.gradients import track_gradients
 from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
+from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import Registry
@@ -89,12 +90,13 @@ def check_options(shape: MeshShape, spec: ParallelSpec) -> None:
     """Raises where the options fit no mesh of this shape, whatever the model; every rank sees the same.
 
     Raises:
-        ConfigError: the schedule is unknown or does not take these stages, a layout without pp is cut, or recomputation
-            is asked for with a backward in two parts.
+        ConfigError: the schedule is unknown or does not take these stages, a layout without pp is cut, recomputation is
+            asked for with a backward in two parts, or torch has no such compiler.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     check_axes(shape)
     check_pipeline(spec.pipeline, shape, spec.recompute)
+    check_compilation(spec.compilation)
 
 
 def observe_labels(model: nn.Module) -> None:

@@ -20,7 +20,9 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.estimate.memory import ActivationBytes
 from shardwise.lora.inject import inject
 from shardwise.loss.deferred_logits import dropped_output
+from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.gradients import gradients_of, track_gradients
+from shardwise.optim.plain_step import KEPT_BY_STEPS, stepping_class
 from shardwise.parallel.activation_memory import MemoryCount, PeakCount
 from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.build import build_meta_model
@@ -149,7 +151,7 @@ class RehearsedStep:
     Attributes:
         activations: what is kept between forward and backward.
         peak_bytes: the most that lives at once besides parameters and optimizer states at rest: activations, gradients,
-            the loss and what forward and backward need for a moment.
+            the loss and what forward, backward, clipping and AdamW need for a moment.
         tp: what the microbatch communicates over tp.
         data: the same over the data axes.
         after: what the gradient phase communicates after the last microbatch, over any axis.
@@ -199,23 +201,43 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
     return RehearsedStage(held_bytes=held, num_sent=len(sizes), sent_bytes=sum(sizes), tp=over_tp.traffic())
 
 
+def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW as devices run it, which has its states."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = stepping_class(torch.optim.AdamW)(trained, fused=True)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    gradients_of(model).are_finite = True  # which nobody could read
+    optimizer.step()
+    optimizer.zero_grad()
+    for name in KEPT_BY_STEPS:  # which compare addresses, of which these tensors have none
+        optimizer.__dict__.pop(name, None)
+    return optimizer
+
+
 def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
     mesh = registry_of(model).mesh
     group = mesh.group("tp")
     over_tp, over_all = CommunicationCount(group=group), CommunicationCount()
+    optimizer = _after_a_step(model)
     peak = PeakCount(model)
     with over_all, over_tp if group is not None else nullcontext(), counted_layers(model, mesh) as layers, peak:
         with MemoryCount(model) as count, AsOnDevices(), dropped_output(registry_of(model).context):
             loss = model(**batch).loss
             activations = count.total()
-        with AsOnDevices(), gradients_of(model).together():
-            loss.backward()
-            tp, total = over_tp.traffic(), over_all.traffic()
+        with AsOnDevices():
+            with gradients_of(model).together():
+                loss.backward()
+                tp, total = over_tp.traffic(), over_all.traffic()
+            after = over_all.traffic() - total
+            clip_grad_norm_(model, 1.0)
+            gradients_of(model).are_finite = True
+            optimizer.step()
     return RehearsedStep(
         activations=activations,
         peak_bytes=peak.peak_bytes,
         tp=tp,
         data=total - tp,
-        after=over_all.traffic() - total,
+        after=after,
         layer=layers.per_run,
     )

@@ -72,7 +72,7 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
     found = [*check_inputs(config), *check_adapter(config), *check_outputs(config)]
     problems += [each for each in found if each.key not in broken]
     groups = {problem.key.split(".")[0] for problem in problems}
-    if not groups & {"model", "pipeline", "adapter"} and "layout" not in broken:
+    if not groups & {"model", "pipeline", "adapter", "compilation"} and "layout" not in broken:
         with_data = not groups & {"data", "evaluation"}
         problems += check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
     return problems

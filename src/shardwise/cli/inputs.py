@@ -16,11 +16,13 @@ from shardwise.cli.config_file import Problems
 from shardwise.data.config import held_out, patterns_of
 from shardwise.data.corpus import find_files
 from shardwise.errors import LoadError, MeshError, did_you_mean
+from shardwise.parallel.compiled import check_compilation
+from shardwise.plan.options import Compile
 from shardwise.topology.shape import MeshShape
-from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
+from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
 
-__all__ = ["check_inputs", "find_optimizer", "optimizer_arguments", "read_data_state"]
+__all__ = ["check_inputs", "compilation_of", "find_optimizer", "optimizer_arguments", "read_data_state"]
 
 
 def check_inputs(config: TrainConfig) -> list[Problem]:
@@ -45,15 +47,25 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
         problems.append(Problem("model.config", f"there is no file {model.config}"))
     if isinstance(model.config, dict):
         problems += _check_model_config(model.config)
-    backend, backends = config.compilation.backend, torch.compiler.list_backends(exclude_tags=())
-    if backend is not None and backend not in ("auto", *backends):
-        what = f"torch.compile has no backend {backend!r}{did_you_mean(backend, backends)}"
-        problems.append(Problem("compilation.backend", what))
-    if config.compilation.mode is not None and config.compilation.options:
-        problems.append(
-            Problem("compilation.mode", "is a set of options, and options are given, too", "use one of both")
-        )
+    with problems.of("compilation"):
+        check_compilation(compilation_of(config.compilation, torch.device("cuda")))
     return [*problems, *_check_memory(config), *_check_optimizer(config.optimizer)]
+
+
+def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
+    """What is asked for of torch.compile on such a device."""
+    backend = chosen.backend
+    if backend == "auto":
+        backend = "inductor" if device.type == "cuda" else None
+    if backend is None:
+        return None
+    return Compile(
+        backend=backend,
+        dynamic=chosen.dynamic,
+        mode=chosen.mode,
+        options=chosen.options or None,
+        async_tp=chosen.async_tp,
+    )
 
 
 def read_data_state(place: str) -> dict[str, int]:

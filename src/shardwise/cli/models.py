@@ -15,7 +15,7 @@ from shardwise.checkpoint.export import export_bytes
 from shardwise.cli.adapters import adapter_of
 from shardwise.cli.config_file import Problems, config_error
 from shardwise.cli.data import check_records
-from shardwise.cli.inputs import find_optimizer, optimizer_arguments
+from shardwise.cli.inputs import compilation_of, find_optimizer, optimizer_arguments
 from shardwise.cli.places import check_place
 from shardwise.cli.tokenizer import build_encoder, load_tokenizer
 from shardwise.data.config import DataConfig, held_out, rows_of
@@ -25,10 +25,10 @@ from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parallel.build import model_class_of, num_positions, read_config
-from shardwise.plan.options import Compile, ParallelSpec, Precision
+from shardwise.plan.options import ParallelSpec, Precision
 from shardwise.search.apart import find_apart
 from shardwise.topology.shape import MeshShape
-from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
+from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 
 __all__ = ["build_model", "check_model", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
 
@@ -91,22 +91,7 @@ def spec_of(config: TrainConfig, device: torch.device | None = None) -> Parallel
         precision=Precision(params=config.model.dtype, compute=compute, reduce=asked.reduce, nonfinite=asked.nonfinite),
         recompute=config.recompute,
         pipeline=config.pipeline,
-        compilation=_compilation_of(chosen, device),
-    )
-
-
-def _compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
-    backend = chosen.backend
-    if backend == "auto":
-        backend = "inductor" if device.type == "cuda" else None
-    if backend is None:
-        return None
-    return Compile(
-        backend=backend,
-        dynamic=chosen.dynamic,
-        mode=chosen.mode,
-        options=chosen.options or None,
-        async_tp=chosen.async_tp,
+        compilation=compilation_of(chosen, device),
     )
 
 

@@ -23,14 +23,14 @@ from packaging.version import Version
 from torch import nn
 from transformers import Cache
 
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError, did_you_mean, one_line
 from shardwise.parameters.registry import Registry
-from shardwise.plan.options import Compile
+from shardwise.plan.options import Compile, check_choice
 from shardwise.plan.structure import outermost_layers
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["CompileCount", "apply_compilation", "count_compilation"]
+__all__ = ["CompileCount", "apply_compilation", "check_compilation", "count_compilation"]
 
 _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
 """Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""
@@ -128,6 +128,27 @@ def apply_compilation(
             _compiled_context=context,
             _compiled_settings=functools.partial(_settings, budget),
         )
+
+
+def check_compilation(choice: Compile | None) -> None:
+    """Raises `ConfigError` where torch has no such backend, or inductor no such option or an option of another type."""
+    if choice is None:
+        return
+    name, known = choice.backend, torch.compiler.list_backends(exclude_tags=())
+    if isinstance(name, str):
+        check_choice("Compile backend", name, tuple(known))
+    if name != "inductor" or not choice.options:
+        return
+    for option in choice.options:
+        if option not in (options := torch._inductor.list_options()):
+            raise ConfigError(
+                f"Compile has the option {option!r}{did_you_mean(option, options)}",
+                fix="use options of torch._inductor.config",
+            )
+    try:
+        torch.compile(lambda: None, backend=name, options=dict(choice.options))
+    except RuntimeError as error:
+        raise ConfigError("Compile has an option of another type than inductor's", why=one_line(error)) from error
 
 
 def count_compilation() -> CompileCount:

@@ -276,6 +276,8 @@ def _refuse_hook(name: str, *_: Any) -> NoReturn:
 
 
 def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
+    if policy.symmetric_memory and mesh.device.type != "cuda":
+        raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")
     for wanted, method in (
         (policy.separate_reduce_group, "set_separate_reduce_scatter_group"),
         (policy.symmetric_memory, "set_symm_mem_for_comm"),
@@ -284,5 +286,3 @@ def _check(policy: FsdpPolicy, mesh: Mesh) -> None:
             raise UnsupportedError(
                 f"torch {torch.__version__} has no FSDPModule.{method}", fix="use torch 2.13 or newer"
             )
-    if policy.symmetric_memory and mesh.device.type != "cuda":
-        raise UnsupportedError(f"symmetric memory on {mesh.device}", why="it is NCCL's", fix="leave it out on CPUs")

@@ -190,6 +190,13 @@ class Compile:
     async_tp: bool = False
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.backend, str) or callable(self.backend)):
+            raise ConfigError(f"Compile backend is {self.backend!r}", fix='use a name, such as "inductor"')
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise ConfigError(f"Compile dynamic is {self.dynamic!r}", fix="use True, False or None")
+        options = {} if self.options is None else self.options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise ConfigError(f"Compile options are {options!r}", fix="use a dictionary of names and values")
         if self.mode is not None:
             check_choice("Compile mode", self.mode, _MODES)
         if self.mode is not None and self.options:

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardwise.errors import UnsupportedError
+
 __all__ = [
     "drop_unreduced",
     "follow_requires_grad",
@@ -36,12 +38,23 @@ def free(unit: FSDPModule) -> None:
 
 
 def forget_interrupted(root: nn.Module) -> None:
-    """Lets FSDP2 forget a forward or backward that ended in an exception, with what it had not yet reduced; only where
-    this torch can, and not inside of a backward, which recomputes.
+    """Lets FSDP2 forget a forward or backward that ended in an exception, with what it had not yet reduced; not inside
+    of a backward, which recomputes.
+
+    Raises:
+        UnsupportedError: a backward ended so, after which this torch reduces no gradients.
     """
+    if torch._C._current_graph_task_id() != -1:
+        return
     state = cast(FSDPModule, root)._get_fsdp_state()
     states = state._state_ctx.all_states
-    if not hasattr(state, "_reset_iter_state") or torch._C._current_graph_task_id() != -1:
+    if not hasattr(state, "_reset_iter_state"):
+        if state._state_ctx.post_backward_final_callback_queued:
+            raise UnsupportedError(
+                "a step after a backward that was interrupted, with FSDP2",
+                why=f"torch {torch.__version__} cannot forget it, and would reduce no gradients",
+                fix="use torch 2.13 or newer, or split the model again and load a checkpoint",
+            )
         return
     if state._is_root and any(each._training_state.name != "IDLE" for each in states):
         state._reset_iter_state()
