@@ -55,7 +55,7 @@ def contenders(parts: list[str], setting: Setting) -> list[tuple[str, str]]:
 
 def expected_seconds(part: str, name: str, setting: Setting) -> float:
     """About how long a contender takes on an H100: 40 % of its peak, and what was assumed of starting and compiling."""
-    seconds = 28.0 if "compiled" in name or (part in _TRAINERS and "transformers" not in name) else 8.0
+    seconds = 26.0 if "compiled" in name or (part in _TRAINERS and "transformers" not in name) else 6.0
     if part in _TRAINERS or part == "host":
         shape, sizes = getattr(setting.sizes, "pretrain" if part == "host" else part), setting.sizes
         of_layer = shape.hidden**2 * (2 + 2 * shape.key_value_heads / shape.heads) + 3 * shape.hidden * shape.mlp

@@ -204,12 +204,14 @@ def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str,
 def _after_a_step(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW as devices run it, which has its states."""
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = stepping_class(torch.optim.AdamW)(trained, fused=True)
+    made: Any = stepping_class(torch.optim.AdamW)
+    optimizer: torch.optim.Optimizer = made(trained, fused=True)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    gradients_of(model).are_finite = True  # which nobody could read
+    gradients_of(model).is_late = True  # nobody can read whether gradients are finite
     optimizer.step()
     optimizer.zero_grad()
+    gradients_of(model).late_fault = None
     for name in KEPT_BY_STEPS:  # which compare addresses, of which these tensors have none
         optimizer.__dict__.pop(name, None)
     return optimizer
@@ -231,7 +233,6 @@ def _run_step(model: nn.Module, batch: Mapping[str, Any]) -> RehearsedStep:
                 tp, total = over_tp.traffic(), over_all.traffic()
             after = over_all.traffic() - total
             clip_grad_norm_(model, 1.0)
-            gradients_of(model).are_finite = True
             optimizer.step()
     return RehearsedStep(
         activations=activations,

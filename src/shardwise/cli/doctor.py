@@ -114,7 +114,8 @@ def _check_machine() -> Iterator[Finding]:
     compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++", "cl"]
     needs, has = "a C++ compiler", any(map(shutil.which, compilers))
     if has_gpu:
-        needs, has = "triton", importlib.util.find_spec("triton") is not None
+        has_compiler = bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang")))  # for triton's launchers
+        needs, has = "triton with a C compiler", has_compiler and importlib.util.find_spec("triton") is not None
     text = f"{needs} found" if has else f"{needs} is missing, and inductor needs it; everything else works without"
     yield "ok" if has else "note", "torch.compile", text
 

@@ -190,7 +190,8 @@ class Compile:
     async_tp: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.backend, str) or callable(self.backend)):
+        backend: object = self.backend
+        if not (isinstance(backend, str) or callable(backend)):
             raise ConfigError(f"Compile backend is {self.backend!r}", fix='use a name, such as "inductor"')
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ConfigError(f"Compile dynamic is {self.dynamic!r}", fix="use True, False or None")
