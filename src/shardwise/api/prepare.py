@@ -28,8 +28,8 @@ from shardwise.optim.optimizer import watch_optimizers
 from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.decide import decide_split
-from shardwise.parallel.facts import read_facts
-from shardwise.parameters.registry import Registry
+from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.parameters.registry import Registry, is_split
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -144,15 +144,15 @@ def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
     return {**found, **{alias: found[name] for alias, name in plan.tied.items()}}
 
 
-def _check_cuts(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> None:
-    """Raises where the model has fewer layers than stages, or is cut past its end.
+def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:
+    """Raises on every rank by itself where the model has fewer layers than stages, or is cut past its end.
 
     Layers are counted as they are registered; where that does not fit, as they run, which takes longer to find out.
     """
-    if shape.pp_size == 1:
+    if shape.pp_size == 1 or is_split(model):
         return
     try:
-        check_layers(spec.pipeline, len(outermost_layers(facts.stacks)), pp_size=shape.pp_size)
+        check_layers(spec.pipeline, len(outermost_layers(read_stacks(model))), pp_size=shape.pp_size)
     except ConfigError:
         check_layers(spec.pipeline, len(find_layer_order(without_adapters(model)).calls), pp_size=shape.pp_size)
 
@@ -162,10 +162,10 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
     if mesh.shape.world_size == 1:
         return decide(model, mesh.shape, spec), _label_use(model)
     check_options(mesh.shape, spec)
+    _check_cuts(model, mesh.shape, spec)
 
     def read() -> tuple[ModelFacts, dict[str, str]]:
         facts = _read(model, mesh.shape)
-        _check_cuts(model, facts, mesh.shape, spec)
         return facts, _describe(model, facts, mesh.shape, spec)
 
     def find() -> Any:
