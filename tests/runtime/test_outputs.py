@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from torch.distributed.tensor import DTensor
-from transformers.modeling_outputs import CausalLMOutput
 
 import shardwise
 from shardwise.errors import UnsupportedError
@@ -160,36 +159,32 @@ def test_of_several_stacks_too(on_ranks):
     assert on_ranks(with_blocks, layout="tp2", kind=kind, name="bart") == [[], []]
 
 
-def losses_of_two_heads():
-    """A loss of its own beside the split head's, and one that adds both up."""
-    with shardwise.Mesh.open("tp2") as mesh:
-        config = transformers.GPT2Config(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, num_labels=1)
-        torch.manual_seed(0)
-        whole = transformers.GPT2DoubleHeadsModel(config).eval()
-        split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True)
-        ids = torch.randint(0, 96, (2, 2, 8), generator=torch.Generator().manual_seed(1))
-        batch = {"input_ids": ids, "labels": ids, "mc_token_ids": torch.tensor([[7, 5], [3, 7]])}
-        for model in (whole, split):
-            output = model(**batch, mc_labels=torch.tensor([0, 1]))
-            (output.loss + 0.5 * output.mc_loss).backward()
-        expected = {name: each.grad for name, each in whole.named_parameters()}
-        problems = differing_gradients(shardwise.full_gradients(split), expected)
-        penalized = shardwise.parallelize(Penalized(tiny_model("llama").config), mesh, sequence_parallel=True)
-        with pytest.raises(UnsupportedError, match="adds up those of a split head and of hidden states"):
-            penalized(ids.flatten(0, 1))
-        return problems
-
-
 class Penalized(transformers.LlamaForCausalLM):
-    def forward(self, input_ids):
+    """With a loss of hidden states beside that of its split head, or in it."""
+
+    def forward(self, input_ids, adds_up=False):
         hidden = self.model(input_ids).last_hidden_state
         logits = self.lm_head(hidden)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
-        return CausalLMOutput(loss=loss + hidden.square().mean(), logits=logits)
+        penalty = hidden.square().mean()
+        return {"loss": loss + penalty if adds_up else loss, "penalty": penalty, "logits": logits}
 
 
-def test_a_loss_of_hidden_states_beside_that_of_a_split_head():
-    assert spawn(losses_of_two_heads, 2) == [[], []]
+def two_losses(mesh):
+    whole = Penalized(tiny_model("llama").config)
+    split = shardwise.parallelize(copy.deepcopy(whole), mesh, sequence_parallel=True)
+    ids = tiny_batch(whole)["input_ids"]
+    for model in (whole, split):
+        output = model(ids)
+        (output["loss"] + 0.5 * output["penalty"]).backward()
+    expected = {name: each.grad for name, each in whole.named_parameters()}
+    with pytest.raises(UnsupportedError, match="adds up those of a split head and of hidden states"):
+        split(ids, adds_up=True)
+    return differing_gradients(shardwise.full_gradients(split), expected)
+
+
+def test_a_loss_of_hidden_states_beside_that_of_a_split_head(on_ranks):
+    assert on_ranks(two_losses, layout="tp2") == [[], []]
 
 
 def one_token():
