@@ -13,7 +13,7 @@ import shardwise
 from shardwise.api.by_hand import adopt_model
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
-from shardwise.optim.plain_step import stepping_class
+from shardwise.optim.plain_step import stepping_class, takes_left_out
 from shardwise.optim.zero_redundancy import build_sharded
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
@@ -87,6 +87,14 @@ def test_options_that_look_different_in_every_process_are_no_difference_between_
             optimizer.step()
             seen.append(str(registry_of(model).context.steps))
     assert seen[0] == seen[1] and "'lr': 0.001" in seen[0] and "tensor" not in seen[0]
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("fused", [True, False])
+def test_ranks_to_which_zero_gives_no_parameters_learn_of_bad_steps_as_the_others_do(fused):
+    build, device = stepping_class(torch.optim.AdamW), torch.device("cpu")
+    some, none = (build([{"params": each}], fused=fused) for each in ([torch.nn.Parameter(torch.ones(1))], []))
+    assert takes_left_out(some, device) is takes_left_out(none, device) is fused
 
 
 def step_with_zero(mesh):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 import shardwise
 from shardwise.api.describing import describe
 from shardwise.optim.gradients import gradients_of
 from shardwise.runtime import attention_kernels
-from shardwise.runtime.attention_kernels import measure_kernels, read_orders, take_kernels
+from shardwise.runtime.attention_kernels import chosen_kernels, measure_kernels, read_orders, take_kernels
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.single
@@ -75,7 +75,7 @@ def test_forward_and_recomputation_attend_as_measured_and_whoever_comes_after_as
         model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"), compilation=compiled)
         gradients_of(model).is_late = True
         step = shardwise.TrainStep(model, mesh)
-        monkeypatch.setitem(attention_kernels._taken, (torch.float32, 64, False), [SDPBackend.MATH])
+        monkeypatch.setitem(attention_kernels._taken, (torch.float32, 64, False), ["math"])
         for _ in range(2):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 step(batch)
@@ -88,8 +88,27 @@ def test_forward_and_recomputation_attend_as_measured_and_whoever_comes_after_as
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # as above
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_kernel_that_is_switched_off_stays_off(card, compiled):
+    def chosen(query):
+        return query + len(chosen_kernels(query, has_mask=False) or ())
+
+    query, before = torch.zeros(1, 1, 2, 64), _cur_sdpa_kernel_backends(with_priority=True)
+    run = torch.compile(chosen, backend="eager", fullgraph=True) if compiled else chosen
+    counts = []
+    for kernels in (before, [SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION], [SDPBackend.OVERRIDEABLE]):
+        with sdpa_kernel(kernels):
+            counts.append(int(run(query).max()))
+        torch.compiler.reset()
+    assert counts == [4, 2, 0]
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION]):
+        assert chosen_kernels(query, has_mask=False) == [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+
+
 def test_the_plan_says_by_what_it_attends():
     config = tiny_model("llama").config
     for name, expected in (("eager", "the model's own (eager)"), ("sdpa", "torch's kernels, in torch's order")):
         config._attn_implementation = name
         assert f"attention: {expected}" in str(describe(config, "tp1"))
+    assert f"attention: {expected}" in str(describe(config, "pp2"))

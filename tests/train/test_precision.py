@@ -175,8 +175,14 @@ def test_overflowing_float16_losses_are_scaled_less_and_the_step_is_left_out():
 
 
 @pytest.mark.single
-def test_the_scale_is_doubled_behind_enough_good_steps():
-    scale = LossScale(torch.device("cpu"), value=8.0, interval=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_scale_is_doubled_behind_enough_good_steps(dtype):
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        scale = LossScale(torch.device("cpu"), value=8.0, interval=2)
+    finally:
+        torch.set_default_dtype(usual)
     for is_bad, expected in ((0.0, 8.0), (0.0, 16.0), (1.0, 8.0), (0.0, 8.0), (0.0, 16.0)):
         scale.update(torch.tensor(is_bad))
         assert scale.factor == expected

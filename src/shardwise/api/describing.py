@@ -79,7 +79,8 @@ def describe(
         adapter=adapter,
     )
     if plan.pipeline is not None:
-        return _explain_stages(plan, rehearsal, schedule_of(plan, num_microbatches), dtype=dtype, batch=batch)
+        schedule = schedule_of(plan, num_microbatches)
+        return _explain_stages(plan, rehearsal, schedule, _attention(model), dtype=dtype, batch=batch)
     frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
     kept = _at_rest(plan, frozen, dtype=dtype)
     parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
@@ -91,7 +92,13 @@ def describe(
 
 
 def _explain_stages(
-    plan: SplitPlan, rehearsal: Rehearsal, schedule: Schedule, *, dtype: str, batch: tuple[int, int] | None
+    plan: SplitPlan,
+    rehearsal: Rehearsal,
+    schedule: Schedule,
+    attention: str,
+    *,
+    dtype: str,
+    batch: tuple[int, int] | None,
 ) -> Explanation:
     """The explanation of a pipeline: what each stage holds, and sends, with a microbatch as far as it is known."""
     itemsize, lines, found = getattr(torch, dtype).itemsize, [], {}
@@ -110,7 +117,7 @@ def _explain_stages(
         except UnsupportedError as error:
             lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
     stages = describe_stages(plan, schedule, itemsize=itemsize, activations=found)
-    return explain(plan, collectives=tuple(lines), stages=stages)
+    return explain(plan, collectives=tuple(lines), memory=attention, stages=stages)
 
 
 def _at_rest(plan: SplitPlan, frozen: Collection[str], *, dtype: str) -> StateBytes:

@@ -60,7 +60,7 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device, *, value: float = 2.0**16, interval: int = 2000) -> None:
-        self.factor = torch.full((), value, device=device)
+        self.factor = torch.full((), value, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._interval = interval
 

@@ -85,18 +85,17 @@ def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def takes_left_out(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Whether a step of the optimizer leaves out what a scalar on `device` says; with no parameters there is nothing to
-    be left out.
+    """Whether a step of the optimizer leaves out what a scalar on `device` says: the same on all ranks, also on those
+    to which ZeRO gives no parameters.
     """
     optimizer = inner_of(optimizer)
     if type(optimizer).__bases__[0] not in _FUSED or not {"found_inf", "grad_scale"}.isdisjoint(optimizer.__dict__):
         return False
-    groups = [group for group in optimizer.param_groups if group["params"]]
     return all(
         group["fused"]
         and not (group.get("momentum") and group["dampening"])
-        and {each.device for each in group["params"]} == {device}
-        for group in groups
+        and {each.device for each in group["params"]} <= {device}
+        for group in optimizer.param_groups
     )
 
 

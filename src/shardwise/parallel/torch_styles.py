@@ -62,7 +62,7 @@ class RuleStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """In torch's own `parallelize_module`, where a module keeps its parameters and their gradients are summed."""
         if self.styles == ("replicated_with_grad_allreduce",):
-            for parameter in module.parameters():
+            for parameter in filter(lambda each: each.requires_grad, module.parameters()):
                 parameter.register_hook(functools.partial(all_reduce_value, group=device_mesh.get_group()))
             return module
         raise UnsupportedError(

@@ -6,7 +6,8 @@ order knows little of that. `shardwise doctor` times forward and backward of eac
 the order in a file next to the hub's cache, for the card's name and the version of torch. Runs read it and measure
 nothing, so that two runs on a machine compute alike; where there is no file, torch's order holds. A kernel whose
 numbers are wrong is left out. Which of them can do what a call asks for is torch's to say, at each call: the order is
-set around it, in the recomputation of backward as well, and in what is compiled.
+set around it, in the recomputation of backward as well, and in what is compiled. What is switched off around the call
+(`torch.backends.cuda.enable_flash_sdp(False)`, `sdpa_kernel`) stays off.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ _KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+_ALL = {**_KERNELS, "math": SDPBackend.MATH}
+_SWITCHES = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
 _DTYPES = (torch.bfloat16, torch.float16)
 _SIZES = (64, 128, 256)
 _ROWS, _HEADS, _KEY_VALUE_HEADS, _LENGTH, _CHECKED_LENGTH = 2, 16, 4, 2048, 256
 _NUM_TIMES = 10
 _ALLOWED = 0.05  # of the largest entry, in dtypes of 8 and 11 bits
 
-_taken: dict[tuple[torch.dtype, int, bool], list[SDPBackend]] = {}
+_taken: dict[tuple[torch.dtype, int, bool], list[str]] = {}
 """Of this process's card."""
 
 
@@ -50,7 +58,14 @@ def chosen_kernels(query: Tensor, *, has_mask: bool) -> list[SDPBackend] | None:
     if not _taken:
         return None
     size = next((each for each in _SIZES if query.shape[-1] <= each), 0)
-    return _taken.get((query.dtype, size, has_mask))
+    names = _taken.get((query.dtype, size, has_mask), ())
+    return [_ALL[name] for name in names if _is_on(name)] or None
+
+
+@torch.compiler.assume_constant_result  # as torch's own choice of a kernel is made when a graph is compiled
+def _is_on(name: str) -> bool:
+    """Whether torch may use a kernel here."""
+    return _SWITCHES[name]()
 
 
 def take_kernels(device: torch.device) -> Orders:
@@ -61,7 +76,7 @@ def take_kernels(device: torch.device) -> Orders:
         for size in _SIZES:
             for has_mask in (False, True):
                 if names := orders.get(_case(dtype, size, has_mask=has_mask)):
-                    _taken[dtype, size, has_mask] = [*(_KERNELS[name] for name in names), SDPBackend.MATH]
+                    _taken[dtype, size, has_mask] = [*names, "math"]
     return orders
 
 

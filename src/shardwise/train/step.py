@@ -46,6 +46,8 @@ Count = int | Tensor
 Weight = float | Tensor
 """The share of a microbatch's targets, likewise."""
 
+_KERNELS = "attention kernels, as shardwise doctor has measured them on each machine"
+
 
 class _NumTokens:
     """The field `num_tokens` of a `StepResult`: read where it is still on its way from the device."""
@@ -236,7 +238,7 @@ class TrainStep:
             also = {"gradients of earlier steps": first is not None and first.grad is not None}
             also["dtype of parameters"] = None if first is None else first.dtype
         also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
-        return {**also, "num_microbatches": self.num_microbatches, "attention kernels": self._kernels}
+        return {**also, "num_microbatches": self.num_microbatches, _KERNELS: self._kernels}
 
     def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None, also: Mapping[str, Any]) -> list[Any]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank; and where
