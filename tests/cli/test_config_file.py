@@ -51,6 +51,7 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
     lr: 1
     data: {path: corpus, seq_lenght: 3, seq_length: true}
     log.dir: runs
+    logs.dir: runs
     optimizer: {lr: fast, schedule: {name: cosin}, options: [1]}
     layout: tq2
     steps: 0
@@ -60,10 +61,11 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         read_config(path, ["layout.x=1", "oops"])
     message = str(caught.value)
     for part in (
-        "run.yaml has 12 problems",
+        "run.yaml has 13 problems",
         "lr: unknown key (did you mean 'optimizer.lr'?)",
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
         "log.dir: unknown key; in a file write log: {dir: …}",
+        "logs.dir: unknown key\n",
         "data.seq_length: is True, must be an integer",
         "optimizer.lr: is the text 'fast', must be a number",
         "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay'",
@@ -140,6 +142,7 @@ def test_new_models_need_a_type_and_a_tokenizer():
         ("steps: 010", "010 is a number to the base 8"),
         ("steps: 1:30", "1:30 is a number to the base 60"),
         ("a: " + "[" * 2000, "is not YAML"),
+        ("steps: 2026-13-45", "is not YAML"),
         ("- a", "not keys and values"),
     ],
 )

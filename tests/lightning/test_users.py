@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelSummary, StochasticWeightAveraging
@@ -11,6 +13,7 @@ from lightning.pytorch.tuner import Tuner
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.lightning import ShardwiseStrategy
 from shardwise.lightning.models import check_callbacks
+from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
 from tests.lightning.modules import ADAM, Automatic, Evaluated, loader, small_model, trainer, unsplit_batch
 
@@ -21,6 +24,11 @@ pytestmark = pytest.mark.single
 def test_an_option_that_does_not_exist_is_named(name, meant):
     with pytest.raises(ConfigError, match=f"no option '{name}'.*did you mean '{meant}'"):
         ShardwiseStrategy("tp1", **{name: None})
+
+
+def test_every_option_of_a_split_is_named_in_the_signature():
+    # LightningCLI and editors read names and types there.
+    assert inspect.signature(ShardwiseStrategy).parameters.keys() >= vars(ParallelSpec()).keys()
 
 
 class Beside(Automatic):

@@ -159,7 +159,8 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
         if each["type"] == "unexpected_keyword_argument":
             key = ".".join(place)
             group, _, rest = place[-1].partition(".")
-            meant = f"; in a file write {group}: {{{rest}: …}}" if rest else _similar(key, known)
+            is_nested = bool(rest) and key in known
+            meant = f"; in a file write {group}: {{{rest}: …}}" if is_nested else _similar(key, known)
             found[key] = Problem(key, f"unknown key{meant}")
             continue
         # A place goes on below its key: into lists, and along the types that a value might have.
@@ -236,7 +237,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: 2026-13-45, 5,000 digits
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
     if not isinstance(tree, dict | None):
         raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
@@ -257,7 +258,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
         here = here[group]
     try:
         here[last] = yaml.load(text, _Loader)  # a SafeLoader
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         return [Problem(key, f"{text!r} is not YAML: {error}", "quote it")]
     return []
 

@@ -28,7 +28,8 @@ from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
-from shardwise.plan.options import ParallelSpec
+from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
+from shardwise.plan.spec import Plan
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["ShardwiseStrategy"]
@@ -52,11 +53,11 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
     Args:
         layout: `"fsdp2.tp2"` or a `MeshShape`, of as many ranks as the Trainer has devices.
+        plan, sequence_parallel, fsdp, precision, recompute, compilation, pipeline: as in `shardwise.parallelize`, for
+            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead.
         timeout_seconds: after how long a collective that some rank never joins fails.
         process_group_backend: as `backend` of `Mesh.open`.
-        options: of `shardwise.parallelize` but for `dtype` (`plan`, `sequence_parallel`, `fsdp`, `precision`, …), for
-            `load` below and for models that are not split; `Trainer(precision=...)` may say the precision instead. And
-            of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
+        options: of Lightning's `ParallelStrategy` (`cluster_environment`, `checkpoint_io`, …).
 
     Attributes:
         spec: what was asked for besides the layout.
@@ -67,15 +68,22 @@ class ShardwiseStrategy(SavesParts, Exchanges):
         MeshError: the text is no layout, or the Trainer has another number of devices (from the Trainer).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as `load`; LightningCLI reads names and types here
         self,
         layout: str | MeshShape,
         *,
+        plan: str | Plan | Mapping[str, str] = "auto",
+        sequence_parallel: bool = False,
+        fsdp: FsdpPolicy | None = None,
+        precision: Precision | None = None,
+        recompute: Recompute | None = None,
+        compilation: Compile | None = None,
+        pipeline: Pipeline | None = None,
         timeout_seconds: float = 600.0,
         process_group_backend: str | None = None,
         **options: Any,
     ) -> None:
-        self.spec, options = ParallelSpec.take(options)
+        self.spec, _ = ParallelSpec.take(locals())
         self.shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
         _check_options(options)
         super().__init__(**options)
@@ -329,7 +337,7 @@ class ShardwiseStrategy(SavesParts, Exchanges):
 
 def _check_options(options: Mapping[str, Any]) -> None:
     theirs = inspect.signature(ParallelStrategy).parameters
-    taken = [*theirs, *inspect.signature(ShardwiseStrategy).parameters, *vars(ParallelSpec())]
+    taken = [*theirs, *inspect.signature(ShardwiseStrategy).parameters]
     for name in options:
         if name not in theirs:
             raise ConfigError(f"ShardwiseStrategy has no option {name!r}{did_you_mean(name, taken)}")
