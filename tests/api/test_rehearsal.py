@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 
 import shardwise
 from shardwise import FsdpPolicy, Precision, Recompute
@@ -185,6 +186,14 @@ def test_what_depends_on_values_is_said_to():
     )
     config.default_language = "en_XX"
     assert "is not known: DynamicOutputShape" in describe(config, "tp1", batch=(2, 16)).memory
+
+
+@pytest.mark.single
+def test_frozen_parameters_are_not_looked_at_over_fsdp():
+    # On a GPU a look would wait for the device once a step; here there is nothing to look at.
+    adapter = LoraConfig(target_modules=["q_proj"])
+    found = describe(tiny_model("llama").config, "fsdp2", batch=(ROWS, LENGTH), adapter=adapter)
+    assert "at the peak of a step it holds" in found.memory
 
 
 COUNTED = {

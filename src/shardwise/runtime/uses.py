@@ -81,7 +81,8 @@ class Uses:
 
     def settle(self, counts: Tensor) -> None:
         """Takes the gradients away that no rank has contributed to; `counts` are summed over the data ranks."""
-        if len(self._used) < len(self._fsdp_params):  # only a rank that lacks one looks
+        absent = [self._fsdp_params[number].sharded_param for number in self._absent - self._used]
+        if any(parameter.requires_grad for parameter in absent):  # only a rank that lacks one looks
             nowhere = {number for number, count in enumerate(counts.tolist()) if not count}
             for number in nowhere & self._absent:
                 self._fsdp_params[number].sharded_param.grad = None
