@@ -14,7 +14,7 @@ import shardwise
 from shardwise.comm import collectives
 from shardwise.comm.operations import reduce_scatter_single
 from shardwise.errors import ConfigError, UnsupportedError
-from shardwise.parallel.compiled import count_compilation
+from shardwise.parallel.compiled import check_compilation, count_compilation
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
@@ -328,6 +328,11 @@ def test_inductor_finds_the_gathers_and_scatters_of_a_single_row(forget):
 def test_choices_that_make_no_sense_are_errors(options, message):
     with pytest.raises(ConfigError, match=message):
         shardwise.Compile(**options)
+
+
+@pytest.mark.single
+def test_options_are_spelled_as_torch_reads_them():
+    check_compilation(shardwise.Compile(options={"max-autotune": True, "triton.cudagraphs": False}))
 
 
 @pytest.mark.single

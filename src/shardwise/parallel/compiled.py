@@ -140,7 +140,7 @@ def check_compilation(choice: Compile | None) -> None:
     if name != "inductor" or not choice.options:
         return
     for option in choice.options:
-        if option not in (options := torch._inductor.list_options()):
+        if option.replace("-", "_") not in (options := torch._inductor.list_options()):  # as torch reads them
             raise ConfigError(
                 f"Compile has the option {option!r}{did_you_mean(option, options)}",
                 fix="use options of torch._inductor.config",
