@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import typing
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -12,6 +15,14 @@ from shardwise.plan.spec import Plan
 __all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute", "check_choice"]
 
 _STAGES = (1, 2, 3)
+_KINDS = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    Mapping: "a dictionary of names and values",
+    type(None): "None",
+}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -61,11 +72,12 @@ class FsdpPolicy:
     symmetric_memory: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.zero_stage not in _STAGES:
             raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="use 1, 2 or 3")
         if self.units is not None:
             object.__setattr__(self, "units", tuple(self.units))
-        if type(self.prefetch) is not int or self.prefetch < 1:
+        if self.prefetch < 1:
             raise ConfigError(
                 f"prefetch is {self.prefetch!r}", why="it counts units", fix="use an integer of at least 1"
             )
@@ -147,7 +159,8 @@ class Recompute:
 
     def __post_init__(self) -> None:
         check_choice("Recompute mode", self.mode, _RECOMPUTED)
-        if type(self.every) is not int or self.every < 1:
+        _check_types(self)
+        if self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", tuple(self.modules))
         if self.modules and self.mode in ("none", "attention", "budget"):
@@ -162,8 +175,7 @@ class Recompute:
             raise ConfigError(
                 f"Recompute mode {self.mode!r} with budget {self.budget}", fix='use mode="budget" and budget=0.5, say'
             )
-        is_number = isinstance(self.budget, int | float) and not isinstance(self.budget, bool)
-        if self.budget is not None and not (is_number and 0 <= self.budget <= 1):
+        if self.budget is not None and not 0 <= self.budget <= 1:
             raise ConfigError(f"Recompute budget is {self.budget!r}", fix="use a share from 0 to 1")
 
 
@@ -190,14 +202,10 @@ class Compile:
     async_tp: bool = False
 
     def __post_init__(self) -> None:
+        _check_types(self, besides="backend")
         backend: object = self.backend
         if not (isinstance(backend, str) or callable(backend)):
             raise ConfigError(f"Compile backend is {self.backend!r}", fix='use a name, such as "inductor"')
-        if self.dynamic is not None and not isinstance(self.dynamic, bool):
-            raise ConfigError(f"Compile dynamic is {self.dynamic!r}", fix="use True, False or None")
-        options = {} if self.options is None else self.options
-        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-            raise ConfigError(f"Compile options are {options!r}", fix="use a dictionary of names and values")
         if self.mode is not None:
             check_choice("Compile mode", self.mode, _MODES)
         if self.mode is not None and self.options:
@@ -231,17 +239,54 @@ class Pipeline:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         number = self.num_stages_per_rank
-        if number is not None and (type(number) is not int or number < 1):
+        if number is not None and number < 1:
             raise ConfigError(f"Pipeline num_stages_per_rank is {number!r}", fix="use an integer of at least 1")
         if self.layers is not None:
             object.__setattr__(self, "layers", tuple(self.layers))
-            if not self.layers or any(type(each) is not int or each < 0 for each in self.layers):
+            if not self.layers or min(self.layers) < 0:
                 raise ConfigError(
                     f"Pipeline layers is {self.layers!r}",
                     why="it says with which layer every stage begins, or how many each holds",
                     fix="use integers, such as (0, 7, 15)",
                 )
+
+
+def _check_types(options: Any, *, besides: str = "") -> None:
+    """Raises `ConfigError` for the first of these options that is not of its type; a list does for a tuple."""
+    cls: Any = type(options)
+    for name, hint in _hints(cls).items():
+        value = getattr(options, name)
+        kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if name != besides and not any(_is_a(value, kind) for kind in kinds):
+            what = name if isinstance(options, ParallelSpec) else f"{type(options).__name__} {name}"
+            raise ConfigError(f"{what} is {value!r}", fix=f"use {' or '.join(map(_name_of, kinds))}")
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is tuple:
+        is_many = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+        return is_many and all(_is_a(each, inner[0]) for each in value)
+    if origin is Any:
+        return True
+    if isinstance(value, bool):
+        return origin is bool
+    is_one = isinstance(value, (int, float) if origin is float else origin)
+    return is_one and (origin is not Mapping or all(isinstance(key, inner[0]) for key in value))
+
+
+def _name_of(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    if origin is tuple:
+        return f"a tuple of {typing.get_args(kind)[0].__name__}"
+    return _KINDS.get(origin) or f"shardwise.{origin.__name__}(...)"
 
 
 def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
@@ -279,6 +324,7 @@ class ParallelSpec:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
+        _check_types(self, besides="plan")
         mode, backend = self.recompute.mode, self.compilation.backend if self.compilation is not None else "eager"
         if mode == "budget" and backend == "eager":
             raise ConfigError(
