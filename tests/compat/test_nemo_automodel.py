@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -216,11 +216,15 @@ def test_fsdp2_on_four_ranks(on_ranks, layout, kind, family, plan):
 
 
 def by_torch(mesh):
-    """The plan of a model in torch's own `parallelize_module`: norms within heads have one rank's gradients there."""
+    """The plan of a model in torch's own `parallelize_module`, and FSDP2 around it: norms within heads have one rank's
+    gradients there.
+    """
     whole = tiny_model("qwen3")
     whole.model.layers[0].self_attn.q_norm.requires_grad_(False)
     model = copy.deepcopy(whole)
-    parallelize_module(model, open_mesh("the document's")["tensor_parallel"], get_hf_tp_shard_plan(model))
+    theirs = open_mesh("the document's")
+    parallelize_module(model, theirs["tensor_parallel"], get_hf_tp_shard_plan(model))
+    fully_shard(model.model.layers[1], mesh=theirs["data_parallel"])
     ids = torch.randint(3, 31, (4, 12), generator=torch.Generator().manual_seed(1))
     for rows in ids.chunk(2):
         for each in (model, whole):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -21,13 +20,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from shardwise.comm.operations import all_reduce_value
+from shardwise.comm.collectives import copy_to_region
 from shardwise.errors import PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
 from shardwise.plan.imports import import_from_path
 from shardwise.plan.match import match
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
+from shardwise.runtime.reading import read_in_forward
 
 __all__ = ["RuleStyle", "declared_styles", "hf_plan", "read_plan", "style_of"]
 
@@ -62,8 +62,13 @@ class RuleStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """In torch's own `parallelize_module`, where a module keeps its parameters and their gradients are summed."""
         if self.styles == ("replicated_with_grad_allreduce",):
-            for parameter in filter(lambda each: each.requires_grad, module.parameters()):
-                parameter.register_hook(functools.partial(all_reduce_value, group=device_mesh.get_group()))
+            group = device_mesh.get_group()
+
+            def read(parameter: Tensor) -> Tensor:  # no hook on the parameter, in whose place FSDP2 puts another
+                return copy_to_region(parameter, group)
+
+            for owner in module.modules():
+                read_in_forward(owner, [name for name, _ in owner.named_parameters(recurse=False)], read)
             return module
         raise UnsupportedError(
             f"{self} in torch's parallelize_module",

@@ -136,6 +136,8 @@ def _measured(dtype: torch.dtype, size: int, device: torch.device, *, has_mask: 
                 found = _computed(kernel, _draw(dtype, size, device, _CHECKED_LENGTH), has_mask=has_mask)
             if all(map(_is_near, found, expected)):
                 seconds[name] = _time(kernel, _draw(dtype, size, device, _LENGTH), has_mask=has_mask)
+        except torch.OutOfMemoryError:  # which says nothing of the kernel
+            raise
         except RuntimeError:  # torch has no such kernel for this
             seconds[name] = float("inf")
     return sorted(seconds, key=seconds.__getitem__)

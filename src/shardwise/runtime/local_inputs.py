@@ -8,7 +8,6 @@ is a part; so the input is made to report the part's size, and still computes wi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from shardwise.comm.collectives import copy_to_region
 from shardwise.runtime.arguments import change_arguments
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.reading import read_through
+from shardwise.runtime.reading import read_in_forward
 
 __all__ = ["install_local_shapes", "install_shares", "install_sliced", "own_slice"]
 
@@ -101,35 +99,10 @@ def _with_local_size(x: Tensor, size: int) -> Tensor:
     return x_local
 
 
-@dataclass(eq=False)
-class _Shares:
-    """Reads this rank's share of a parameter while the forward of its owner is under way."""
-
-    size: int
-    is_on: bool = False
-
-    def __call__(self, parameter: Any) -> Any:
-        return parameter / self.size if self.is_on and parameter is not None else parameter
-
-
-class _WithShares:
-    _shares: _Shares
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module's own, of its parameters' shares."""
-        self._shares.is_on = True
-        try:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._shares.is_on = False
-
-
 def install_shares(module: nn.Module, names: tuple[str, ...], context: SplitContext) -> None:
     """Lets `module` compute with this rank's share, 1 / tp, of the parameters that it adds to partial sums.
 
     The parameters stay what they are; only the forward sees the shares, so gradients are partial.
     """
-    shares = _Shares(context.size)
-    for name in names:
-        read_through(module, name, shares)
-    apply_mixin(module, _WithShares, _shares=shares)
+    size = context.size
+    read_in_forward(module, names, lambda parameter: parameter / size)

@@ -6,14 +6,15 @@ Reading changes nothing that is stored, so code that is compiled or recomputed m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["Read", "read_through"]
+__all__ = ["Read", "read_in_forward", "read_through"]
 
 Read = Callable[[Any], Any]
 """What a forward is given for a stored parameter, which may be None."""
@@ -29,6 +30,37 @@ def read_through(module: nn.Module, name: str, read: Read) -> None:
     if name not in reads:
         apply_mixin(module, _reader(name))
     reads[name] = (*reads.get(name, ()), read)
+
+
+@dataclass(eq=False)
+class _InForward:
+    """Reads a parameter by `read` while the forward of its owner is under way."""
+
+    read: Read
+    is_on: bool = False
+
+    def __call__(self, parameter: Any) -> Any:
+        return self.read(parameter) if self.is_on and parameter is not None else parameter
+
+
+class _Reads:
+    _in_forward: _InForward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module's own, of its parameters as they are read."""
+        self._in_forward.is_on = True
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._in_forward.is_on = False
+
+
+def read_in_forward(module: nn.Module, names: Iterable[str], read: Read) -> None:
+    """As `read_through` of parameters that are there, for the module's own forward alone."""
+    in_forward = _InForward(read)
+    for name in names:
+        read_through(module, name, in_forward)
+    apply_mixin(module, _Reads, _in_forward=in_forward)
 
 
 @functools.cache
