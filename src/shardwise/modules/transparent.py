@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,10 @@ __all__ = ["Transparent", "seen_through"]
 def _delegated(name: str) -> Callable[..., Any]:
     """The method of that name of the module inside: of what this rank holds, by the module's names."""
 
-    @functools.wraps(getattr(nn.Module, name))
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.__dict__["module"], name)(*args, **kwargs)
 
+    call.__name__, call.__doc__ = name, getattr(nn.Module, name).__doc__
     return call
 
 

@@ -161,7 +161,9 @@ class _Parts:
             for part in parts:
                 parameter = part.parameter
                 source = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-                if source is not part.source or source.data_ptr() != part.local.data_ptr():
+                if source is not part.source or not torch._C._is_alias_of(source, part.local):  # type: ignore[attr-defined]
+                    return False
+                if source.storage_offset() != part.local.storage_offset():
                     return False
         return True
 
