@@ -10,6 +10,7 @@ recomputed may write nothing.
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from collections import Counter
@@ -31,6 +32,9 @@ from shardwise.runtime.context import SplitContext
 from shardwise.runtime.linear import apply_mixin
 
 __all__ = ["CompileCount", "apply_compilation", "check_compilation", "count_compilation"]
+
+_OF_TORCH_COMPILE = ("guard_filter_fn", "use_aoti")
+"""Options that `torch.compile` takes out of what the backend is given."""
 
 _REFUSES_NOTES = Version(torch.__version__) < Version("2.13")
 """Whether torch takes for an effect what a recomputed region notes about its forward and takes back when it ends."""
@@ -118,7 +122,8 @@ def apply_compilation(
     for name in outermost_layers(registry.plan.stacks):
         layer = model.get_submodule(name)
         if type(layer) not in known:
-            known[type(layer)] = torch.compile(_own_code(type(layer).forward), fullgraph=True, **options)
+            own = {**options, "options": copy.copy(options["options"])}  # torch takes out what is not the backend's
+            known[type(layer)] = torch.compile(_own_code(type(layer).forward), fullgraph=True, **own)
         apply_mixin(
             layer,
             Compiled,
@@ -134,15 +139,16 @@ def check_compilation(choice: Compile | None) -> None:
     """Raises `ConfigError` where torch has no such backend, or inductor no such option or an option of another type."""
     if choice is None:
         return
-    name, known = choice.backend, torch.compiler.list_backends(exclude_tags=())
+    name = choice.backend
     if isinstance(name, str):
-        check_choice("Compile backend", name, tuple(known))
+        check_choice("Compile backend", name, tuple(torch.compiler.list_backends(exclude_tags=())))
     if name != "inductor" or not choice.options:
         return
+    known = (*torch._inductor.list_options(), *_OF_TORCH_COMPILE)
     for option in choice.options:
-        if option.replace("-", "_") not in (options := torch._inductor.list_options()):  # as torch reads them
+        if option.replace("-", "_") not in known:  # as torch reads them
             raise ConfigError(
-                f"Compile has the option {option!r}{did_you_mean(option, options)}",
+                f"Compile has the option {option!r}{did_you_mean(option, known)}",
                 fix="use options of torch._inductor.config",
             )
     try:
@@ -164,8 +170,7 @@ def count_compilation() -> CompileCount:
 def _options(choice: Compile, registry: Registry) -> dict[str, Any]:
     """What `torch.compile` is given."""
     found: dict[str, Any] = {"backend": choice.backend, "dynamic": choice.dynamic, "mode": choice.mode}
-    if choice.options:
-        found["options"] = dict(choice.options)
+    found["options"] = dict(choice.options) if choice.options else None
     if not choice.async_tp:
         return found
     group = registry.context.group
