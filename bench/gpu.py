@@ -1,7 +1,8 @@
 """One card beside public tools: is Shardwise right there, how fast, in how much memory?
 
-    python bench/gpu.py                     everything, in under ten minutes on one card of 80 GB or more
+    python bench/gpu.py                     all parts but `curve`, in under ten minutes on one card of 80 GB or more
     python bench/gpu.py --parts lora,loss   some of it
+    python bench/gpu.py --parts curve       200 steps twice, about two minutes
     python bench/gpu.py --quick             everything at toy size on the CPU, in one process: does it still run?
 
 Needs torch with CUDA, transformers and Shardwise; no hub: models are made of configs, with random weights, on the card.
@@ -12,8 +13,9 @@ there however it ends; the tables end with what was to be reached, and whether i
 
 `machine` is the rate of a large product; `right` compares with the unsplit model in float32, two ranks sharing the card
 over gloo; `lora` and `full` train a llama of 8B on 2 x 4096 tokens, `pretrain` one of 1.2B with float32 masters; `host`
-counts what the host waits for between log lines; `loss` and `attention` measure parts of a model. MFU is by the formula
-of docs/launching.md.
+counts what the host waits for between log lines; `loss` and `attention` measure parts of a model; `curve` trains the
+model of 1.2B as `full` trains that of 8B, and with float32 masters, and compares the losses. MFU is by the formula of
+docs/launching.md.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a car
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for all contenders alike
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from onecard.processes import PARTS, can_fork, contenders, expected_seconds, run_apart, run_here
+from onecard.processes import ON_DEMAND, PARTS, can_fork, contenders, expected_seconds, run_apart, run_here
 from onecard.setting import Setting
 from onecard.tables import as_markdown
 from sidebyside.report import describe_machine, write_json
@@ -75,7 +77,9 @@ def main() -> int:
 def _write(record: dict[str, Any], arguments: argparse.Namespace) -> None:
     write_json(arguments.json, record)
     if not arguments.quick:
-        name = f"{record['date']}-{'-'.join(record['on']['device'].lower().split())}"
+        # results of some parts are written beside those of all, not over them
+        asked = [] if set(arguments.parts) == set(PARTS) else arguments.parts
+        name = "-".join([record["date"], *record["on"]["device"].lower().split(), *asked])
         write_json(str(RESULTS / f"{name}.json"), record)
         (RESULTS / f"{name}.md").write_text(as_markdown(record), encoding="utf-8")
 
@@ -115,15 +119,16 @@ def _tell_budget(chosen: list[tuple[str, str]], setting: Setting, *, seconds: fl
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toy sizes on the CPU; the numbers mean nothing")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of %(default)s")
+    every, always = ",".join((*PARTS, *ON_DEMAND)), ",".join(PARTS)
+    parser.add_argument("--parts", help=f"of {every} (with --quick all, else {always})")
     parser.add_argument("--seconds", type=float, default=570.0, help="of everything (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--contender", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.parts = arguments.parts.split(",")
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    arguments.parts = (arguments.parts or (every if arguments.quick else always)).split(",")
+    if unknown := set(arguments.parts) - {*PARTS, *ON_DEMAND}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; there are {every}")
     return arguments
 
 

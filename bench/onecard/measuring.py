@@ -12,7 +12,7 @@ import torch
 from onecard.setting import Setting, Shape, Training
 from shardwise.estimate.flops import peak_flops
 
-__all__ = ["measure_call", "measure_training", "synchronize"]
+__all__ = ["measure_call", "measure_curve", "measure_training", "synchronize"]
 
 
 def synchronize(device: str) -> None:
@@ -42,6 +42,13 @@ def measure_training(training: Training, shape: Shape, setting: Setting) -> dict
         "loss": float(loss),
         "notes": training.notes,
     }
+
+
+def measure_curve(training: Training, setting: Setting) -> dict[str, Any]:
+    """The loss of every step from the first on, read when all are done."""
+    losses = torch.stack([training.run(1) for _ in range(setting.sizes.curve_steps)]).tolist()
+    peak = gib(torch.cuda.max_memory_allocated(setting.device)) if setting.device != "cpu" else None
+    return {"losses": losses, "peak_gib": peak, "notes": training.notes}
 
 
 def measure_call(call: Callable[[], Any], setting: Setting, *, held_bytes: int = 0) -> dict[str, Any]:

@@ -23,15 +23,17 @@ from typing import Any
 import torch
 
 from onecard.kernels import ATTENTION, LOSS, MACHINE, measure_attention, measure_loss
-from onecard.measuring import measure_training
+from onecard.measuring import measure_curve, measure_training
 from onecard.proofs import HOST, RIGHT
 from onecard.setting import Setting
-from onecard.training import FULL_TUNING, LORA, PRETRAINING
+from onecard.training import CURVE, FULL_TUNING, LORA, PRETRAINING
 
-__all__ = ["PARTS", "can_fork", "contenders", "expected_seconds", "run_apart", "run_here"]
+__all__ = ["ON_DEMAND", "PARTS", "can_fork", "contenders", "expected_seconds", "run_apart", "run_here"]
 
 PARTS = ("machine", "right", "lora", "pretrain", "loss", "attention", "host", "full")
 """In the order in which they run: where time ends, what takes longest is left out."""
+ON_DEMAND = ("curve",)
+"""Parts that do not fit into the ten minutes of all others, and run on a card where they are asked for."""
 
 _OUT_OF_MEMORY = "out of memory"
 _MISSING_KERNEL = "missing: no such kernel here"
@@ -39,6 +41,7 @@ _TRAINERS: dict[str, dict[str, Callable[[Setting], Any]]] = {
     "lora": LORA,
     "full": FULL_TUNING,
     "pretrain": PRETRAINING,
+    "curve": CURVE,
 }
 _CALLED: dict[str, dict[str, Callable[[Setting], Any]]] = {"machine": MACHINE, "right": RIGHT, "host": HOST}
 
@@ -61,7 +64,8 @@ def expected_seconds(part: str, name: str, setting: Setting) -> float:
         of_layer = shape.hidden**2 * (2 + 2 * shape.key_value_heads / shape.heads) + 3 * shape.hidden * shape.mlp
         parameters = shape.layers * of_layer + shape.hidden * shape.vocabulary
         a_token = (4 if part == "lora" else 6) * parameters
-        seconds += (sizes.warmup + sizes.steps) * shape.rows * shape.length * a_token / 4e14
+        steps = sizes.curve_steps if part == "curve" else sizes.warmup + sizes.steps
+        seconds += steps * shape.rows * shape.length * a_token / 4e14
     return seconds
 
 
@@ -93,6 +97,8 @@ def _failed(error: Exception) -> str:
 
 
 def _measure(part: str, name: str, setting: Setting) -> dict[str, Any]:
+    if part == "curve":
+        return measure_curve(CURVE[name](setting), setting)
     if part in _TRAINERS:
         shape = getattr(setting.sizes, part)
         return measure_training(_TRAINERS[part][name](setting), shape, setting)

@@ -120,7 +120,7 @@ def measure_idle(setting: Setting) -> dict[str, Any]:
 
 def _pretraining(setting: Setting) -> Training:
     shape = setting.sizes.pretrain
-    training = ours(setting, shape, dtype=torch.float32, compiles=not setting.quick, precision=shardwise.Precision())
+    training = ours(setting, shape, dtype=torch.float32, compiles=not setting.quick)
     training.run(setting.sizes.warmup)
     synchronize(setting.device)
     return training

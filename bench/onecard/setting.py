@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,13 +44,15 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Those of every part; steps are those that are measured, after `warmup` others."""
+    """Those of every part; steps are those that are measured, after `warmup` others. A curve has no others."""
 
     lora: Shape
     full: Shape
     pretrain: Shape
+    curve: Shape
     warmup: int
     steps: int
+    curve_steps: int
     repeats: int
 
 
@@ -69,11 +73,22 @@ FULL = Sizes(
     lora=Shape(**_8B, rows=2, length=4096),
     full=Shape(**_8B, rows=2, length=4096),
     pretrain=Shape(**_1B, rows=4, length=4096),
+    curve=Shape(**_1B, rows=2, length=4096),
     warmup=4,
     steps=10,
+    curve_steps=200,
     repeats=20,
 )
-QUICK = Sizes(lora=Shape(**_TOY), full=Shape(**_TOY), pretrain=Shape(**_TOY), warmup=1, steps=1, repeats=1)
+QUICK = Sizes(
+    lora=Shape(**_TOY),
+    full=Shape(**_TOY),
+    pretrain=Shape(**_TOY),
+    curve=Shape(**_TOY),
+    warmup=1,
+    steps=1,
+    curve_steps=25,
+    repeats=1,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +118,20 @@ class Setting:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(shape.vocabulary, (shape.rows, shape.length), generator=generator).to(self.device)
         return {"input_ids": ids, "labels": ids.clone()}
+
+    def learnable(self, shape: Shape, number: int) -> Iterator[dict[str, torch.Tensor]]:
+        """So many batches of a Markov chain, on the host, the same on every call: each token is followed by one of
+        four, so that a loss begins at the vocabulary's logarithm and can sink to that of 4, and no batch comes twice.
+        """
+        generator = torch.Generator().manual_seed(0)
+        tokens = min(shape.vocabulary, 4096)  # few enough to see each follower a hundred times in 1.6 million tokens
+        followers = torch.randint(tokens, (tokens, 4), generator=generator)
+        ids = torch.randint(4, (shape.length, number * shape.rows), generator=generator)
+        ids[0] = torch.randint(tokens, (number * shape.rows,), generator=generator)
+        for before, after in pairwise(ids):
+            after.copy_(followers[before, after])
+        for rows in ids.t().contiguous().split(shape.rows):
+            yield {"input_ids": rows, "labels": rows.clone()}
 
 
 @dataclass(frozen=True, kw_only=True)

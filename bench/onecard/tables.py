@@ -9,6 +9,8 @@ from onecard.targets import judged
 
 __all__ = ["as_markdown"]
 
+_STEPS = (1, 10, 20, 50, 100, 150, 200)
+"""Of curves, those that tables show; the file of JSON has all."""
 _COLUMNS: dict[str, tuple[str, str]] = {
     "verdict": ("", "{}"),
     "tokens_per_second": ("tok/s", "{:,.0f}"),
@@ -19,6 +21,7 @@ _COLUMNS: dict[str, tuple[str, str]] = {
     "reserved_gib": ("GiB reserved", "{:.1f}"),
     "extra_gib": ("GiB over inputs and gradients", "{:.2f}"),
     "loss": ("loss", "{:.4f}"),
+    **{f"loss {step}": (f"loss {step}", "{:.4f}") for step in _STEPS},
     "loss_error": ("loss differs", "{:.1e}"),
     "gradient_error": ("worst gradient", "{:.1e}"),
     "gradient_allowed": ("allowed", "{:.1e}"),
@@ -37,11 +40,17 @@ def as_markdown(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "shardwise", "python"))
     lines = [title, "", f"{versions}; `{record['command']}`; {record['seconds']:.0f} s in all.", ""]
     for part in dict.fromkeys(row["part"] for row in rows):
-        lines += [f"## {part}", "", *_table([row for row in rows if row["part"] == part]), ""]
+        chosen = [row for row in rows if row["part"] == part]
+        lines += [f"## {part}", "", *_table([_with_losses(row) for row in chosen]), ""]
     if machine["device"] != "cpu":
         lines += ["## Targets", "", "| target | measured | |", "|---|---|---|"]
         lines += [f"| {' | '.join(each)} |" for each in judged(rows, machine["device"])] + [""]
     return "\n".join(lines)
+
+
+def _with_losses(row: Mapping[str, Any]) -> dict[str, Any]:
+    losses = row.get("losses", [])
+    return {**row, **{f"loss {step}": losses[step - 1] for step in _STEPS if step <= len(losses)}}
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Iterable[str]:

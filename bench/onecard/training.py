@@ -1,4 +1,7 @@
-"""Trainers of whole models: LoRA and full fine-tuning of 8B, pretraining of 1.2B; by hand, by peers and by us."""
+"""Trainers of whole models: LoRA and full fine-tuning of 8B, pretraining of 1.2B; by hand, by peers and by us.
+
+Those of a curve are ours alone: the narrow weights and states of `full` beside float32 masters, from the same weights.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,7 +23,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.train.loop import StepRecord, TrainingComponents, run_loop
 from shardwise.train.run_config import OptimizerConfig
 
-__all__ = ["FULL_TUNING", "LORA", "PRETRAINING"]
+__all__ = ["CURVE", "FULL_TUNING", "LORA", "PRETRAINING"]
 
 
 def lora_config() -> Any:
@@ -40,9 +44,11 @@ def adamw_8bit() -> Any:
 
 
 def build(setting: Setting, shape: Shape, dtype: torch.dtype) -> Any:
-    """A model with random weights, made on the card."""
+    """A model with random weights, made on the card: in float32 the same numbers as in bfloat16, on every call."""
+    torch.manual_seed(0)
     with torch.device(setting.device):
-        return AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.float() if dtype == torch.float32 else model  # not `to`, which would round what RoPE has in float32
 
 
 def by_hand(
@@ -101,10 +107,10 @@ def ours(
     adapts: bool = False,
     compiles: bool = True,
     optimizer_class: Any = torch.optim.AdamW,
-    precision: Any = None,
     logs: bool = False,
+    batches: Iterator[dict[str, torch.Tensor]] | None = None,
 ) -> Training:
-    """Shardwise in one process, compiled unless that would be for nothing (toy sizes)."""
+    """Shardwise in one process, compiled unless that would be for nothing (toy sizes); float32 weights are masters."""
     mesh = shardwise.Mesh.open("tp1", device=setting.device)
     model = build(setting, shape, dtype)
     if adapts:
@@ -112,25 +118,26 @@ def ours(
     model = shardwise.parallelize(
         model,
         mesh,
-        precision=precision,
+        precision=shardwise.Precision() if dtype == torch.float32 else None,
         compilation=shardwise.Compile(backend=setting.backend) if compiles else None,
         recompute=shardwise.Recompute(mode="full") if setting.recomputes else None,
     ).train()
     options: dict[str, Any] = {"fused": True} if optimizer_class is torch.optim.AdamW else _ROUNDED
     updates = shardwise.build_optimizer(model, optimizer_class, lr=1e-4, **options)
     step = shardwise.TrainStep(model, mesh)
-    batch = {name: value.cpu() for name, value in setting.batch(shape).items()}  # as data comes, for every step anew
+    if batches is None:
+        batches = repeat({name: value.cpu() for name, value in setting.batch(shape).items()})  # where data comes from
 
     def run(number: int) -> torch.Tensor:
         for _ in range(number):
-            loss = step(batch).loss
+            loss = step(next(batches)).loss
             shardwise.clip_grad_norm_(model, 1.0)
             updates.step()
             updates.zero_grad()
         return loss
 
     def run_logged(number: int) -> torch.Tensor:
-        return _run_logged(number, model, mesh, step, updates, batch)
+        return _run_logged(number, model, mesh, step, updates, batches)
 
     notes = "recomputed" if setting.recomputes else ""
     return Training(run=run_logged if logs else run, work=registry_of(model).plan.work, notes=notes)
@@ -146,19 +153,14 @@ class _Losses:
         self.last = record.loss
 
 
-def _run_logged(number: int, model: Any, mesh: Any, step: Any, updates: Any, batch: Any) -> torch.Tensor:
+def _run_logged(number: int, model: Any, mesh: Any, step: Any, updates: Any, batches: Any) -> torch.Tensor:
     """By the trainer of `shardwise train`, with a log."""
-
-    def batches() -> Iterator[dict[str, torch.Tensor]]:
-        while True:
-            yield batch
-
     log = _Losses()
     parts = TrainingComponents(
         step=step,
         clip=lambda norm: shardwise.clip_grad_norm_(model, norm),
         optimizer=updates,
-        batches=batches(),
+        batches=batches,
         device=mesh.device,
         nonfinite="raised",
     )
@@ -173,6 +175,12 @@ def _full(setting: Setting, *, is_ours: bool, narrow_states: bool) -> Training:
         return ours(setting, shape, dtype=torch.bfloat16, compiles=compiles, optimizer_class=optimizer_class)
     chosen = (lambda parameters: optimizer_class(list(parameters), lr=1e-4, **_ROUNDED)) if narrow_states else adamw
     return by_hand(setting, shape, dtype=torch.bfloat16, compiles=compiles, optimizer=chosen)
+
+
+def _curve(setting: Setting, dtype: torch.dtype, optimizer_class: Any) -> Training:
+    shape, compiles = setting.sizes.curve, not setting.quick
+    batches = setting.learnable(shape, setting.sizes.curve_steps)
+    return ours(setting, shape, dtype=dtype, compiles=compiles, optimizer_class=optimizer_class, batches=batches)
 
 
 LORA: dict[str, Callable[[Setting], Training]] = {
@@ -194,6 +202,10 @@ PRETRAINING: dict[str, Callable[[Setting], Training]] = {
         s, s.sizes.pretrain, dtype=torch.float32, compiles=not s.quick, autocast=True
     ),
     "shardwise, float32 masters, logging": lambda s: ours(
-        s, s.sizes.pretrain, dtype=torch.float32, compiles=not s.quick, precision=shardwise.Precision(), logs=True
+        s, s.sizes.pretrain, dtype=torch.float32, compiles=not s.quick, logs=True
     ),
+}
+CURVE: dict[str, Callable[[Setting], Training]] = {
+    "shardwise, torchao 8-bit AdamW": lambda s: _curve(s, torch.bfloat16, adamw_8bit()),
+    "shardwise, float32 masters": lambda s: _curve(s, torch.float32, torch.optim.AdamW),
 }
