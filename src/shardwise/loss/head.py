@@ -17,6 +17,7 @@ from shardwise.loss.logits import SplitLogits, as_logits
 from shardwise.loss.mode import SplitLossMode
 from shardwise.runtime.arguments import Arguments, edit_arguments
 from shardwise.runtime.context import SplitContext
+from shardwise.runtime.modes import refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.same_batch import check_same_batch
 
@@ -84,7 +85,8 @@ def install_loss(model: nn.Module, context: SplitContext) -> None:
         context.state.runs_model = True
         context.state.keep_logits_split = arguments.get("labels") is not None and context.mesh is not None
         if context.state.keep_logits_split and torch.compiler.is_compiling():
-            _refuse_compiled(context.model_name)
+            what = f"a {context.model_name} that is split over tp, with labels"
+            refuse_compiled(what, why="how ranks share logits and loss is no graph")
         if context.mesh is not None:
             also: dict[str, Any] = {"model.training": module.training, "gradients": torch.is_grad_enabled()}
             also["dtype of parameters"] = next(module.parameters()).dtype
@@ -126,15 +128,6 @@ def install_side_outputs(base: nn.Module, context: SplitContext) -> None:
         return map_fields(output, share)
 
     base.register_forward_hook(leave)
-
-
-@torch.compiler.disable
-def _refuse_compiled(name: str) -> None:
-    raise UnsupportedError(
-        f"torch.compile of a {name} that is split over tp, with labels",
-        why="how ranks share logits and loss is no graph",
-        fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
-    )
 
 
 def _check_prefix(name: str, cache: Cache, filled: WeakSet[Cache]) -> None:

@@ -37,7 +37,7 @@ from shardwise.pipeline.release import kept_aside, refuse_gradient, release_in_b
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
-from shardwise.runtime.modes import is_checkpointed
+from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.positions import leave_out_cache
 from shardwise.runtime.same_batch import check_same_batch
@@ -82,7 +82,7 @@ class Pipelined:
         """
         model: Any = self
         if torch.compiler.is_compiling():
-            _refuse_compiled(type(model).__name__)
+            _refuse_compiled(model)
         registry = registry_of(model)
         stages: Any = registry.stages
         if stages.current is not None:
@@ -100,16 +100,12 @@ class Pipelined:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""
-        _refuse_compiled(type(self).__name__)
+        _refuse_compiled(self)
 
 
-@torch.compiler.disable
-def _refuse_compiled(name: str) -> None:
-    raise UnsupportedError(
-        f"torch.compile of a {name} in stages",
-        why="a stage ends inside of the model's forward, which is no graph",
-        fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
-    )
+def _refuse_compiled(model: object) -> None:
+    what = f"a {type(model).__name__} in stages"
+    refuse_compiled(what, why="a stage ends inside of the model's forward, which is no graph")
 
 
 class _Forward:

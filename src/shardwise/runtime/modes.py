@@ -1,4 +1,4 @@
-"""Modes in which a forward may run: training or evaluation, by itself or inside of a backward."""
+"""Modes in which a forward may run: training or evaluation, by itself or inside of a backward, compiled or not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-__all__ = ["has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward"]
+from shardwise.errors import UnsupportedError
+
+__all__ = ["has_dropout", "in_eval_mode", "is_checkpointed", "is_in_backward", "refuse_compiled"]
 
 
 def is_in_backward() -> bool:
@@ -48,4 +50,14 @@ def has_dropout(source: nn.Module | PreTrainedConfig) -> bool:
         isinstance(value, float) and value > 0 and ("drop" in name or "jitter" in name or isinstance(owner, nn.Dropout))
         for owner in owners
         for name, value in vars(owner).items()
+    )
+
+
+@torch.compiler.disable
+def refuse_compiled(what: str, *, why: str) -> None:
+    """Raises `UnsupportedError` for what torch.compile traces and cannot compile, outside of the graph."""
+    raise UnsupportedError(
+        f"torch.compile of {what}",
+        why=why,
+        fix="pass compilation=shardwise.Compile() where the model is split: it compiles every block",
     )
