@@ -58,15 +58,25 @@ class Smear(nn.Module):
         return stream.cumsum(1) * self.rate / stream.shape[1]
 
 
+class Ladder(nn.Module):
+    """Has a number for every position, so that it needs them all, though no gradient says so."""
+
+    steps = torch.ones(1)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream * self.steps[:, None]
+
+
 class Round(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calm, self.looking, self.smear = nn.LayerNorm(WIDTH), Looking(), Smear()
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.ladder: nn.Module = nn.Identity()
 
     def forward(self, stream: Tensor, hint: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         stream = self.looking(self.calm(stream), stream, context) * hint
-        stream = stream + self.smear(stream)
+        stream = stream + self.ladder(self.smear(stream))
         return stream + self.narrow(F.gelu(self.wide(stream))), stream.detach()
 
 
@@ -101,6 +111,7 @@ class OddModel(PreTrainedModel):
                 context, _ = each(context, hint)
             context = self.between(context)
         for each in self.rounds:
+            each.ladder.steps = torch.linspace(0.5, 1, input_ids.shape[1])
             stream, _ = each(stream, hint, context)
         logits = self.voice(F.gelu(self.transform(self.final(stream))))
         return CausalLMOutput(loss=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
@@ -148,6 +159,15 @@ def test_every_one_of_these_rules_is_needed(broken):
     without = Plan(tuple(rule for rule in plan.rules if rule.pattern != broken))
     assert len(without.rules) == len(plan.rules) - 1
     assert not trial_of(model).run(without, sequence_parallel=True).passed
+
+
+def test_what_needs_all_positions_without_a_gradient_that_says_so_is_found_where_it_fails():
+    model = odd_model()
+    for each in model.rounds:
+        each.ladder = Ladder()
+    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan
+    assert styles(plan)["rounds.*.ladder"] == "whole_sequence"
+    assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
 
 
 def test_two_stacks_have_lengths_and_ends_of_their_own():

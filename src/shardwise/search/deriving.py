@@ -24,6 +24,7 @@ from shardwise.proof.draws import set_dropout
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import fuse_reductions
 from shardwise.search.generalize import generalize
+from shardwise.search.given_full import num_stacks, repaired
 from shardwise.search.influence import find_row_products
 from shardwise.search.real_sizes import RealSizes
 from shardwise.search.refusal import no_plan_error, problem_of, split_share, with_reasons
@@ -44,6 +45,7 @@ logger = logging.getLogger("shardwise.plan")
 _SMALL_ENOUGH = 8_000_000
 """Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
 _WELL_SPLIT = 0.9
+_MAX_REPAIRED, _MAX_REPAIRS = 8, 24  # plans along the sequence, and steps in which each is repaired
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +209,7 @@ class _Search:
             share = split_share(each for fqn, each in split.parameters.items() if self._facts.layer_of(fqn) is not None)
             if best is not None and min(share, _WELL_SPLIT) < min(best.share, _WELL_SPLIT):
                 continue
-            for candidate in self._variants(plan):
-                verdict = self._trial.run(candidate, sequence_parallel=self._sequence_parallel, in_training=True)
+            for candidate, verdict in self._tried(plan):
                 verdicts.append(verdict)
                 if verdict.passed:
                     found = _Passed(plan=candidate, share=share, num_collectives=verdict.num_collectives)
@@ -217,6 +218,19 @@ class _Search:
             if best is not None and best.share >= _WELL_SPLIT and not _gathers(self._resolve(best.plan)):
                 break
         return best, verdicts
+
+    def _tried(self, plan: Plan) -> Iterator[tuple[Plan, Verdict]]:
+        """The variants of `plan` and what trying each showed; behind them those along the sequence, repaired."""
+        run = functools.partial(self._trial.run, sequence_parallel=self._sequence_parallel, in_training=True)
+        failed: dict[tuple[str, str], tuple[Plan, Verdict]] = {}  # the first of those that fail alike
+        for candidate in self._variants(plan):
+            verdict = run(candidate)
+            failed.setdefault((verdict.module, verdict.reason), (candidate, verdict))
+            yield candidate, verdict
+        if self._sequence_parallel:
+            first = list(failed.values())[:_MAX_REPAIRED]
+            tried = [each for start in first for each in repaired(*start, self._facts, trial=run, limit=_MAX_REPAIRS)]
+            yield from sorted(tried, key=lambda each: (not each[1].passed, -num_stacks(each[0]), each[1].num_collectives))
 
     def _plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
