@@ -230,7 +230,9 @@ class _Search:
         if self._sequence_parallel:
             first = list(failed.values())[:_MAX_REPAIRED]
             tried = [each for start in first for each in repaired(*start, self._facts, trial=run, limit=_MAX_REPAIRS)]
-            yield from sorted(tried, key=lambda each: (not each[1].passed, -num_stacks(each[0]), each[1].num_collectives))
+            yield from sorted(
+                tried, key=lambda each: (not each[1].passed, -num_stacks(each[0]), each[1].num_collectives)
+            )
 
     def _plans(self, declared: Plan) -> Iterator[Plan]:
         """The plans, `declared` first where it passes."""
