@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,10 @@ from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.build import build_meta_model
 from shardwise.parallel.facts import read_facts
+from shardwise.parallel.fake import fake_tensors
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.search import deriving
+from shardwise.search import deriving, real_sizes
 from shardwise.search.deriving import derive_plan
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import shrink_config
@@ -62,14 +65,26 @@ def planned(model_type, name, *, tp_size, **fields):
 # Sizes of which no rank's share is a whole number of heads, or of groups of them, while the tiny model's are.
 @pytest.mark.single
 @pytest.mark.parametrize(
-    ("model_type", "name", "fields", "attention", "mlp"),
+    ("model_type", "name", "fields", "attention", "mlp", "patched"),
     [
+        *(
+            (
+                "xmod",  # its adapters compare values, so that it runs on no fake tensors
+                "XmodForMaskedLM",
+                {"num_attention_heads": 5, "hidden_size": 40},
+                "roberta.encoder.layer.0.attention.self",
+                "roberta.encoder.layer.0.intermediate",
+                patched,
+            )
+            for patched in ({}, {"_SMALL": 0})
+        ),
         (
             "megatron-bert",
             "MegatronBertForMaskedLM",
             {"num_attention_heads": 3, "hidden_size": 54},
             "bert.encoder.layer.0.attention.self",
             "bert.encoder.layer.0.intermediate",
+            {},
         ),
         (
             "diffllama",
@@ -77,13 +92,16 @@ def planned(model_type, name, *, tp_size, **fields):
             {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48},
             "model.layers.0.self_attn",
             "model.layers.0.mlp",
+            {},
         ),
-    ][: 2 if FULL_PRODUCT else 1],
+    ][: 4 if FULL_PRODUCT else 3],
 )
 def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
-    model_type, name, fields, attention, mlp, monkeypatch
+    model_type, name, fields, attention, mlp, patched, monkeypatch
 ):
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    for each, value in patched.items():
+        monkeypatch.setattr(real_sizes, each, value)
     rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
     assert attention not in rows
     assert mlp in rows
@@ -116,6 +134,15 @@ def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, 
     monkeypatch.setattr(deriving, "_SMALL_ENOUGH", limit)
     found = planned(model_type, name, tp_size=2, **fields).parameters.values()
     assert any(isinstance(each.placement, Split) for each in found)
+
+
+@pytest.mark.single
+def test_torch_logs_nothing_of_what_fails_on_fake_tensors(monkeypatch):
+    logged = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)
+    with fake_tensors(), pytest.raises(RuntimeError):
+        torch.ones(2, 3) @ torch.ones(4, 5)
+    assert not logged
 
 
 class FragileConfig(PreTrainedConfig):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,9 +18,14 @@ __all__ = ["AsOnDevices", "fake_tensors", "materialize_fake"]
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Inside, every tensor that is made is a fake one."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+    """Inside, every tensor that is made is a fake one. What fails is an exception, and nothing that torch logs, too."""
+    log = logging.getLogger(fake_tensor.__name__)
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = was_disabled
 
 
 class AsOnDevices(TorchDispatchMode):

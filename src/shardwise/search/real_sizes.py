@@ -2,14 +2,15 @@
 
 What passes on a tiny model may not fit other sizes: heads of which a rank's share makes no complete groups, sections
 of unequal length, counts that do not divide. Shapes alone show most of it, so a rank's part of the model is run forward
-and backward on fake tensors before the plan is used.
+and backward on fake tensors before the plan is used; with values where its code asks for them.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
-from dataclasses import replace
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ from shardwise.plan.spec import Plan
 from shardwise.search.generalize import generalize
 from shardwise.search.trial import Verdict, failed
 from shardwise.sharding.placement import Split
-from shardwise.tiny.models import make_batch
+from shardwise.tiny.models import build_tiny_model, make_batch
 from shardwise.tiny.objective import objective_of
 from shardwise.tiny.shrink import keep_layers
 from shardwise.tiny.simulate import SimulatedMesh
@@ -39,17 +40,23 @@ __all__ = ["RealSizes"]
 logger = logging.getLogger("shardwise.plan")
 
 
+_SMALL = 1 << 30
+"""Bytes of parameters in float32 up to which few layers are run with values, where fake tensors do not do; a rank's
+copy and its gradients come on top."""
+
+
 class RealSizes:
-    """Few layers of a model, of every kind, at its own sizes.
+    """Few layers of a model, of every kind, at its own sizes; all of them where none can be left out.
 
     Attributes:
-        model: on the meta device, unsplit.
-        runs: whether it runs on tensors without values; what depends on values is not known.
+        model: unsplit, on the meta device where it has few layers.
+        runs: whether it runs on tensors without values.
     """
 
     def __init__(self, model: PreTrainedModel, *, tp_size: int) -> None:
         self._tp_size = tp_size
-        self.runs = False
+        self.model, self.runs = model, False
+        unsplit: Verdict | None
         try:
             with torch.device("meta"):
                 self.model = type(model)(keep_layers(model.config)).train(model.training)
@@ -57,43 +64,75 @@ class RealSizes:
             unsplit = failed(error)
         else:
             unsplit = self._verdict(None)
-            self.runs = unsplit.passed
+            self.runs = unsplit is not None and unsplit.passed
         if not self.runs:
-            logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, unsplit.reason)
+            why = unsplit.reason if unsplit is not None else "its code asks for values"
+            logger.info("%s cannot be tried at its own sizes without values: %s", type(model).__name__, why)
 
     def run(self, plan: Plan, *, tiny: nn.Module, sequence_parallel: bool = False) -> Verdict:
-        """Whether each rank's part runs, split by a plan that was found on `tiny`; passed where that cannot be told."""
-        if not self.runs:
-            return Verdict(passed=True)
+        """Whether each rank's part runs, split by a plan that was found on `tiny`. Where that cannot be told, it passes
+        if ranks hold equal parts of every layer: unequal ones are where heads and features part ways.
+        """
         try:
             own, facts = generalize(plan, tiny, self.model), read_facts(self.model)
             spec = ParallelSpec(sequence_parallel=sequence_parallel)
             decided = decide_split(own, self.model, facts, MeshShape(tp_size=self._tp_size), spec)
         except ShardwiseError as error:
             return failed(error)
-        return self._verdict(decided)
+        found = self._verdict(decided) if self.runs else None
+        if found is None and self._with_values is not None:
+            found = self._verdict(decided, self._with_values)
+        if found is not None:
+            return found
+        uneven = next((fqn for fqn in _uneven(decided) if facts.layer_of(fqn) is not None), None)
+        reason = (
+            f"ranks hold unequal parts of {uneven}; only values show whether they fit, and it is too large for them"
+        )
+        return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
 
-    def _verdict(self, decided: SplitPlan | None) -> Verdict:
-        """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided."""
-        for rank in (0, self._tp_size - 1) if decided is not None and _is_uneven(decided) else (0,):
-            model, mesh = copy.deepcopy(self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
+    @functools.cached_property
+    def _with_values(self) -> PreTrainedModel | None:
+        """The same layers with random weights; None where they are too large, or do not run unsplit."""
+        size = sum(each.numel() for each in self.model.parameters()) * torch.float32.itemsize
+        if size > _SMALL:
+            return None
+        try:
+            model = build_tiny_model(keep_layers(self.model.config), type(self.model), seed=0)
+        except Exception:  # noqa: BLE001 - as above
+            return None
+        unsplit = self._verdict(None, model.train(self.model.training))
+        return model if unsplit is not None and unsplit.passed else None
+
+    def _verdict(self, decided: SplitPlan | None, valued: PreTrainedModel | None = None) -> Verdict | None:
+        """Runs the ranks that hold most and least, one after another; the unsplit model where nothing is decided.
+
+        Args:
+            valued: what is run, with its values; without it fake tensors are.
+
+        Returns:
+            None where only values tell.
+        """
+        for rank in (0, self._tp_size - 1) if decided is not None and _uneven(decided) else (0,):
+            model, mesh = copy.deepcopy(valued or self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
             try:
-                with fake_tensors(), AsOnDevices():
-                    materialize_fake(model)
+                with ExitStack() as stack:
+                    if valued is None:
+                        stack.enter_context(fake_tensors())
+                        stack.enter_context(AsOnDevices())
+                        materialize_fake(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())
                     batch = make_batch(model, seed=0)
                     batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are
                     objective_of(model(**batch)).backward()
-            except (DataDependentOutputException, DynamicOutputShapeException) as error:
-                return replace(failed(error), passed=decided is not None)  # only a split needs values: none can tell
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return None
             except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
                 return failed(error)
         return Verdict(passed=True)
 
 
-def _is_uneven(decided: SplitPlan) -> bool:
-    """Whether ranks hold different numbers of elements."""
-    placements = [each.placement for each in decided.parameters.values()]
-    splits = [each for each in placements if isinstance(each, Split)]
-    return any(len(set(each.local_sizes)) > 1 for each in splits)
+def _uneven(decided: SplitPlan) -> list[str]:
+    """FQNs of parameters of which ranks hold different numbers of elements."""
+    placements = {fqn: each.placement for fqn, each in decided.parameters.items()}
+    return [fqn for fqn, each in placements.items() if isinstance(each, Split) and len(set(each.local_sizes)) > 1]
