@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+import shardwise
 from bench.sweep.known import default_config, model_class
 from shardwise.api.verifying import Proof, _prove_on_this_rank
 from shardwise.data.batch import split_rows
@@ -20,6 +21,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, problems_of, training_copy
+from shardwise.proof.parity import measure_in_training
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
@@ -271,6 +273,38 @@ def test_verify_finds_masks_that_are_wrong():
         assert not found.passed and not found.in_training.passed
         assert "ranks draw the same for parts of their own" in found.in_training.name
         assert found.gradient.passed
+
+
+def off_by(bias, only):
+    """Splits a model into one part whose head is off by `bias`, in this dtype alone if it is said."""
+
+    def split(model, mesh):
+        model = shardwise.parallelize(model, mesh)
+        head = model.get_output_embeddings()
+        head.register_forward_hook(lambda _, __, out: out * (1 + bias * (out.dtype is (only or out.dtype))))
+        return model
+
+    return split
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("bias", "only", "passes"), [(2e-4, torch.float32, True), (2e-4, None, False), (1e-2, torch.float32, False)]
+)
+def test_what_may_be_rounding_in_training_is_measured_in_float64(bias, only, passes):
+    full = tiny_model("llama")
+    with shardwise.Mesh.open("tp1") as mesh:
+        found = measure_in_training(
+            full,
+            make_batch(full, seed=0),
+            mesh,
+            split=off_by(bias, only),
+            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
+            loss_of=lambda model, batch, given: model(**batch).loss,
+            drops=False,
+        )
+    assert found.passed == passes
+    assert ("in float64" in found.name) == (bias < 1e-2)
 
 
 @pytest.mark.spawn
