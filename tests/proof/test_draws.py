@@ -21,7 +21,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, problems_of, training_copy
-from shardwise.proof.parity import measure_in_training
+from shardwise.proof.parity import measure, measure_in_training
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
@@ -276,12 +276,16 @@ def test_verify_finds_masks_that_are_wrong():
 
 
 def off_by(bias, only):
-    """Splits a model into one part whose head is off by `bias`, in this dtype alone if it is said."""
+    """Splits a model into one part whose gradients are off by `bias`, in this dtype alone if it is said."""
+
+    def scale(_, __, out):
+        out.register_hook(lambda gradient: gradient * (1 + bias * (gradient.dtype is (only or gradient.dtype))))
 
     def split(model, mesh):
         model = shardwise.parallelize(model, mesh)
-        head = model.get_output_embeddings()
-        head.register_forward_hook(lambda _, __, out: out * (1 + bias * (out.dtype is (only or out.dtype))))
+        model.model.layers[-1].mlp.register_forward_hook(
+            lambda *given: scale(*given) if given[2].requires_grad else None
+        )
         return model
 
     return split
@@ -291,20 +295,21 @@ def off_by(bias, only):
 @pytest.mark.parametrize(
     ("bias", "only", "passes"), [(2e-4, torch.float32, True), (2e-4, None, False), (1e-2, torch.float32, False)]
 )
-def test_what_may_be_rounding_in_training_is_measured_in_float64(bias, only, passes):
+def test_what_may_be_rounding_is_measured_in_float64(bias, only, passes):
     full = tiny_model("llama")
+    options = {
+        "split": off_by(bias, only),
+        "step": lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
+    }
     with shardwise.Mesh.open("tp1") as mesh:
-        found = measure_in_training(
-            full,
-            make_batch(full, seed=0),
-            mesh,
-            split=off_by(bias, only),
-            step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
-            loss_of=lambda model, batch, given: model(**batch).loss,
-            drops=False,
+        batch = make_batch(full, seed=0)
+        trained = measure_in_training(
+            full, batch, mesh, loss_of=lambda model, batch, given: model(**batch).loss, drops=False, **options
         )
-    assert found.passed == passes
-    assert ("in float64" in found.name) == (bias < 1e-2)
+        found = measure(full, batch, mesh, num_steps=3, **options)
+    assert (trained.passed, found.passed) == (passes, passes)
+    for each in (trained, found.gradient):
+        assert each.name.endswith(", in float64") == (bias < 1e-2)
 
 
 @pytest.mark.spawn
