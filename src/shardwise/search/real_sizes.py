@@ -29,7 +29,7 @@ from shardwise.plan.spec import Plan
 from shardwise.search.generalize import generalize
 from shardwise.search.trial import Verdict, failed
 from shardwise.sharding.placement import Split
-from shardwise.tiny.models import build_tiny_model, make_batch
+from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
 from shardwise.tiny.objective import objective_of
 from shardwise.tiny.shrink import keep_layers
 from shardwise.tiny.simulate import SimulatedMesh
@@ -84,10 +84,11 @@ class RealSizes:
             found = self._verdict(decided, self._with_values)
         if found is not None:
             return found
-        uneven = next((fqn for fqn in _uneven(decided) if facts.layer_of(fqn) is not None), None)
-        reason = (
-            f"ranks hold unequal parts of {uneven}; only values show whether they fit, and it is too large for them"
+        alone = {each.fqn for each in decided.regions if each.edge == "gather"}  # whose outputs are full again
+        uneven = next(
+            (fqn for fqn in _uneven(decided) if facts.layer_of(fqn) and fqn.rpartition(".")[0] not in alone), None
         )
+        reason = f"ranks hold unequal parts of {uneven}; only values would show whether they fit, and none can be tried"
         return Verdict(passed=True) if uneven is None else Verdict(passed=False, reason=reason)
 
     @functools.cached_property
@@ -100,7 +101,7 @@ class RealSizes:
             model = build_tiny_model(keep_layers(self.model.config), type(self.model), seed=0)
         except Exception:  # noqa: BLE001 - as above
             return None
-        unsplit = self._verdict(None, model.train(self.model.training))
+        unsplit = self._verdict(None, choose_mode(model, make_batch(model, seed=0)))
         return model if unsplit is not None and unsplit.passed else None
 
     def _verdict(self, decided: SplitPlan | None, valued: PreTrainedModel | None = None) -> Verdict | None:
