@@ -245,6 +245,60 @@ def test_microbatches_without_targets_count_nothing(on_ranks, layout):
         assert (loss, num_tokens) == (0.0, 0)
 
 
+def pairs_of_targets():
+    """A model of every kind whose loss is a sum of means over different targets, and a batch of four rows on which
+    microbatches have other shares of each.
+    """
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.BertConfig(vocab_size=96, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    ids = torch.randint(3, 96, (4, 12), generator=torch.Generator().manual_seed(0))
+    sentences = {"input_ids": ids, "labels": ids.clone(), "next_sentence_label": torch.tensor([0, 1, 1, -100])}
+    sentences["labels"][0, 2:] = -100
+    spans = {
+        "input_ids": ids,
+        "start_positions": torch.tensor([3, 40, 2, 5]),
+        "end_positions": torch.tensor([7, 12, 3, 12]),
+    }
+    none = {
+        "input_ids": ids,
+        "start_positions": torch.tensor([3, 4, 12, 12]),
+        "end_positions": torch.tensor([7, 5, 90, 12]),
+    }
+    for name, batch in (("PreTraining", sentences), ("QuestionAnswering", spans), ("QuestionAnswering", none)):
+        torch.manual_seed(0)
+        yield getattr(transformers, f"BertFor{name}")(config), batch
+
+
+def train_pairs(mesh):
+    """Differences of a step, and under pp of a call in training mode, which divides into microbatches as well."""
+    problems = []
+    for whole, batch in pairs_of_targets():
+        wanted = whole(**batch).loss
+        wanted.backward()
+        gradients = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh).train()
+        model.zero_grad()
+        own = split_rows(batch, 4, mesh.data_size)[mesh.data_rank]
+        step = shardwise.TrainStep(model, mesh, num_microbatches=2)
+        losses = [step(own).loss]
+        problems += differing_gradients(shardwise.full_gradients(model), gradients)
+        model.zero_grad()
+        if mesh.shape.pp_size > 1:
+            loss = model(**own).loss
+            loss.backward()
+            losses.append(loss.detach())
+            problems += differing_gradients(shardwise.full_gradients(model), gradients)
+        for loss in losses:
+            problems += differing("loss", loss, wanted.detach(), 1e-5)
+    return problems
+
+
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
+def test_each_of_several_targets_counts_by_its_own_number(on_ranks, layout):
+    for problems in on_ranks(train_pairs):
+        assert not problems, problems
+
+
 def refuse(mesh):
     """What each bad call says on this rank."""
     whole = model_of("llama", tied=False)
@@ -256,6 +310,12 @@ def refuse(mesh):
             shardwise.TrainStep(model, mesh, num_microbatches=count)(batch)
         except shardwise.ShardwiseError as error:
             said.append(str(error))
+    step, batch = shardwise.TrainStep(model, mesh, num_microbatches=2), tiny_batch(whole, rows=4)
+    for more in ({"output_router_logits": True}, {"output_hidden_states": True}, {"num_items_in_batch": 30}):
+        try:
+            step({**batch, **more})
+        except shardwise.ShardwiseError as error:
+            said.append(str(error))
     return said
 
 
@@ -263,7 +323,10 @@ def refuse(mesh):
 def test_bad_steps_are_the_same_error_on_every_rank(on_ranks, layout):
     first, second = on_ranks(refuse)
     assert first == second
-    few, uneven, different = first
+    few, uneven, different, routers, states, number = first
+    assert "set config.output_router_logits = True before" in routers
+    assert "output_hidden_states=True of a LlamaForCausalLM in stages" in states
+    assert "a batch has num_items_in_batch" in number
     assert "a microbatch for each of 2 x 1 = 2 stages" in few
     assert "3 rows do not divide into 2 microbatches" in uneven
     assert "pp ranks were given different batches" in different

@@ -211,6 +211,18 @@ def test_heads_get_their_own_labels(task, name, labels):
 
 
 @pytest.mark.parametrize(
+    ("problem", "shape"),
+    [("single_label_classification", (2,)), ("multi_label_classification", (2, 3)), ("regression", (2, 3))],
+)
+def test_classes_are_labelled_as_the_config_says(problem, shape):
+    config = shrink_config(default_config("bert"), without_dropout=True)
+    config.num_labels, config.problem_type = 3, problem
+    batch = make_batch(model := build_tiny_model(config, model_class("BertForSequenceClassification"), seed=0), seed=0)
+    assert tuple(batch["labels"].shape) == shape
+    assert has_loss(model, batch)
+
+
+@pytest.mark.parametrize(
     ("model_type", "name", "shapes"),
     [
         ("bert", "BertForNextSentencePrediction", {"input_ids": (2, 16), "labels": (2,)}),

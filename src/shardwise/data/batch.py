@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from transformers.utils import ModelOutput
 
 from shardwise.errors import BatchError
 from shardwise.loss.label_use import shifts_labels
+from shardwise.loss.shares import check_shares, share_targets
 from shardwise.plan.token_work import TokenWork
 from shardwise.runtime.adapters import find_model
 
@@ -18,8 +20,11 @@ __all__ = [
     "IGNORED",
     "check_batch",
     "check_rows",
+    "count_each_target",
     "count_targets",
     "flops_of",
+    "make_up_targets",
+    "share_among",
     "split_rows",
     "target_names",
     "targets_of",
@@ -27,6 +32,8 @@ __all__ = [
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
+
+_SPANS = ("start_positions", "end_positions")
 
 _SHARED = ("position_ids", "cache_position")
 """Inputs that may have one row for all rows of the batch."""
@@ -79,7 +86,7 @@ def check_rows(num_rows: int, num_microbatches: int) -> None:
 def target_names(model: nn.Module) -> tuple[str, ...]:
     """The arguments of the model's forward from which it computes a loss; `labels` first."""
     names = inspect.signature(find_model(model).forward).parameters
-    found = [name for name in names if "label" in name or name in ("start_positions", "end_positions")]
+    found = [name for name in names if "label" in name or name in _SPANS]
     return ("labels", *(name for name in found if name != "labels"))
 
 
@@ -131,11 +138,61 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
     """As `count_targets`, on the labels' device; None where the batch has no targets."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
-        targets = (batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor))
-        return next((target.shape[0] for target in targets if target.ndim), None)
-    if labels.ndim > 1 and shifts_labels(model):
+        targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
+        first = next((name for name, target in targets.items() if target.ndim), None)
+        if first in _SPANS and not targets[first].is_floating_point():
+            return _count_others(first, batch)
+        return None if first is None else targets[first].shape[0]
+    if isinstance(shifted := batch.get("shift_labels"), Tensor):  # of which the loss is computed instead
+        labels = shifted
+    elif labels.ndim > 1 and shifts_labels(model):
         labels = labels[..., 1:]
     return (labels != IGNORED).sum()
+
+
+def count_each_target(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int]:
+    """The targets of every argument that holds some, `count_targets` first; empty where that is the only one, or where
+    rows are counted.
+    """
+    found = [name for name in target_names(model) if isinstance(batch.get(name), Tensor) and batch[name].ndim]
+    first, others = found[:1], [name for name in found[1:] if not batch[name].is_floating_point()]
+    if not others or batch[first[0]].is_floating_point():
+        return {}
+    return {first[0]: count_targets(model, batch)} | {name: int(_count_others(name, batch)) for name in others}
+
+
+def share_among(model: nn.Module, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts of a full batch, of which each of several targets counts by its own number when a part's loss is
+    weighted by `count_targets`.
+
+    Raises:
+        BatchError: a part has targets, but none of those by which it is weighted.
+    """
+    each = [count_each_target(model, part) for part in parts]
+    check_shares(each)
+    totals = {name: sum(own.get(name, 0) for own in each) for name in each[0]}
+    return [part | share_targets(part, own, totals) for part, own in zip(parts, each, strict=True)]
+
+
+def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Targets for a batch that has none, of which the mean would be 0/0; whatever is made up counts nothing."""
+    found = {name: batch[name] for name in ("labels", "shift_labels", *_SPANS) if isinstance(batch.get(name), Tensor)}
+    return {
+        name: value.clamp(max=_length(batch) - 1) if name in _SPANS else value.clamp(min=0)
+        for name, value in found.items()
+        if not value.is_floating_point()
+    }
+
+
+def _count_others(name: str, batch: Mapping[str, Any]) -> Tensor:
+    """The targets of an argument besides `labels` that the loss does not leave out: of spans those in the sequence."""
+    return (batch[name] < _length(batch) if name in _SPANS else batch[name] != IGNORED).sum()
+
+
+def _length(batch: Mapping[str, Any]) -> int:
+    """Of the sequences in the batch; any number where it has none."""
+    tokens = (batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor))
+    return next((each.shape[1] for each in tokens if each.ndim > 1), sys.maxsize)
 
 
 def flops_of(batch: Mapping[str, Any], work: TokenWork) -> int:

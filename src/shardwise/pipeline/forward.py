@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import count_targets, split_rows, target_names
+from shardwise.data.batch import count_targets, make_up_targets, share_among, split_rows, target_names
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.agreement import agree_over_data
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.encoder import apply_pipelined_encoder
-from shardwise.pipeline.outputs import hand_out, merge_outputs
+from shardwise.pipeline.outputs import asked_outputs, check_asked_outputs, hand_out, merge_outputs
 from shardwise.pipeline.release import kept_aside, refuse_gradient, release_in_backward
 from shardwise.pipeline.runner import PipelineRunner, attach_runner, runner_of
 from shardwise.pipeline.stage import Microbatch
@@ -48,8 +48,6 @@ __all__ = ["apply_pipeline"]
 _MOST_PER_STAGE = 4
 """Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""
 
-_COLLECTED = ("output_hidden_states", "output_attentions")
-
 
 def apply_pipeline(model: nn.Module, registry: Registry) -> None:
     """Makes a call of `model`, which is in stages, run all of them. Does nothing where it is in one piece.
@@ -60,7 +58,9 @@ def apply_pipeline(model: nn.Module, registry: Registry) -> None:
         return
     assert registry.plan.pipeline is not None
     registry.context.same_rows = registry.mesh.group(*SAME_ROWS_AXES)
-    attach_runner(model, PipelineRunner(model, registry, registry.plan.pipeline, registry.stages))
+    runner = PipelineRunner(model, registry, registry.plan.pipeline, registry.stages)
+    runner.asked_outputs = asked_outputs(model, {})
+    attach_runner(model, runner)
     apply_mixin(model, Pipelined)
     apply_pipelined_encoder(model, registry.stages)
 
@@ -161,15 +161,7 @@ class _Forward:
                 why="backward has run on other ranks before the loss is known here",
                 fix="call run_train, which runs forward and backward",
             )
-        config = getattr(self.model, "config", None)
-        for name in _COLLECTED:
-            asked = self.arguments.get(name)
-            if asked or (asked is None and getattr(config, name, False)):
-                raise UnsupportedError(
-                    f"{name}=True of a {type(self.model).__name__} in stages",
-                    why="each rank of pp has those of its own layers",
-                    fix="leave it out, or use pp_size 1",
-                )
+        check_asked_outputs(self.model, self.arguments, self.runner.asked_outputs)
         given = self.arguments.items() if self.learns else ()
         nested = (
             name
@@ -254,6 +246,7 @@ class _Forward:
         if not any(counts):  # a loss over no targets is what the model says it is
             return [_microbatch(part, 1) for part in parts], [1.0 if sums else 1 / len(parts)] * len(parts), rows
         weights = [1.0 if sums else count / sum(counts) for count in counts]
+        parts = share_among(self.model, parts)
         return [_microbatch(*each) for each in zip(parts, counts, strict=True)], weights, rows
 
     def _input_gradients(self, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
@@ -287,7 +280,7 @@ def _detached_leaf(value: Any) -> Any:
 
 def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Arguments of a microbatch; where it has no targets, some are made up, and its loss counts nothing."""
-    made_up = {} if count or "num_items_in_batch" in part else {"labels": part["labels"].clamp(min=0)}
+    made_up = {} if count or "num_items_in_batch" in part else make_up_targets(part)
     return {name: _detached_leaf(value) for name, value in {**part, **made_up}.items()}
 
 

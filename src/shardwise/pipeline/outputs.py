@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
 
 from shardwise.comm.agree import meet
 from shardwise.comm.collectives import as_dtensor
@@ -26,8 +27,12 @@ from shardwise.comm.operations import Group, broadcast_, broadcast_object
 from shardwise.errors import UnsupportedError
 from shardwise.loss.logits import as_logits, only_asks, takes_data
 from shardwise.runtime.context import SplitContext
+from shardwise.tiny.fields import sub_configs
 
-__all__ = ["LaterTensor", "hand_out", "merge_outputs"]
+__all__ = ["LaterTensor", "asked_outputs", "check_asked_outputs", "hand_out", "merge_outputs"]
+
+_COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""What transformers collects of every layer; of router logits it computes a part of the loss."""
 
 _NUMBERS = itertools.count(1)
 _ASKING = frozenset(
@@ -116,6 +121,41 @@ def _describe(value: Any, tensors: list[Tensor], known: Mapping[int, int], name:
     if type(value) in (tuple, list):
         return type(value)(_describe(each, tensors, known, name) for each in value)
     return value if value is None or isinstance(value, int | float | str) else _Own(name)
+
+
+def asked_outputs(model: nn.Module, arguments: Mapping[str, Any]) -> frozenset[str]:
+    """What of its layers a call asks for, by arguments of these names or else by the model's config."""
+    configs = sub_configs(model.config) if isinstance(model, PreTrainedModel) else ()
+
+    def is_asked(name: str) -> bool:
+        given = arguments.get(name)
+        return bool(given) if given is not None else any(getattr(config, name, False) for config in configs)
+
+    return frozenset(filter(is_asked, _COLLECTED))
+
+
+def check_asked_outputs(model: nn.Module, arguments: Mapping[str, Any], at_cut: frozenset[str]) -> None:
+    """Raises the same error on every rank for what stages cannot give.
+
+    Args:
+        at_cut: what was asked for when the model was cut.
+    """
+    if not (asked := asked_outputs(model, arguments)):
+        return
+    what = f"{{}}=True of a {type(model).__name__} in stages"
+    for name in _COLLECTED[:2]:
+        if name in asked:
+            raise UnsupportedError(
+                what.format(name),
+                why="each rank of pp has those of its own layers",
+                fix="leave it out, or use pp_size 1",
+            )
+    for name in sorted(asked - at_cut):
+        raise UnsupportedError(
+            what.format(name),
+            why="it was cut where nothing asked for them, so that no stage sends them to the next",
+            fix=f"set config.{name} = True before the model is split",
+        )
 
 
 @dataclass(frozen=True)

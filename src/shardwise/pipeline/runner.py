@@ -83,7 +83,10 @@ class PipelineRunner:
         times_next: whether the next run notes when which action ran, for `timeline`.
         name: of this pipeline, the same on every rank and no other's.
         num_microbatches: how many a forward with gradients takes; as many as fill the pipeline where None.
+        asked_outputs: what of its layers the model's config asked for when it was cut.
     """
+
+    asked_outputs: frozenset[str] = frozenset()
 
     num_microbatches: int | None = None
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import sub_configs
@@ -23,6 +23,7 @@ _SEQUENCE_CLASSIFIERS = (
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_XVECTOR_MAPPING_NAMES",
     "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
 )
 _CHOICES = ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",)  # of two sequences
@@ -121,7 +122,7 @@ def _labels(
     if _is_listed(model, *_YES_OR_NO):
         return {"labels": torch.randint(0, 2, (batch_size,), generator=generator)}
     if _is_listed(model, *_SEQUENCE_CLASSIFIERS):
-        return {"labels": torch.randint(0, model.config.num_labels, (batch_size,), generator=generator)}
+        return {"labels": _classes(model.config, batch_size, generator)}
     if _is_listed(model, "MODEL_FOR_CTC_MAPPING_NAMES"):  # fewer labels than frames
         return {"labels": _tokens(model, (batch_size, sequence_length // 4), generator)}
     if _is_listed(model, "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"):
@@ -136,6 +137,16 @@ def _labels(
     return {"labels": labels.masked_fill(mask == 0, _IGNORED)} | {
         name: torch.randint(0, 2, (batch_size,), generator=generator) for name in sentences
     }
+
+
+def _classes(config: PreTrainedConfig, rows: int, generator: torch.Generator) -> Tensor:
+    """A class of each row, or what else the config's `problem_type` says: any number of them, or numbers."""
+    shape, problem = (rows, config.num_labels), getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":
+        return torch.randint(0, 2, shape, generator=generator).float()
+    if problem == "regression" and config.num_labels > 1:
+        return torch.randn(shape, generator=generator)
+    return torch.randint(0, config.num_labels, (rows,), generator=generator)
 
 
 def _takes(model: PreTrainedModel) -> dict[str, inspect.Parameter]:

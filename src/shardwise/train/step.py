@@ -14,16 +14,26 @@ from torch import Tensor, nn
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.data.ahead import SentBatch, send
-from shardwise.data.batch import check_batch, count_targets, flops_of, split_rows
+from shardwise.data.batch import (
+    check_batch,
+    count_each_target,
+    count_targets,
+    flops_of,
+    make_up_targets,
+    split_rows,
+    target_names,
+)
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use
+from shardwise.loss.shares import check_shares, share_targets
 from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
 from shardwise.optim.reduction import time_reduction
 from shardwise.parameters.registry import registry_of
+from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
@@ -114,6 +124,7 @@ class TrainStep:
         self._pipeline = runner_of(model)
         self._schedule = self._pipeline.schedule(num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
+        self._targets = target_names(model)
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
         self.model = model
@@ -126,6 +137,7 @@ class TrainStep:
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
         )
+        self._as_tuple = getattr(getattr(find_model(model), "config", None), "return_dict", True) is False
         # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
         self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
 
@@ -141,18 +153,22 @@ class TrainStep:
             nothing; where the full batch has none, the loss is 0 and gradients stay as they are (of labels on a GPU the
             host does not know, and zeros are added). Auxiliary losses that a model adds to its own (a mixture of
             experts' balance) are computed on each microbatch of each data rank and averaged with the same weights. A
-            loss without token labels (classes, spans, regression) is weighted by rows.
+            loss without token labels (classes, regression) is weighted by rows, one of spans by those in the sequence.
+            Of several targets (tokens and sentences, beginnings and ends) each counts by its own number.
 
         Raises:
             RankError: the ranks' optimizers have taken other steps.
-            BatchError: labels are missing or no tensor, tensors differ in rows, or rows do not divide by
-                `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
-            UnsupportedError: gradients are switched off.
+            BatchError: labels are missing or no tensor, tensors differ in rows, rows do not divide by
+                `num_microbatches`, a microbatch has some of several targets and none of the first, or ranks that differ
+                in tp or pp alone were given different batches.
+            UnsupportedError: gradients are switched off, or stages are asked for hidden states, attentions, or router
+                logits that the config did not ask for when the model was split.
             GradientError: the loss depends on nothing that is trained.
             IndexError: a token id or a target is outside the vocabulary.
 
         Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the numbers
-            of targets and operations, where there are several data ranks; what the model's forward and backward do,
+            of targets and operations, where there are several data ranks, and another one for models that take several
+            targets; what the model's forward and backward do,
             under pp what stages send each other; the gradient phase (see [Note: one gradient phase]); over pp and over
             the data ranks, one all-reduce of the loss.
         """
@@ -201,28 +217,48 @@ class TrainStep:
         fault: ShardwiseError | None = None
         rows, kilo_flops = 0, 0
         counts: list[Count] = [0]
+        each: list[dict[str, int]] = []
         also = self._describe()
         try:
             check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
             _check_gradients()
             rows = check_batch(self.model, batch, self.num_microbatches)
-            counts = [self._count(part) for part in split_rows(batch, rows, self.num_microbatches)]
+            self._check_arguments(batch)
+            on_host = split_rows(batch, rows, self.num_microbatches)
+            counts = [self._count(part) for part in on_host]
+            each = [count_each_target(self.model, part) if len(self._targets) > 1 else {} for part in on_host]
+            check_shares(each)
             kilo_flops = flops_of(batch, self._registry.plan.work) // 1000
         except ShardwiseError as error:
             if self.mesh.data_size == 1:
                 raise
             fault = error
         num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault, also)
+        totals = [sum(found.get(name, 0) for found in each) for name in self._targets]
+        if len(totals) > 1:
+            totals = self._sum_over_data(totals, None, also)
         placed = (
             batch.take() if isinstance(batch, SentBatch) else {k: send(v, self.mesh.device) for k, v in batch.items()}
         )
         parts = split_rows(placed, rows, self.num_microbatches)
-        for part, on_host in zip(parts, split_rows(batch, rows, self.num_microbatches), strict=True):
-            known = own_rows(on_host, self.mesh.device) if self._knows_rows else None
+        for part, found, seen in zip(parts, each, on_host, strict=True):
+            part.update(share_targets(part, found, dict(zip(self._targets, totals, strict=True))))
+            known = own_rows(seen, self.mesh.device) if self._knows_rows else None
             # A stage runs once; whether it has missed where documents end is known afterwards.
             if known is not None and (self._pipeline is None or known.segments is None):
                 part["attention_mask"] = known.mask
         return parts, counts, num_tokens, kilo_flops * 1e3
+
+    def _check_arguments(self, batch: Mapping[str, Any]) -> None:
+        """Raises for what a step cannot do with several microbatches or ranks."""
+        if self._pipeline is not None:
+            check_asked_outputs(find_model(self.model), batch, self._pipeline.asked_outputs)
+        if batch.get("num_items_in_batch") is not None and self.num_microbatches * self.mesh.data_size > 1:
+            raise BatchError(
+                "a batch has num_items_in_batch",
+                why="a step counts the targets of the full batch itself, and weights every microbatch by its own",
+                fix="leave it out",
+            )
 
     def _count(self, part: Mapping[str, Any]) -> Count:
         """The targets of a microbatch; left on a device that computes by itself where one rank's say is enough."""
@@ -288,10 +324,11 @@ class TrainStep:
         """
         made_up: dict[str, Any] = {}
         if isinstance(weight, Tensor):
-            made_up["labels"] = torch.where(weight == 0, part["labels"].clamp(min=0), part["labels"])
+            made_up = {name: torch.where(weight == 0, own, part[name]) for name, own in make_up_targets(part).items()}
         elif weight == 0.0:
-            made_up["labels"] = part["labels"].clamp(min=0)
-        return self._defaults | part | made_up
+            made_up = make_up_targets(part)
+        returned = {"return_dict": True} if self._as_tuple or part.get("return_dict") is False else {}
+        return self._defaults | part | made_up | returned
 
     def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
         """What backward starts from."""
