@@ -99,7 +99,7 @@ def export_pretrained(
     Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
         that another rank holds than the one that writes it.
     """
-    mode = _adapter_mode(model, adapter)
+    mode, directory = _adapter_mode(model, adapter), os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
     _meet(model, "export_pretrained")
     if mode is None:
         write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)

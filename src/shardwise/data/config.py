@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt
 
-__all__ = ["DataConfig", "EvaluationConfig", "Problem", "check_data", "held_out", "patterns_of", "rows_of"]
+__all__ = ["DataConfig", "EvaluationConfig", "Place", "Problem", "check_data", "held_out", "patterns_of", "rows_of"]
 
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
 RECORD_PATTERNS = ("**/*.jsonl",)
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Where files are; no shell has read a `~` in it."""
 Format = Literal["text", "prompt", "chat"]
 
 
@@ -37,7 +40,7 @@ class Problem:
 class DataConfig:
     """Where the text comes from, and how it is cut into rows."""
 
-    path: str | None = None
+    path: Place | None = None
     """A text or .jsonl file, or a directory of them."""
     dataset: str | None = None
     """Instead of `path`: a `datasets` hub id, or a directory that `datasets` can open."""
@@ -70,9 +73,9 @@ class DataConfig:
     several to a row, of which none sees another; or `padded`, one to a row. `auto` is stream for text, else packed."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What happens to documents of packed and padded rows that are longer than `seq_length`; they are counted."""
-    cache_dir: str | None = None
+    cache_dir: Place | None = None
     """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
-    state: str | None = None
+    state: Place | None = None
     """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
 
 
@@ -80,7 +83,7 @@ class DataConfig:
 class EvaluationConfig:
     """Text that is held out, and how often the loss on it is reported."""
 
-    path: str | None = None
+    path: Place | None = None
     """A text or .jsonl file, or a directory of them; null evaluates nothing."""
     format: Format | None = None
     """What its records hold, under the keys that `data` names; null is `data.format`."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from shardwise.data.config import DataConfig, EvaluationConfig, Problem, check_data
+from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, check_data
 from shardwise.errors import ConfigError, MeshError
 from shardwise.estimate.cuts import check_pipeline, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
@@ -43,11 +43,11 @@ Finite = Field(allow_inf_nan=False)
 class ModelConfig:
     """Which model is trained, and in which precision its weights are kept."""
 
-    path: str | None = None
+    path: Place | None = None
     """Model directory or hub id: its weights are loaded."""
     config: str | dict[str, Any] | None = None
     """Instead of `path`: a configuration (a mapping, or a config.json), whose weights are drawn from the seed."""
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     """Tokenizer directory or hub id; by default the model's own."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights, gradients and optimizer state; `precision` says what is computed in."""
@@ -125,7 +125,7 @@ class OptimizerConfig:
 class LogConfig:
     """Where a run writes down what happens."""
 
-    dir: str = "runs/latest"
+    dir: Place = "runs/latest"
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
     the last step) and, if asked for, tensorboard/."""
     every: PositiveInt = 10
@@ -142,8 +142,9 @@ class LogConfig:
 class CheckpointConfig:
     """Where a run is saved, so that it can go on when it was ended, and when."""
 
-    dir: str | None = None
-    """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C or SIGTERM ends it."""
+    dir: Place | None = None
+    """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C, SIGTERM,
+    SIGHUP or SIGUSR1 ends it. One run at a time may save there."""
     every: PositiveInt | None = None
     """Also after every so many steps."""
     minutes: Annotated[PositiveFloat, Finite] | None = None
@@ -195,7 +196,7 @@ class TrainConfig:
     `{r: 16, lora_alpha: 32, target_modules: all-linear}`, or `path`, the directory or hub id of an adapter that is
     trained further; and `export`, what is exported: `only` the adapter, as PEFT does (the default), `with_base` the
     model with the adapter inside, or `merged`."""
-    export: str | None = None
+    export: Place | None = None
     """Directory for the trained model and its tokenizer, for `from_pretrained`; of a run with `adapter`, see there."""
 
 
