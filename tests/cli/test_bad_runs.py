@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import transformers
 import yaml
 from safetensors.torch import load_file, save_file
 
+from shardwise.cli import run_checkpoints
 from shardwise.cli.main import main
 from tests.cli.test_train import MODEL, make_tokenizer
 
@@ -124,6 +126,16 @@ CASES = {
         ["cannot read the model config values", "'num_hidden_layers' expected int, got str"],
     ),
     "model: empty directory": (empty_model, [], ["model: no model config at 'model'", "has no config.json"]),
+    "model: an adapter beside": (
+        lambda: Path("model/adapter_config.json").write_text("{}"),
+        [],
+        ["'model' holds an adapter of PEFT", "pass its directory as adapter="],
+    ),
+    "model: no generation config": (
+        lambda: Path("model/generation_config.json").write_text("[]"),
+        [],
+        ["cannot read the generation_config.json of 'model'"],
+    ),
     "model: hub id and no hub": (
         None,
         ["model.path=nobody/nothing-like-this"],
@@ -247,6 +259,31 @@ def test_what_is_wrong_is_one_error_before_the_first_step(run, capsys, monkeypat
     assert [each for each in parts if each not in err] == [], err
     assert "step" not in out
     assert others_than_logs() == before
+
+
+OTHER_RUN = """
+import fcntl, sys
+with open("saved/.lock", "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("process 7", file=file, flush=True)
+    print("holds it", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_run_begins_only_where_no_other_saves(run, capsys, monkeypatch):
+    """And leaves the log alone that the other one writes."""
+    monkeypatch.setattr(run_checkpoints, "SECONDS_TO_CLAIM", 0)
+    Path("saved").mkdir()
+    Path("log").mkdir()
+    command = [sys.executable, "-c", OTHER_RUN]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "holds it\n"
+        Path("log/train.jsonl").write_text('{"step": 1}\n')
+        assert run("checkpoint.dir=saved") == 1
+        assert "process 7 saves its checkpoints in saved" in capsys.readouterr().err
+        assert Path("log/train.jsonl").read_text() == '{"step": 1}\n'
+        other.stdin.close()
 
 
 # Name -> (what is done to the run, words of the command line).

@@ -56,8 +56,8 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_f
     ended = with_values(run, tmp_path / "ended")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(ended))
     log = Path(ended["log"]["dir"]) / "train.jsonl"
-    code = run_forked(tmp_path / "run.yaml", log=log, at_first_step=lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    assert code == 128 + signal.SIGTERM
+    code = run_forked(tmp_path / "run.yaml", log=log, at_first_step=lambda _: os.kill(os.getpid(), signal.SIGUSR1))
+    assert code == 128 + signal.SIGUSR1
     assert "goes on from there" in capfd.readouterr().out
     done = len(lines_of(ended))
     assert 1 <= done < 7

@@ -26,6 +26,7 @@ from shardwise.job.gpu_defaults import set_gpu_defaults
 from shardwise.weights.staging import atomic_file
 
 __all__ = [
+    "ENDING",
     "INTERRUPTED",
     "end_with_launcher",
     "exit_on_terminate",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 INTERRUPTED = 128 + signal.SIGINT
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a run in order besides Ctrl-C: a terminal that is closed, and what schedulers send ahead of the end."""
 SECONDS_TO_SHUT_DOWN = 10
 LAUNCHER_POLL_SECONDS = 1.0
 RANKS_POLL_SECONDS = 0.1
@@ -143,7 +146,7 @@ def _signals_raised() -> Iterator[None]:
     def end(number: int, frame: object) -> NoReturn:
         raise _SignalledError(number)
 
-    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
     for number, handler in former.items():
         signal.signal(number, handler if handler == signal.SIG_IGN else end)
     try:
@@ -199,14 +202,18 @@ class TerminatedError(RankError):
 
 
 def exit_on_terminate() -> None:
-    """Makes SIGTERM unwind this process, so that half-written files are removed; a second one ends it on the spot."""
+    """Makes signals of `ENDING` unwind this process, so that half-written files are removed; a second one ends it at
+    once. What it ignores, as under nohup, stays ignored.
+    """
 
     def end(number: int, frame: object) -> NoReturn:
         signal.signal(number, lambda number, frame: os._exit(128 + number))
         _record(TerminatedError(f"rank {local_rank()} was ended by {signal.Signals(number).name}"))
         raise SystemExit(128 + number)
 
-    signal.signal(signal.SIGTERM, end)
+    for each in ENDING:
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, end)
 
 
 def end_with_launcher() -> None:
@@ -280,7 +287,9 @@ def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, sho
     if (silent and not is_found) or not reported:
         rank = min(silent or failed)
         code = failed[rank]
-        how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+        number = -code if code < 0 else code - 128
+        is_signal = number in (*ENDING, signal.SIGINT) or code < 0
+        how = f"was ended by {signal.Signals(number).name}" if is_signal else f"exited with code {code}"
         hint = "\n  why: the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
     rank, first = min((own or reported).items(), key=lambda item: item[1].at_seconds)

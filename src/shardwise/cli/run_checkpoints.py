@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,20 +23,21 @@ from rich.console import Console
 
 from shardwise.api.checkpoints import load_checkpoint, load_session, save_checkpoint
 from shardwise.checkpoint.background import finish_saves
-from shardwise.checkpoint.directory import find_tag, find_tags
+from shardwise.checkpoint.directory import find_tag, find_tags, lock
 from shardwise.checkpoint.load import Session
-from shardwise.checkpoint.manifest import read_manifest
+from shardwise.cli.launch import ENDING
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
 from shardwise.data.ahead import BatchesAhead
 from shardwise.data.packing import PackedBatches
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
 __all__ = ["RunCheckpoints", "SavedRun", "describe_run", "find_saved_run"]
 
+SECONDS_TO_CLAIM = 10
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 
 
@@ -117,7 +119,7 @@ class RunCheckpoints:
 
     def __enter__(self) -> RunCheckpoints:
         if self._config.dir is not None and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *ENDING):
                 former = signal.getsignal(number)
                 if former != signal.SIG_IGN:
                     self._former[number] = former
@@ -177,13 +179,18 @@ class SavedRun:
 
 
 def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any], console: Console) -> SavedRun | None:
-    """The run that goes on here, None where it begins.
+    """The run that goes on here, None where it begins. From here on no other may save here.
 
     Raises:
         ConfigError: it is another one than `run`.
-        LoadError: its checkpoint cannot be read.
+        LoadError: its checkpoint cannot be read, or another run saves here.
     """
-    if config.dir is None or config.resume == "never":
+    if config.dir is None:
+        return None
+    with raise_on_all_ranks(mesh.group(), "claiming the directory of checkpoints"):
+        if mesh.rank == 0:
+            _claim(Path(config.dir))
+    if config.resume == "never":
         return None
     with raise_on_all_ranks(mesh.group(), "looking for checkpoints"):
         own = _newest(Path(config.dir)) if mesh.rank == 0 else None
@@ -204,9 +211,20 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
     return SavedRun(config.dir, tag, extra, mesh)
 
 
+def _claim(directory: Path) -> None:
+    """Makes `directory` this run's. One whose launcher was killed a moment ago still saves there: it is waited for."""
+    for _ in range(2 * SECONDS_TO_CLAIM):
+        with suppress(LoadError):
+            return lock(directory)
+        time.sleep(0.5)
+    return lock(directory)
+
+
 def _newest(directory: Path) -> str | None:
     """The tag of the newest checkpoint that can be read, None where there is none at all."""
-    return read_manifest(find_tag(directory, None)).tag if directory.is_dir() and find_tags(directory) else None
+    tags = find_tags(directory) if directory.is_dir() else {}
+    newest = find_tag(directory, None) if tags else None
+    return next((tag for tag, path in tags.items() if path == newest), None)
 
 
 def _check_same_run(saved: Mapping[str, Any], run: Mapping[str, Any]) -> None:
