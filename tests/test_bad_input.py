@@ -72,6 +72,7 @@ EXPECTED = {
     "not split, state": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),
     "not split, step": (LayoutError, "LlamaForCausalLM is not a model that Shardwise has split", "parallelize"),
     "no directory": (LoadError, "nowhere", "there is no such directory", "check the path"),
+    "bytes": (ConfigError, "cannot be loaded from b'model'", "as a str"),
     "no config": (LoadError, "no config.json", "save_pretrained"),
     "unknown model type": (LoadError, "llamma"),
     "no weights": (LoadError, "holds no model.safetensors and no model.safetensors.index.json", "found", "pass"),
@@ -113,9 +114,10 @@ EXPECTED = {
 TOGETHER = {
     "heads", "key/value heads", "plan name",
     "plan type", "rule without match", "style", "pattern", "tied apart", "split twice",
-    "no directory", "no config", "unknown model type", "no weights", "pickled weights", "shard missing", "truncated",
-    "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized", "export to a file",
-    "shard size", "target", "no labels", "labels no tensor", "unequal rows", "rows", "no rows", "no dict", "token id",
+    "no directory", "bytes", "no config", "unknown model type", "no weights", "pickled weights", "shard missing",
+    "truncated", "header", "mismatched", "one rank's file", "dtype", "class", "no class", "option", "quantized",
+    "export to a file", "shard size", "target", "no labels", "labels no tensor", "unequal rows", "rows", "no rows",
+    "no dict", "token id",
 }  # fmt: skip
 
 
@@ -219,6 +221,7 @@ def load_cases(mesh, directory):
     quantized = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
     return {
         "no directory": lambda: load("nowhere"),
+        "bytes": lambda: shardwise.load(b"model", mesh),
         "no config": lambda: load("no config"),
         "unknown model type": lambda: load("unknown"),
         "no weights": lambda: load("no weights"),

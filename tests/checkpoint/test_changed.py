@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import numpy
 import pytest
@@ -12,10 +14,12 @@ import torch
 
 import shardwise
 from shardwise.checkpoint.load import open_checkpoint
+from shardwise.cli.run_checkpoints import _newest
 from shardwise.errors import LoadError
 from shardwise.parameters.registry import local_part
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.sharding.layout import Piece
+from shardwise.weights.write import PretrainedWriter
 from tests.checkpoint.training import Training, differing
 from tests.families import rows_of, tiny_model
 
@@ -43,6 +47,45 @@ def test_every_nth_is_kept_for_good_and_a_clock_that_goes_back_deletes_nothing_n
         training.save(tmp_path, extra={"step": step}, keep_last=2, keep_every=10, async_save=number % 2 == 1)
     assert training.load(tmp_path) == {"step": 5}, "the last one that was saved"
     assert tags_of(tmp_path) == ["latest", "step-10", "step-20", "step-25", "step-5"]
+
+
+def test_a_checkpoint_that_somebody_has_renamed_or_copied_is_found_and_never_deleted(training, tmp_path):
+    training.save(tmp_path, extra={"step": 1})
+    (tmp_path / "step-1").rename(tmp_path / "best")
+    assert _newest(tmp_path) == "best"
+    for step in (2, 3):
+        training.save(tmp_path, extra={"step": step}, keep_last=1)
+        shutil.copytree(tmp_path / f"step-{step}", tmp_path / f"copy-{step}")
+    assert set(tags_of(tmp_path)) == {"best", "step-3", "copy-2", "copy-3", "latest"}
+
+
+def test_what_may_not_be_looked_into_is_no_newest_checkpoint(training, tmp_path, monkeypatch, caplog):
+    training.save(tmp_path, extra={"step": 1})
+    real = Path.is_file
+    for name in ("lost+found", "step-9"):
+        (tmp_path / name).mkdir()
+
+    def is_file(path):
+        if path.parent.name in ("lost+found", "step-9"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert training.load(tmp_path) == {"step": 1}
+    assert "step-9/manifest.json cannot be read; going on with" in caplog.text and "lost+found" not in caplog.text
+
+
+def test_what_others_export_to_the_directory_meanwhile_is_theirs(training, tmp_path):
+    """Also the old model that one of them left beside its place, where it was killed between its two moves."""
+    facts = [("a", torch.float32, (2,))]
+    (tmp_path / ".old.replaced").mkdir(parents=True)
+    (tmp_path / ".old.replaced" / "model.safetensors").touch()
+    with PretrainedWriter(tmp_path / "new", max_shard_bytes=100, planned=facts) as writer:
+        training.save(tmp_path)
+        writer.add("a", torch.zeros(2))
+        writer.finish()
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+    assert (tmp_path / ".old.replaced" / "model.safetensors").is_file()
 
 
 def test_latest_decides_nothing_and_a_link_is_followed(training, tmp_path):

@@ -135,6 +135,12 @@ def test_directories_without_weights(tmp_path: Path) -> None:
     assert "save_pretrained" in str(caught.value.fix)
 
 
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to("../blobs/0")
+    with pytest.raises(LoadError, match=r"(?s)model.safetensors is no file.*a link to \.\./blobs/0, where nothing is"):
+        CheckpointIndex.open(tmp_path)
+
+
 def test_a_missing_shard(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(LoadError, match=r"1 of 2 shards are missing: model-00002-of-00002\.safetensors"):
@@ -149,7 +155,16 @@ def test_an_index_and_shards_that_disagree(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}']
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"weight_map": 3}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "../x.safetensors"}}',
+        '{"weight_map": {"a": ["x.safetensors"]}}',
+    ],
 )
 def test_a_damaged_index_file(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)

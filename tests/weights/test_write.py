@@ -213,6 +213,13 @@ def test_what_a_writer_refuses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LoadError, match="is a file"):
         opened(tmp_path / "file", {})
+    for name in ("adapter_config.json", "manifest.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("{}")
+    with pytest.raises(LoadError, match="(?s)holds an adapter.*would add it"):
+        opened(tmp_path / "adapter_config.json", {})
+    with pytest.raises(LoadError, match="(?s)holds a checkpoint.*would be replaced"):
+        opened(tmp_path / "manifest.json", {})
     with pytest.raises(ConfigError, match="max_shard_bytes is 0"):
         opened(tmp_path / "out", {}, max_shard_bytes=0)
     with opened(tmp_path / "out", {}) as writer, pytest.raises(LoadError, match="no tensor"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from transformers import PreTrainedConfig
 from shardwise.api.filling import build_unfilled
 from shardwise.api.prepare import check_options, prepare
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.errors import ConfigError, LoadError
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
+from shardwise.weights.kinds import ADAPTER_CONFIG
 
 __all__ = ["load", "load_by_spec", "parallelize"]
 
@@ -100,6 +103,7 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     """
     check_options(mesh.shape, spec)
     with raise_on_all_ranks(mesh.group(), "building the model"):
+        _check_source(source, adapter, options)
         model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
         wrapped: Any = model if adapter is None else filling.inject(model, adapter)
     with filling:
@@ -111,6 +115,23 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
             if isinstance(adapter, str | os.PathLike):
                 load_adapter_weights(wrapped, adapter)
     return wrapped
+
+
+def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None:
+    """Raises where `source` is nothing that a model is loaded from, or holds an adapter that nobody has asked for."""
+    if isinstance(source, PreTrainedConfig):
+        return
+    if not isinstance(source, str | os.PathLike) or isinstance(os.fspath(source), bytes):
+        raise ConfigError(
+            f"a model cannot be loaded from {source!r:.100}", fix="pass a directory or a hub id, as a str, or a config"
+        )
+    directory = Path(source) / (options.get("subfolder") or "")
+    if adapter is None and os.path.isfile(directory / ADAPTER_CONFIG):  # noqa: PTH113 - pathlib raises: a name too long
+        raise LoadError(
+            f"{os.fspath(source)!r} holds an adapter of PEFT, which from_pretrained adds to the model",
+            at=str(directory / ADAPTER_CONFIG),
+            fix="to train it, pass its directory as adapter=; to load its base alone, that one's own directory",
+        )
 
 
 def parallelize(  # noqa: PLR0913 - as above

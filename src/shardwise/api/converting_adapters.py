@@ -16,9 +16,10 @@ from shardwise.checkpoint.content import model_key
 from shardwise.checkpoint.manifest import MANIFEST
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion
 from shardwise.errors import LoadError, UnsupportedError
-from shardwise.lora.files import ADAPTER_CONFIG, stored_names, write_adapter_files
+from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
 from shardwise.mesh import Mesh
+from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import StagedDirectory
 
 __all__ = ["convert_adapter", "merge_adapter"]
@@ -47,7 +48,7 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> N
         )
     state = {key: stored.read(model_key(stored.index.tied.get(name, name))) for key, name in names.items()}
     try:
-        staged = StagedDirectory(directory)
+        staged = StagedDirectory(directory, ending="export")
         try:
             write_adapter_files(model, staged.path, "default", state)
             staged.commit()

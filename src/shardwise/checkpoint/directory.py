@@ -55,7 +55,7 @@ def root_of(path: Any) -> Path:
     try:
         found = Path(path).expanduser().absolute()
         str(found).encode()
-    except (TypeError, RuntimeError, UnicodeEncodeError) as error:  # a RuntimeError: ~ of nobody
+    except (OSError, TypeError, RuntimeError, UnicodeEncodeError) as error:  # ~ of nobody; no directory to be in
         raise ConfigError(
             f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
         ) from error
@@ -101,7 +101,14 @@ def find_tags(root: Path) -> dict[str, Path]:
     except OSError as error:
         raise LoadError(f"cannot look into {root}", why=str(error), fix="pass a directory of checkpoints") from error
     tags = {**{tag: path for tag, path in asides.items() if tag not in found}, **found}
-    return {tag: path for tag, path in tags.items() if (path / MANIFEST).is_file()}
+    return {tag: path for tag, path in tags.items() if _may_be_checkpoint(path)}
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    try:
+        return (path / MANIFEST).is_file()
+    except PermissionError:
+        return path.name != "lost+found"  # what is in there cannot be told: who reads it is
 
 
 def list_checkpoints(root: Path) -> list[tuple[str, Path, Manifest | LoadError]]:
@@ -184,11 +191,14 @@ def lock(root: Path) -> None:
 
 
 def clean(root: Path) -> None:
-    """Removes what crashes have left: `root` is this job's, and it saves nothing now."""
+    """Removes what crashes of saves have left: `root` is this job's, and it saves nothing now. Others may export or
+    convert to a place in it meanwhile.
+    """
     for path in leftovers(root):
         shutil.rmtree(path, ignore_errors=True)
     for tag, path in find_asides(root).items():
-        if not (path / MANIFEST).is_file() or (root / tag / MANIFEST).is_file():
+        is_lost = not (path / MANIFEST).is_file() and _holds_checkpoint(path)
+        if is_lost or (root / tag / MANIFEST).is_file():
             shutil.rmtree(path, ignore_errors=True)
     for path in root.glob(f".{LATEST}.partial-*"):
         path.unlink(missing_ok=True)
@@ -200,8 +210,8 @@ def check_place(target: Path) -> None:
     Raises:
         LoadError: `target` is a directory in which nothing looks like a file of a checkpoint.
     """
-    names = [each.name for each in target.iterdir()] if target.is_dir() else []
-    if names and not any(name in (MANIFEST, INDEX) or _TENSORS.fullmatch(name) for name in names):
+    if not _holds_checkpoint(target):
+        names = [each.name for each in target.iterdir()]
         raise LoadError(
             f"{target.name} is there already, and is no checkpoint",
             at=str(target),
@@ -210,11 +220,18 @@ def check_place(target: Path) -> None:
         )
 
 
+def _holds_checkpoint(path: Path) -> bool:
+    """Whether a directory is empty, or holds something that looks like a file of a checkpoint."""
+    names = [each.name for each in path.iterdir()] if path.is_dir() else []
+    return not names or any(name in (MANIFEST, INDEX) or _TENSORS.fullmatch(name) for name in names)
+
+
 def prune(root: Path, *, keep_last: int, keep_every: int | None = None) -> None:
     """Deletes all but the newest `keep_last` checkpoints, and those whose step is a multiple of `keep_every`. What
-    cannot be read is left for somebody to look at.
+    cannot be read is left for somebody to look at, and what has another name than it was saved under is somebody's.
     """
-    good = [(path, manifest) for _, path, manifest in list_checkpoints(root) if isinstance(manifest, Manifest)]
+    found = list_checkpoints(root)
+    good = [(path, each) for tag, path, each in found if isinstance(each, Manifest) and each.tag == tag]
     for path, manifest in good[:-keep_last]:
         is_kept = keep_every is not None and manifest.step is not None and manifest.step % keep_every == 0
         if is_kept or path.is_symlink():

@@ -23,9 +23,9 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, named_entries, registry_of
 from shardwise.runtime.adapters import find_model
+from shardwise.weights.kinds import ADAPTER_CONFIG
 
 __all__ = [
-    "ADAPTER_CONFIG",
     "adapter_companions",
     "adapter_state",
     "load_adapter_weights",
@@ -33,7 +33,6 @@ __all__ = [
     "write_adapter_files",
 ]
 
-ADAPTER_CONFIG = "adapter_config.json"
 
 _PREFIX = "base_model.model."
 

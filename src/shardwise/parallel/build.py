@@ -209,11 +209,17 @@ def num_positions(config: PreTrainedConfig) -> int | None:
 
 
 def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Gives the model the generation config beside its weights, if one does."""
+    """Gives the model the generation config beside its weights, if one does.
+
+    Raises:
+        LoadError: what is there is no generation config.
+    """
     if not model.can_generate():
         return
     where = _config_place(options)
-    try:
-        model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
-    except OSError:
-        return  # most checkpoints have none: the model's defaults stand
+    what = f"transformers cannot read the generation_config.json of {os.fspath(source)!r}"
+    with _reading(what, fix="remove it, or copy or download it again"):
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
+        except OSError:
+            return  # most checkpoints have none: the model's defaults stand

@@ -6,8 +6,18 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["CONVERTIBLE", "DCP", "NXD", "OPTIMUM_NEURON", "SHARDED_SAFETENSORS", "describe_kind", "kind_of"]
+__all__ = [
+    "ADAPTER_CONFIG",
+    "CONVERTIBLE",
+    "DCP",
+    "NXD",
+    "OPTIMUM_NEURON",
+    "SHARDED_SAFETENSORS",
+    "describe_kind",
+    "kind_of",
+]
 
+ADAPTER_CONFIG = "adapter_config.json"
 DCP = "a directory of torch.distributed.checkpoint (DCP)"
 NXD = "a checkpoint of neuronx_distributed"
 OPTIMUM_NEURON = "a sharded checkpoint of Optimum Neuron"
@@ -41,7 +51,7 @@ _KINDS: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
         _any("latest_checkpointed_iteration.txt", "mp_rank_*/model_optim_rng.pt"),
         "convert it with Megatron-LM's tools/checkpoint/convert.py, and load what that writes with shardwise.load",
     ),
-    ("a directory with an adapter of PEFT", _any("adapter_config.json"), "pass it as adapter= to shardwise.load"),
+    ("a directory with an adapter of PEFT", _any(ADAPTER_CONFIG), "pass it as adapter= to shardwise.load"),
     (
         "a Hugging Face model directory",
         lambda root: (root / "config.json").is_file() and _any("*.safetensors", "pytorch_model*.bin")(root),

@@ -140,6 +140,13 @@ def _no_weights(source: str | os.PathLike[str], directory: Path | None, single: 
             "AutoModel.from_pretrained(path).save_pretrained(new_path) writes safetensors",
         )
     others = [name for name in names if ".safetensors" in name] or names
+    if directory and (lost := next((directory / name for name in (single, index) if name in names), None)):
+        return LoadError(
+            f"{lost.name} is no file",
+            at=str(lost),
+            why=f"it is a link to {lost.readlink()}, where nothing is" if lost.is_symlink() else "it is something else",
+            fix="copy or download the file again",
+        )
     return LoadError(
         f"{os.fspath(source)!r} holds no {single} and no {index}",
         at=str(directory or source),
@@ -171,7 +178,7 @@ def _read_weight_map(path: Path) -> dict[str, str]:
             why=f"it should be a JSON object with a weight_map: {error!r}",
             fix="copy or download the file again",
         ) from error
-    strays = [name for name in {*names.values()} if not isinstance(name, str) or Path(name).name != name]
+    strays = [name for name in names.values() if not isinstance(name, str) or Path(name).name != name]
     if strays or not names:
         raise LoadError(
             f"{path.name} lists {'files outside its directory' if strays else 'no weights'}",

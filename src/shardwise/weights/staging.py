@@ -43,6 +43,9 @@ def atomic_file(path: Path) -> Iterator[Path]:
 class StagedDirectory:
     """A directory under way: files are written into `path`, and `commit` makes it the target.
 
+    Args:
+        ending: of the name that it has until then: what `leftovers` finds ends in "partial".
+
     Attributes:
         target: where it is to stand; it may be there already.
         path: where it is until then.
@@ -52,7 +55,7 @@ class StagedDirectory:
         ValueError: the name cannot be that of a file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, ending: str = "partial") -> None:
         self.target = Path(directory).resolve()  # so that a symbolic link stays one
         if self.target.is_file():
             raise NotADirectoryError(f"{self.target} is a file")
@@ -60,7 +63,7 @@ class StagedDirectory:
         aside = aside_of(self.target)
         if aside.exists() and not self.target.exists():  # [Note: replacing a directory]
             aside.rename(self.target)
-        self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.partial")
+        self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.{ending}")
         self.path.mkdir()
         if self.target.exists():
             shutil.copymode(self.target, self.path)
@@ -105,7 +108,7 @@ def find_asides(parent: Path) -> dict[str, Path]:
 
 
 def leftovers(parent: Path) -> list[Path]:
-    """Directories in `parent` that a crash left unfinished. Any process that writes there may have left them."""
+    """Directories in `parent` that a crash of a save left unfinished, in any process that saves there."""
     return [each for each in parent.iterdir() if _LEFTOVER.fullmatch(each.name)]
 
 

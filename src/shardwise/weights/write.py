@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import ConfigError, LoadError
+from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import StagedDirectory
 from shardwise.weights.tensor_file import TensorFileWriter
 
@@ -118,14 +119,21 @@ class PretrainedWriter:
 
     Raises:
         ConfigError: `max_shard_bytes` is not positive.
-        LoadError: the target is a file, or the directory next to it cannot be made.
+        LoadError: the target is a file, or holds an adapter or a checkpoint of ours; or the directory next to it
+            cannot be made.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
         if max_shard_bytes <= 0:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
+        for name, what, why in (
+            (ADAPTER_CONFIG, "an adapter", "from_pretrained would add it to what is written"),
+            ("manifest.json", "a checkpoint", "some of its files would be replaced"),
+        ):
+            if os.path.isfile(Path(directory) / name):  # noqa: PTH113 - pathlib raises: a name too long
+                raise LoadError(f"{str(directory)!r} holds {what}", why=why, fix="remove it, or name another directory")
         try:
-            self._staged = StagedDirectory(directory)
+            self._staged = StagedDirectory(directory, ending="export")
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
             raise LoadError(
                 f"cannot write next to {str(directory)[:100]!r}",
