@@ -164,4 +164,7 @@ def _attention(model: nn.Module) -> str:
     orders = read_orders(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else {}
     measured = "; ".join(f"{case}: {', '.join(names)}" for case, names in orders.items())
     how = f"as measured ({measured})" if measured else "in torch's order (shardwise doctor measures them on a GPU)"
-    return f"attention: torch's kernels, {how}"
+    apart = "a mask keeps documents of packed rows apart"
+    if any(names[:1] == ["varlen"] for names in orders.values()):
+        apart = "documents of packed rows go by varlen where it is first, without dropout and stages, else by a mask"
+    return f"attention: torch's kernels, {how}; {apart}"

@@ -7,7 +7,10 @@ the order in a file next to the hub's cache, for the card's name and the version
 nothing, so that two runs on a machine compute alike; where there is no file, torch's order holds. A kernel whose
 numbers are wrong is left out. Which of them can do what a call asks for is torch's to say, at each call: the order is
 set around it, in the recomputation of backward as well, and in what is compiled. What is switched off around the call
-(`torch.backends.cuda.enable_flash_sdp(False)`, `sdpa_kernel`) stays off.
+(`torch.backends.cuda.enable_flash_sdp(False)`, `sdpa_kernel`) stays off, and an order that is set around it holds.
+
+Documents of packed rows are measured too: a mask, by the kernels in their order, beside `varlen_attn`, which is used
+where it was right, forward and backward, and faster ([Note: bounds in place of a mask]).
 """
 
 from __future__ import annotations
@@ -16,20 +19,36 @@ import json
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from huggingface_hub import constants
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-__all__ = ["Orders", "chosen_kernels", "measure_kernels", "read_orders", "take_kernels"]
+from shardwise.runtime.varlen import Bounds, attend_apart, find_bounds, mask_of
+
+__all__ = [
+    "Orders",
+    "chosen_kernels",
+    "drop_kernels",
+    "is_faster_apart",
+    "measure_kernels",
+    "read_orders",
+    "take_kernels",
+]
+
+Kernels = SDPBackend | list[SDPBackend] | None
+"""One of torch's, several in an order, or `varlen_attn`."""
 
 Orders = dict[str, list[str]]
-"""Names of kernels, the fastest first, by dtype, size of heads, and "causal" or "mask"."""
+"""Names of kernels, the fastest first, by dtype, size of heads, and what is asked for: see `_KINDS`. Of documents these
+are "varlen" and "mask".
+"""
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,23 +62,37 @@ _SWITCHES = {
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math": torch.backends.cuda.math_sdp_enabled,
 }
+_TORCHS_ORDER = torch._C._get_sdp_priority_order()
+_KINDS = ("causal", "mask", "packed", "packed window")
+"""Causal with grouped heads, a mask as transformers calls with it, and documents of packed rows, without and with a
+window.
+"""
 _DTYPES = (torch.bfloat16, torch.float16)
 _SIZES = (64, 128, 256)
 _ROWS, _HEADS, _KEY_VALUE_HEADS, _LENGTH, _CHECKED_LENGTH = 2, 16, 4, 2048, 256
+_DOCUMENTS = ((0.9, 0.1), (0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05))
+"""The lengths of each row's documents, as shares of the row's."""
+_NARROW = 5  # tokens: one more or less shows
 _NUM_TIMES = 10
 _ALLOWED = 0.05  # of the largest entry, in dtypes of 8 and 11 bits
 
-_taken: dict[tuple[torch.dtype, int, bool], list[str]] = {}
+_taken: dict[tuple[torch.dtype, int, str], list[str]] = {}
 """Of this process's card."""
 
 
 def chosen_kernels(query: Tensor, *, has_mask: bool) -> list[SDPBackend] | None:
     """The order for an attention of `query` `[rows, heads, length, size]`; None where torch's holds."""
-    if not _taken:
+    if not _taken or not _follows_torch():
         return None
     size = next((each for each in _SIZES if query.shape[-1] <= each), 0)
-    names = _taken.get((query.dtype, size, has_mask), ())
+    names = _taken.get((query.dtype, size, "mask" if has_mask else "causal"), ())
     return [_ALL[name] for name in names if _is_on(name)] or None
+
+
+def is_faster_apart(dtype: torch.dtype, size: int, *, has_window: bool) -> bool:
+    """Whether documents of packed rows, with heads of `size`, are to attend by `varlen_attn`: flash attention."""
+    names = _taken.get((dtype, size, "packed window" if has_window else "packed"), ())
+    return names[:1] == ["varlen"] and _follows_torch() and _is_on("flash")
 
 
 @torch.compiler.assume_constant_result  # as torch's own choice of a kernel is made when a graph is compiled
@@ -68,16 +101,28 @@ def _is_on(name: str) -> bool:
     return _SWITCHES[name]()
 
 
+@torch.compiler.assume_constant_result  # as above
+def _follows_torch() -> bool:
+    """Whether nobody has set an order of kernels around this."""
+    enabled = _cur_sdpa_kernel_backends(with_priority=True)
+    return [int(each) for each in enabled] == [each for each in _TORCHS_ORDER if SDPBackend(each) in enabled]
+
+
 def take_kernels(device: torch.device) -> Orders:
     """Has the attentions of this process use what was measured on `device`, and says what that is."""
     orders = read_orders(device)
     _taken.clear()
     for dtype in _DTYPES:
         for size in _SIZES:
-            for has_mask in (False, True):
-                if names := orders.get(_case(dtype, size, has_mask=has_mask)):
-                    _taken[dtype, size, has_mask] = [*names, "math"]
+            for kind in _KINDS:
+                if names := orders.get(_case(dtype, size, kind)):
+                    _taken[dtype, size, kind] = [*names, "math"]
     return orders
+
+
+def drop_kernels() -> None:
+    """Has them use torch's order again, and masks."""
+    _taken.clear()
 
 
 def read_orders(device: torch.device) -> Orders:
@@ -86,7 +131,7 @@ def read_orders(device: torch.device) -> Orders:
         return {}
     try:
         orders: Orders = json.loads(place.read_text())
-        is_known = all(set(names) <= _KERNELS.keys() for names in orders.values())
+        is_known = all(set(names) <= {*_KERNELS, "varlen", "mask"} for names in orders.values())
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return orders if is_known else {}
@@ -94,12 +139,12 @@ def read_orders(device: torch.device) -> Orders:
 
 def measure_kernels(device: torch.device) -> Orders:
     """Times every kernel on a card, which should have nothing else to do, and keeps the orders for the runs to come."""
-    orders = {
-        _case(dtype, size, has_mask=has_mask): _measured(dtype, size, device, has_mask=has_mask)
-        for dtype in _DTYPES
-        for size in _SIZES
-        for has_mask in (False, True)
-    }
+    orders: Orders = {}
+    for dtype in _DTYPES:
+        for size in _SIZES:
+            for kind in _KINDS:
+                of_mask = [*orders.get(_case(dtype, size, "mask"), ()), "math"]
+                orders[_case(dtype, size, kind)] = _measured(dtype, size, device, kind, of_mask)
     place = _place(device)
     assert place is not None, "a card has a name"
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -109,8 +154,8 @@ def measure_kernels(device: torch.device) -> Orders:
     return orders
 
 
-def _case(dtype: torch.dtype, size: int, *, has_mask: bool) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {size} {'mask' if has_mask else 'causal'}"
+def _case(dtype: torch.dtype, size: int, kind: str) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {size} {kind}"
 
 
 def _place(device: torch.device) -> Path | None:
@@ -125,20 +170,26 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def _measured(dtype: torch.dtype, size: int, device: torch.device, *, has_mask: bool) -> list[str]:
-    """The kernels by their times: last those that cannot, and without those that are wrong."""
+def _measured(dtype: torch.dtype, size: int, device: torch.device, kind: str, of_mask: Sequence[str]) -> list[str]:
+    """The contenders by their times: last those that cannot, and without those that are wrong."""
+    contenders: Mapping[str, Kernels] = _KERNELS
+    if kind.startswith("packed"):
+        contenders = {"mask": [_ALL[name] for name in of_mask], "varlen": None}
     seconds = {}
-    expected = _computed(SDPBackend.MATH, _draw(torch.float32, size, device, _CHECKED_LENGTH), has_mask=has_mask)
-    for name, kernel in _KERNELS.items():
+    exact = _draw(torch.float32, size, device, _CHECKED_LENGTH)
+    expected = _computed(SDPBackend.MATH, exact, _hidden(kind, _CHECKED_LENGTH, device))
+    for name, kernels in contenders.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # why a kernel cannot
-                found = _computed(kernel, _draw(dtype, size, device, _CHECKED_LENGTH), has_mask=has_mask)
+                hidden = _hidden(kind, _CHECKED_LENGTH, device)
+                found = _computed(kernels, _draw(dtype, size, device, _CHECKED_LENGTH), hidden)
             if all(map(_is_near, found, expected)):
-                seconds[name] = _time(kernel, _draw(dtype, size, device, _LENGTH), has_mask=has_mask)
+                hidden = _hidden(kind, _LENGTH, device)
+                seconds[name] = _time(kernels, _draw(dtype, size, device, _LENGTH), hidden)
         except torch.OutOfMemoryError:  # which says nothing of the kernel
             raise
-        except RuntimeError:  # torch has no such kernel for this
+        except (RuntimeError, ValueError, TypeError):  # torch has no such kernel for this
             seconds[name] = float("inf")
     return sorted(seconds, key=seconds.__getitem__)
 
@@ -156,27 +207,41 @@ def _draw(dtype: torch.dtype, size: int, device: torch.device, length: int) -> l
     return [each.to(device, dtype).requires_grad_() for each in drawn]
 
 
-def _computed(kernel: SDPBackend, inputs: Sequence[Tensor], *, has_mask: bool) -> list[Tensor]:
-    """The output of an attention by one kernel, and the gradients of its inputs."""
+def _hidden(kind: str, length: int, device: torch.device) -> tuple[Bounds, Tensor] | None:
+    """The documents and their mask; None where all is seen that has been."""
+    if kind == "causal":
+        return None
+    shares = _DOCUMENTS if kind.startswith("packed") else [(1.0,)] * _ROWS
+    ends = [np.cumsum([round(length * share) for share in row])[:-1] for row in shares]
+    bounds = find_bounds(np.stack([np.searchsorted(row, np.arange(length), side="right") for row in ends]))
+    window = None if kind != "packed window" else _NARROW if length <= _CHECKED_LENGTH else length // 4
+    bounds = bounds._replace(starts=bounds.starts.to(device), window=window)
+    return bounds, mask_of(bounds, _ROWS, length)
+
+
+def _computed(kernels: Kernels, inputs: Sequence[Tensor], hidden: tuple[Bounds, Tensor] | None) -> list[Tensor]:
+    """The output of an attention, `[rows, heads, length, size]`, and the gradients of its inputs."""
     query, key, value = inputs
-    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
-    if has_mask:  # as transformers calls it
-        key, value = (each.repeat_interleave(_HEADS // _KEY_VALUE_HEADS, dim=1) for each in (key, value))
-        length = query.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril_()
-        options = {"attn_mask": mask.expand(_ROWS, 1, length, length)}
-    with sdpa_kernel(kernel):
-        output = F.scaled_dot_product_attention(query, key, value, **options)
+    if kernels is None:
+        assert hidden is not None
+        output = attend_apart(query, key, value, hidden[0]).transpose(1, 2)
+    else:
+        options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+        if hidden is not None:  # as transformers calls it
+            key, value = (each.repeat_interleave(_HEADS // _KEY_VALUE_HEADS, dim=1) for each in (key, value))
+            options = {"attn_mask": hidden[1]}
+        with sdpa_kernel(kernels, set_priority=isinstance(kernels, list)):
+            output = F.scaled_dot_product_attention(query, key, value, **options)
     return [output.detach(), *torch.autograd.grad(output, inputs, torch.ones_like(output))]
 
 
-def _time(kernel: SDPBackend, inputs: Sequence[Tensor], *, has_mask: bool) -> float:
+def _time(kernels: Kernels, inputs: Sequence[Tensor], hidden: tuple[Bounds, Tensor] | None) -> float:
     """The least seconds of a forward and backward."""
     found = []
     for _ in range(_NUM_TIMES):
         torch.cuda.synchronize(inputs[0].device)
         started = time.perf_counter()
-        _computed(kernel, inputs, has_mask=has_mask)
+        _computed(kernels, inputs, hidden)
         torch.cuda.synchronize(inputs[0].device)
         found.append(time.perf_counter() - started)
     return min(found)

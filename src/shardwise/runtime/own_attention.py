@@ -24,13 +24,17 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
-from shardwise.runtime.attention_kernels import chosen_kernels
+from shardwise.runtime.attention_kernels import chosen_kernels, is_faster_apart
+from shardwise.runtime.varlen import Bounds, attend_apart, find_bounds, mask_of
 
 __all__ = ["OwnRows", "can_take_own_attention", "missed_rows", "own_rows", "take_own_attention"]
 
 _NAME = "shardwise"
 _ROWS = "_shardwise_rows"
 _SDPA = AttentionInterface()["sdpa"]
+_PLAIN = {"module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs"}
+_SPECIAL = {"softcap", *inspect.signature(_SDPA).parameters} - _PLAIN
+"""What an attention may be asked for that `varlen_attn` does not know."""
 
 
 @dataclass(eq=False)
@@ -42,6 +46,7 @@ class OwnRows:
         is_full: whether it hides nothing.
         segments: int64 [rows, length], the number of each token's document in its row; None where each row is one.
         positions: int64 [rows, length], from 0 in every document; None with `segments`.
+        bounds: the same for `varlen_attn`; None with `segments`.
         was_found: whether a mask has been made of it.
     """
 
@@ -49,6 +54,7 @@ class OwnRows:
     is_full: bool
     segments: Tensor | None = None
     positions: Tensor | None = None
+    bounds: Bounds | None = None
     was_found: bool = False
 
 
@@ -92,16 +98,27 @@ def _register() -> None:
 
 
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | Bounds | None, **options: Any
 ) -> Any:
     """The attention that transformers has for torch's kernels, by these in the order measured; see [Note: kernels by
-    measurement].
+    measurement], and [Note: bounds in place of a mask].
     """
+    if isinstance(attention_mask, Bounds):
+        is_plain = not options.get("dropout") and all(options.get(name) is None for name in _SPECIAL)
+        is_alike = key.dtype == query.dtype == value.dtype and value.shape == key.shape
+        has_window = attention_mask.window is not None
+        if is_plain and is_alike and is_faster_apart(query.dtype, query.shape[-1], has_window=has_window):
+            return attend_apart(query, key, value, attention_mask, scale=options.get("scaling")), None
+        attention_mask = mask_of(attention_mask, query.shape[0], query.shape[2])
     kernels = chosen_kernels(query, has_mask=attention_mask is not None or options.get("position_bias") is not None)
     if kernels is None:
         return _SDPA(module, query, key, value, attention_mask, **options)
+    order = None if torch.compiler.is_compiling() else torch._C._get_sdp_priority_order()
     with sdpa_kernel(kernels, set_priority=True):
-        return _SDPA(module, query, key, value, attention_mask, **options)
+        output = _SDPA(module, query, key, value, attention_mask, **options)
+    if order is not None:  # torch leaves kernels that are switched off at its end
+        torch._C._set_sdp_priority_order(order)
+    return output
 
 
 def own_rows(batch: Mapping[str, Any], device: torch.device) -> OwnRows | None:
@@ -127,6 +144,8 @@ def own_rows(batch: Mapping[str, Any], device: torch.device) -> OwnRows | None:
             return None
         segments = _segments(positions.numpy())
         if segments[:, -1].any():
+            bounds = find_bounds(np.broadcast_to(segments, shape))
+            rows.bounds = bounds._replace(starts=_send(bounds.starts, device))
             rows.segments = _send(torch.from_numpy(segments).expand(shape), device)
             rows.positions = _send(positions.expand(shape), device)
     return _carried(rows)
@@ -163,12 +182,16 @@ def _make_mask(
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
     **options: Any,
-) -> Tensor | None:
-    """As `sdpa_mask`, which also says what the arguments are; of rows known on the host without a look at them."""
+) -> Tensor | Bounds | None:
+    """As `sdpa_mask`, which also says what the arguments are; of rows known on the host without a look at them. Of
+    documents their bounds, where layers attend by these.
+    """
     rows: OwnRows | None = getattr(attention_mask, _ROWS, None)
     if rows is not None:
         rows.was_found = True
         attention_mask = None if rows.is_full else attention_mask
+        if allow_is_causal_skip and (bounds := _bounds(rows, mask_function, options)) is not None:
+            return bounds
         if rows.segments is not None:
             mask_function = _apart(mask_function, rows)
         is_plain = rows.is_full and rows.segments is None
@@ -190,3 +213,32 @@ def _apart(mask_function: Any, rows: OwnRows) -> Any:
         return compatible(mask_function, rows.positions, rows.segments)
     own = masking_utils.packed_sequence_mask_function(rows.segments)  # transformers 5.17
     return masking_utils.and_masks(mask_function, own)
+
+
+def _bounds(rows: OwnRows, mask_function: Any, options: Mapping[str, Any]) -> Bounds | None:
+    """What layers are given in place of the mask, where that was measured to be faster; None where it was not, and for
+    masks that are not causal, with a window or without.
+    """
+    window, config, length = options.get("local_size"), options.get("config"), rows.mask.shape[1]
+    if rows.bounds is None or config is None or not options["q_length"] == options["kv_length"] == length:
+        return None
+    causal = masking_utils.causal_mask_function
+    if window is not None:
+        causal = masking_utils.sliding_window_causal_mask_function(window)
+    has_sizes = hasattr(config, "v_head_dim")  # of several heads, which the kernel does not take
+    if getattr(config, "attention_dropout", 0) or has_sizes or not _is_same(mask_function, causal):
+        return None
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if not is_faster_apart(options["dtype"], size, has_window=window is not None):
+        return None
+    return rows.bounds._replace(window=window)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether functions have the same code and the same values in it."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if not inspect.isfunction(one) or not inspect.isfunction(other):
+        return one is other or (type(one) is type(other) is int and one == other)
+    cells = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other)]
+    return one.__code__ is other.__code__ and len(cells[0]) == len(cells[1]) and all(map(_is_same, *cells))

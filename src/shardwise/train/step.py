@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.agree import compare_later, raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.data.ahead import SentBatch, send
 from shardwise.data.batch import (
@@ -37,7 +39,7 @@ from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.attention_kernels import take_kernels
+from shardwise.runtime.attention_kernels import drop_kernels, take_kernels
 from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
 from shardwise.runtime.same_batch import (
     check_same_batch,
@@ -55,8 +57,6 @@ Count = int | Tensor
 
 Weight = float | Tensor
 """The share of a microbatch's targets, likewise."""
-
-_KERNELS = "attention kernels, as shardwise doctor has measured them on each machine"
 
 
 class _NumTokens:
@@ -132,7 +132,7 @@ class TrainStep:
         self.num_microbatches = num_microbatches
         # Where the device computes by itself, forwards ask it nothing; on CPUs an answer costs nothing.
         self._knows_rows = self._gradients.is_late and take_own_attention(find_model(model))
-        self._kernels = take_kernels(mesh.device) if self._knows_rows else {}
+        self._kernels = take_kernels(mesh.device) if self._knows_rows else None
         # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
@@ -237,6 +237,7 @@ class TrainStep:
         totals = [sum(found.get(name, 0) for found in each) for name in self._targets]
         if len(totals) > 1:
             totals = self._sum_over_data(totals, None, also)
+        self._agree_on_kernels()
         placed = (
             batch.take() if isinstance(batch, SentBatch) else {k: send(v, self.mesh.device) for k, v in batch.items()}
         )
@@ -274,7 +275,18 @@ class TrainStep:
             also = {"gradients of earlier steps": first is not None and first.grad is not None}
             also["dtype of parameters"] = None if first is None else first.dtype
         also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
-        return {**also, "num_microbatches": self.num_microbatches, _KERNELS: self._kernels}
+        return {**also, "num_microbatches": self.num_microbatches}
+
+    def _agree_on_kernels(self) -> None:
+        """Once, for cards of several kinds: copies of what is not split must come out equal on all ranks."""
+        if self._kernels is None:
+            return
+        orders, self._kernels = json.dumps(self._kernels), None
+        if not compare_later(self.mesh.group(), orders, device=self.mesh.device, doing="a step")():
+            drop_kernels()
+            if self.mesh.rank == 0:
+                said = "shardwise doctor has measured other orders of attention kernels on other ranks' cards"
+                warnings.warn(f"{said}: all ranks go by torch's", stacklevel=2)
 
     def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None, also: Mapping[str, Any]) -> list[Any]:
         """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank; and where
