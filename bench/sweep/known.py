@@ -38,6 +38,7 @@ _QWEN4_INDEXER = {
     "indexer_budget": 2048,
     "indexer_compress_ratio": 4,
 }
+_MUSICGEN = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}, "decoder": {}}
 _LACKING: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -50,6 +51,8 @@ _LACKING: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "ministral": {"head_dim": 128},
+    "musicgen": _MUSICGEN,
+    "musicgen_melody": _MUSICGEN,
     "nemotron": {"num_key_value_heads": 8},
     "qwen4_exp": {"text_config": _QWEN4_INDEXER},
     "qwen4_exp_text": _QWEN4_INDEXER,

@@ -127,17 +127,18 @@ def test_what_is_rehearsed_is_what_four_ranks_hold(on_ranks, layout, spec):
 
 @pytest.mark.single
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "attention"),
     [
-        ParallelSpec(),
-        ParallelSpec(precision=Precision()),
-        ParallelSpec(recompute=Recompute(mode="full")),
+        (ParallelSpec(), "eager"),
+        (ParallelSpec(precision=Precision()), "sdpa"),
+        (ParallelSpec(recompute=Recompute(mode="full")), "sdpa"),
     ],
     ids=["float32", "bfloat16", "full"],
 )
-def test_the_peak_of_a_step_is_rehearsed_to_the_byte(spec):
+def test_the_peak_of_a_step_is_rehearsed_to_the_byte(spec, attention):
     with shardwise.Mesh.open("tp1", device="cpu") as mesh:
         model, batch = build(mesh, spec)
+        model.set_attn_implementation(attention)
         found = peak(model, batch)
     expected = Rehearsal(source=model.config, shape=shardwise.MeshShape(), spec=spec).run_step(
         num_rows=ROWS, seq_length=LENGTH

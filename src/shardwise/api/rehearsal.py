@@ -31,6 +31,8 @@ from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
+from shardwise.runtime.adapters import find_model
+from shardwise.runtime.own_attention import own_rows, take_own_attention
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.topology.axes import AXES
@@ -103,8 +105,7 @@ class Rehearsal:
             UnsupportedError: that depends on values, such as which expert a token goes to.
         """
         with self._eager().open() as model:
-            batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
-            batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are full
+            batch = _full_rows(model, num_rows, seq_length)
             with told_values_are_missing(model):
                 return _run_step(model, batch)
 
@@ -118,8 +119,7 @@ class Rehearsal:
         found: dict[int, RehearsedStage] = {}
         for coord in range(self.shape.pp_size):
             with self._eager().open(rank=self.shape.rank(**dict.fromkeys(AXES, 0) | {"pp": coord})) as model:
-                batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
-                batch.pop("attention_mask", None)
+                batch = _full_rows(model, num_rows, seq_length)
                 stages = registry_of(model).stages
                 assert stages is not None
                 with told_values_are_missing(model):
@@ -179,6 +179,17 @@ def told_values_are_missing(model: nn.Module) -> Iterator[None]:
             f"what {type(model).__name__} does in a step depends on more than shapes",
             why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         ) from error
+
+
+def _full_rows(model: PreTrainedModel, num_rows: int, seq_length: int) -> dict[str, Any]:
+    """A batch whose rows hide nothing, as a step says so; only values could tell it to a model's own code."""
+    batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
+    batch.pop("attention_mask", None)
+    if take_own_attention(find_model(model)):
+        known = {name: value for name, value in batch.items() if name in ("input_ids", "inputs_embeds")}
+        rows = own_rows(known, torch.device("cpu"))
+        batch |= {} if rows is None else {"attention_mask": rows.mask}
+    return batch
 
 
 def _run_stage(model: nn.Module, stages: Stages, stage: int, batch: Mapping[str, Any]) -> RehearsedStage:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.hooks import RemovableHandle
@@ -17,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.estimate.memory import ActivationBytes
 
 __all__ = ["MemoryCount", "PeakCount"]
+
+_FORETELL = getattr(getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None), "__code__", None)
 
 _Storages = weakref.WeakValueDictionary[int, torch.UntypedStorage]
 """Storages of tensors by their ids, none of them kept alive."""
@@ -39,6 +44,8 @@ class _Count(TorchDispatchMode):
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # DTensor takes the operation apart; what it makes comes back here
         result = func(*args, **(kwargs or {}))
+        if _is_foretold():
+            return result
         self._see(func, args, {id(storage): storage for storage in _storages((args, kwargs))}, result)
         return result
 
@@ -121,6 +128,16 @@ class PeakCount(_Count):
     def _note(self, key: int, storage: torch.UntypedStorage, *, grown: int) -> None:
         self._sizes[key] = storage.nbytes()
         self._most += max(grown, 0)
+
+
+def _is_foretold() -> bool:
+    """Whether DTensor asks on tensors of the full shape, which it gives no memory, what an operation will make."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _FORETELL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _add(tensor: Tensor, storages: _Storages) -> None:
