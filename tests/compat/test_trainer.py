@@ -146,6 +146,11 @@ def test_hand_written_models_and_their_checkpoints(on_ranks, layout, tp, zero, r
     assert on_ranks(by_hand, directory=str(tmp_path)) == [[]] * 4
 
 
+def halve(module):
+    for each in module.parameters(recurse=False):
+        nn.init.constant_(each, 0.5)
+
+
 def refusals(mesh):
     found = {}
     for name, call in {
@@ -180,6 +185,13 @@ def refusals(mesh):
             call()
         except ShardwiseError as error:
             found[name] = str(error)
+    options = {"meta_device_init": True, "param_init_fn": lambda module: halve(module)}
+    filled = nxd.initialize_parallel_model(
+        nxd.neuronx_distributed_config(2, model_init_config=options),
+        lambda: type(tiny_model("llama"))(tiny_model("llama").config),
+    )
+    found["filled"] = {float(each.detach().mean()) for each in filled.parameters()}
+    found["buffers"] = torch.equal(*(each.model.rotary_emb.inv_freq for each in (filled, tiny_model("llama"))))
     meta = nxd.neuronx_distributed_config(2, model_init_config={"meta_device_init": True, "sequential_move_factor": 1})
     torch.manual_seed(0)
     model = nxd.initialize_parallel_model(meta, lambda: type(tiny_model("llama"))(tiny_model("llama").config))
@@ -203,6 +215,7 @@ def test_what_is_refused_and_the_small_print(on_ranks, layout):
     assert first["config"][0] == {"max_grad_norm": 2.0}, "the user's dictionary stays as it is"
     assert first["config"][1:] == ({"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 2.0}, 11)
     assert first["meta"] == (True, True) and first["eval"] == (1, 3, 96)
+    assert first["filled"] == {0.5} and first["buffers"]
     expected = {
         "key": "did you mean 'zero_one_enabled'?",
         "pipeline key": "did you mean 'num_microbatches'?",

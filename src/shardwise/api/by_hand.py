@@ -7,6 +7,7 @@ this kind saves them rank by rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -50,7 +51,7 @@ def build_in_turns(
     *,
     ranks_at_a_time: int,
     on_meta: bool = False,
-    fill: Callable[[nn.Module, torch.device], Any] | None = None,
+    fill: Callable[..., Any] | None = None,
 ) -> nn.Module:
     """The model that `build` gives, on the mesh's device, or on the CPU where it is still to be cut into stages; only
     so many ranks build theirs at the same time.
@@ -58,7 +59,8 @@ def build_in_turns(
     Args:
         build: does not communicate.
         on_meta: build on the meta device, where nothing takes memory, and give parameters their values afterwards:
-            `fill(module, device)` for every module, or without it those that the modules start with.
+            `fill(module, device)` for every module, or `fill(module)` where it takes no more, or without it those that
+            the modules start with.
 
     Raises:
         Exception: what `build` raised on some rank, on all of them.
@@ -76,13 +78,25 @@ def build_in_turns(
     device = torch.device("cpu") if mesh.size("pp") > 1 else mesh.device
     if on_meta and fill is not None:
         model.to_empty(device=device)
+        with torch.random.fork_rng(devices=()):  # what `fill` leaves out, such as buffers, starts as in the model
+            for module in model.modules() if isinstance(model, PreTrainedModel) else ():
+                model._init_weights(module)  # type: ignore[operator]
+        given = (device,) if _takes_two(fill) else ()
         for module in model.modules():
-            fill(module, device)
+            fill(module, *given)
         if isinstance(model, PreTrainedModel):
             model.tie_weights()
     elif on_meta:
         initialize_meta(model)
     return model.to(device)
+
+
+def _takes_two(fill: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fill).bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def adopt_model(

@@ -23,7 +23,7 @@ from shardwise.parameters.registry import canonical_entries, entry_of, registry_
 from shardwise.plan.match import match
 from shardwise.runtime.gathered import gathered_parameters
 
-__all__ = ["build_optimizer", "divided_groups", "watch_optimizers"]
+__all__ = ["build_optimizer", "divided_groups", "local_state_of", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
 _KNOWN = "_shardwise_known"
@@ -149,6 +149,16 @@ def _guard_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes `state_dict()` refuse from the first step on: before it, there is no state."""
     if _refuse_state not in optimizer._optimizer_state_dict_pre_hooks.values():
         optimizer.register_state_dict_pre_hook(_refuse_state)
+
+
+def local_state_of(optimizer: torch.optim.Optimizer) -> Any:
+    """`state_dict()` with this rank's parts, for whoever saves and loads rank by rank."""
+    hooks = optimizer._optimizer_state_dict_pre_hooks
+    guards = {key: hooks.pop(key) for key in [key for key, hook in hooks.items() if hook is _refuse_state]}
+    try:
+        return optimizer.state_dict()
+    finally:
+        hooks.update(guards)
 
 
 def _refuse_state(optimizer: torch.optim.Optimizer) -> NoReturn:

@@ -12,6 +12,8 @@ from shardwise.mesh import Mesh
 from shardwise.modules.split_module import mark_replicated
 from shardwise.optim.average import average_gradients
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.optimizer import local_state_of
+from shardwise.parameters.canonical import sharded_alike
 
 __all__ = ["CompletingOptimizer"]
 
@@ -62,12 +64,15 @@ class CompletingOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> Any:
-        """The wrapped one's, where this rank's parts are wanted; see `shardwise.save_checkpoint`."""
-        return self.optimizer.state_dict()
+        """The wrapped one's, of this rank's parts, for whoever saves rank by rank; see `shardwise.save_checkpoint`."""
+        return local_state_of(self.optimizer)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """The wrapped one's."""
+        """What `state_dict` gave on this rank, or on the data ranks together."""
         self.optimizer.load_state_dict(state_dict)
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                state[name] = sharded_alike(value, parameter) if isinstance(value, Tensor) else value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)

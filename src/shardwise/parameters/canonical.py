@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.comm.operations import (
     Group,
@@ -43,6 +43,7 @@ __all__ = [
     "full_value",
     "local_tensor",
     "names_only",
+    "sharded_alike",
     "state_names",
     "state_tensors",
     "take_parts",
@@ -307,11 +308,25 @@ def local_tensor(full: Tensor, layout: Layout, coords: Mapping[str, int]) -> Ten
 
 
 def take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A `load_state_dict` hook: replaces full tensors in the state dict by this rank's parts."""
+    """A `load_state_dict` hook: replaces full tensors in the state dict by this rank's parts, and those that data ranks
+    hold together by this one's.
+    """
+    held = dict(module.named_parameters(remove_duplicate=False))
     for name, entry in named_entries(module).items():
         value = state.get(f"{prefix}{name}") if entry.is_held else None
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and tuple(value.shape) == entry.layout.shape:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if tuple(value.shape) == entry.layout.shape:
             state[f"{prefix}{name}"] = entry.wrap(local_tensor(value, entry.layout, entry.registry.mesh.coords))
+        elif name in held:
+            state[f"{prefix}{name}"] = sharded_alike(value, held[name])
+
+
+def sharded_alike(value: Tensor, held: Tensor) -> Tensor:
+    """This rank's part of `value`, where it has the shape of a `DTensor` that `held` is; else `value` itself."""
+    if not isinstance(held, DTensor) or isinstance(value, DTensor) or value.shape != held.shape:
+        return value
+    return distribute_tensor(value.to(held.device), held.device_mesh, held.placements, src_data_rank=None)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
+from shardwise.runtime.arguments import argument_names
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.step import Count, TrainStep, Weight
@@ -57,6 +58,7 @@ def run_batch(
             all_reduce_(loss, data)
             loss /= mesh.data_size
         return loss
+    args, kwargs = _named(model, args, kwargs)
     pipeline = runner_of(find_model(model))
     if not args and "labels" in kwargs and (pipeline is None or pipeline.takes(num_microbatches)):
         return TrainStep(model, mesh, num_microbatches=num_microbatches)(kwargs).loss
@@ -88,7 +90,7 @@ def run_microbatches(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches:
             _check_losses(int(weights.count_nonzero()), num_microbatches)
         return list(losses)
     step = _NotingStep(model, mesh, num_microbatches=num_microbatches)
-    step(kwargs)
+    step(_named(model, args, kwargs)[1])
     losses = torch.zeros(num_microbatches, device=mesh.device)
     pipeline = runner_of(find_model(model))
     with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
@@ -182,6 +184,16 @@ def _parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], coun
     rows = next((value.shape[0] for value in tree_leaves(arguments) if isinstance(value, Tensor) and value.ndim), 0)
     check_rows(rows, count)
     return split_rows(arguments, rows, count)
+
+
+def _named(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call by the names that the model's forward gives them, where none is given twice."""
+    names = argument_names(find_model(model))
+    if kwargs.keys() & set(names[: len(args)]):
+        return args, kwargs
+    return args[len(names) :], {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def add_runners(model: nn.Module, *, num_microbatches: int) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError, one_line
 from shardwise.mesh import Mesh
+from shardwise.topology.axes import DATA_AXES
 from shardwise.weights.staging import atomic_file
 
 __all__ = ["place_of", "read_file", "read_tree", "write_by_rank", "write_tree"]
@@ -40,16 +43,25 @@ def write_by_rank(
     file_per_tensor: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes what every rank of the first data rank holds, or of all of them (`by_data_rank`); see `write_tree`.
+    """Writes what every rank of the first data rank holds, or of all of them (`by_data_rank`); see `write_tree`. Of what
+    the data axes shard (a `DTensor`) the tensor that the data ranks hold together.
 
     Args:
         serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
 
     Raises:
-        LoadError: a file cannot be written. The same on every rank.
+        LoadError: a file cannot be written, or ranks pass different numbers of such tensors. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks, for every turn.
+    Communicates: one gather of a small object over all ranks, and one for every turn; an all-gather of every `DTensor`.
     """
+    numbers = all_gather_objects(sum(isinstance(each, DTensor) for each in tree_leaves(tree)), mesh.group())
+    if any(len({numbers[rank] for rank in line}) > 1 for line in mesh.shape.groups(*DATA_AXES)):
+        raise LoadError(
+            "data ranks save different numbers of sharded tensors",
+            why=f"by rank they are {numbers}",
+            fix="pass the same entries on every rank",
+        )
+    tree = tree_map_only(DTensor, lambda each: each.full_tensor(), tree)
     turn, num_turns = 0, 1
     if serially:
         turn, num_turns = mesh.coord("pp") * mesh.size("tp") + mesh.coord("tp"), mesh.size("tp") * mesh.size("pp")

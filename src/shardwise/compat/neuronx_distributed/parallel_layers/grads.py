@@ -11,6 +11,7 @@ from torch import Tensor
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
 from shardwise.modules.split_module import mark_replicated
+from shardwise.optim.average import average_gradients
 from shardwise.optim.clip import clip_grad_norm_
 
 __all__ = ["clip_grad_norm", "get_grad_norm"]
@@ -19,7 +20,8 @@ __all__ = ["clip_grad_norm", "get_grad_norm"]
 def clip_grad_norm(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float | str = 2, *args: Any, **options: Any
 ) -> Tensor:
-    """Clips the gradients of `parameters`, an iterable of any kind or one tensor, by the norm of the full ones.
+    """Clips the gradients of `parameters`, an iterable of any kind or one tensor, by the norm of the full ones, after
+    averaging over data ranks what nobody has.
 
     Args:
         norm_type: p of the p-norm; "inf" or `math.inf` for the largest entry.
@@ -28,17 +30,19 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, float32 scalar, the same on every rank.
 
-    Communicates: over all ranks, one all-reduce of one value.
+    Communicates: as `average_gradients`; over all ranks, one all-reduce of one value.
     """
-    if isinstance(norm_type, str) and norm_type.lower() not in ("inf", "infinity"):
-        raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    mark_replicated(chosen, current_mesh())
-    return clip_grad_norm_(chosen, float(max_norm), float(norm_type))
+    average_gradients(chosen, current_mesh())
+    return get_grad_norm(chosen, norm_type, max_norm=max_norm)
 
 
 def get_grad_norm(
     parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2, *args: Any, **options: Any
 ) -> Tensor:
     """The norm of the full gradients, as `clip_grad_norm` returns it; gradients stay as they are."""
-    return clip_grad_norm(parameters, math.inf, norm_type)
+    if isinstance(norm_type, str) and norm_type.lower() not in ("inf", "infinity"):
+        raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    mark_replicated(chosen, current_mesh())
+    return clip_grad_norm_(chosen, float(options.get("max_norm", math.inf)), float(norm_type))

@@ -24,8 +24,7 @@ class NxDModel(Transparent):
     def __init__(self, module: nn.Module, nxd_config: Mapping[str, Any]) -> None:
         super().__init__(module)
         self.__dict__.update(nxd_config=dict(nxd_config), pp_enabled=current_mesh().size("pp") > 1)
-        lora = nxd_config["lora_config"]
-        self.__dict__["lora_config"] = lora.as_saved() if lora is not None and lora.enable_lora else None
+        self.__dict__["lora_config"] = getattr(module, "lora_config", None)
         self.train()
 
     def local_module(self) -> nn.Module:

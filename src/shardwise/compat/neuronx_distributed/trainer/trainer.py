@@ -83,7 +83,8 @@ def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     """Splits a model that is built, in place; returns it, or the `LoRAModel` around it."""
     mesh, lora = current_mesh(), nxd_config["lora_config"]
-    wrapped = model if lora is None or not lora.enable_lora else LoRAModel(model, lora.as_saved())
+    is_plain = lora is None or not lora.enable_lora or isinstance(model, LoRAModel)
+    wrapped = model if is_plain else LoRAModel(model, lora.as_saved())
     model = seen_through(wrapped)
     base: Any = find_model(model)
     asked = nxd_config["activation_checkpoint_config"]
@@ -105,7 +106,8 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
             pipeline=pipeline_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else Pipeline(),
         )
         prepare(model, mesh, spec)
-    if wrapped is not model and lora.load_lora_from_ckpt:
+    lora = getattr(wrapped, "lora_config", None)
+    if lora is not None and lora.load_lora_from_ckpt:
         load_checkpoint(lora.lora_save_dir, lora.lora_load_tag, model=model)
     return wrapped
 
