@@ -186,9 +186,7 @@ def _parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], coun
     return split_rows(arguments, rows, count)
 
 
-def _named(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call by the names that the model's forward gives them, where none is given twice."""
     names = argument_names(find_model(model))
     if kwargs.keys() & set(names[: len(args)]):
