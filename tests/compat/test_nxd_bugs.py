@@ -53,7 +53,7 @@ def test_every_save_is_of_its_own_time_and_kind(on_ranks, layout, tmp_path):
 
 def by_rank(mesh, directory):
     """Saved and loaded rank by rank, as the guide does, where ZeRO-1 shards over data ranks; with positional inputs."""
-    problems, history = [], []
+    problems, history, kept, trained = [], [], {}, {}
     directory = f"{directory}/saved"
     for step in range(2):
         nxd_config = nxd.neuronx_distributed_config(2, optimizer_config={"zero_one_enabled": True})

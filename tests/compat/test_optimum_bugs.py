@@ -98,3 +98,21 @@ def ignored(mesh):
 @pytest.mark.parametrize("layout", ["tp2"])
 def test_ignored_labels_count_nothing_and_logits_stay(on_ranks, layout):
     assert on_ranks(ignored) == [[], []]
+
+
+def lazily_in_stages(mesh):
+    """Which parameters an optimizer has of a model that is loaded lazily over stages and data ranks."""
+    parallel_state.initialize_model_parallel(1, 2)
+    with lazy_load_for_parallelism(pipeline_parallel_size=2):
+        model = AutoModelForCausalLM.from_config(tiny_model("llama").config)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), dict(model.named_parameters())
+    model = Parallelizer.parallelize(model)
+    held = dict(model.named_parameters())
+    moved = Parallelizer.optimizer_for_mp(optimizer, {id(before[name]): value for name, value in held.items()})
+    parallel_state.destroy_model_parallel()
+    return [id(value) for group in moved.param_groups for value in group["params"]] == list(map(id, held.values()))
+
+
+@pytest.mark.parametrize("layout", ["tp4"])
+def test_an_optimizer_of_a_lazy_model_leaves_out_other_stages(on_ranks, layout):
+    assert on_ranks(lazily_in_stages) == [True] * 4

@@ -185,7 +185,7 @@ def refusals(mesh):
             call()
         except ShardwiseError as error:
             found[name] = str(error)
-    options = {"meta_device_init": True, "param_init_fn": lambda module: halve(module)}
+    options = {"meta_device_init": True, "param_init_fn": halve}
     filled = nxd.initialize_parallel_model(
         nxd.neuronx_distributed_config(2, model_init_config=options),
         lambda: type(tiny_model("llama"))(tiny_model("llama").config),

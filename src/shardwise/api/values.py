@@ -23,7 +23,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import Registry, is_split, registry_of
+from shardwise.parameters.registry import Registry, find_parameters, is_split, registry_of
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
 
@@ -79,6 +79,7 @@ class Values:
             load_checkpoint(self._checkpoint, model=self._model)
         if not self._reads:
             self._fill(registry)
+        list(find_parameters(self._model))  # FSDP2 made parameters anew, which are to know their entries
 
     def _fill(self, registry: Registry) -> None:
         for turn in range(self._num_turns):

@@ -43,8 +43,8 @@ def write_by_rank(
     file_per_tensor: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes what every rank of the first data rank holds, or of all of them (`by_data_rank`); see `write_tree`. Of what
-    the data axes shard (a `DTensor`) the tensor that the data ranks hold together.
+    """Writes what every rank of the first data rank holds, or of all of them (`by_data_rank`); see `write_tree`. Of
+    what the data axes shard (a `DTensor`) it writes the tensor that the data ranks hold together.
 
     Args:
         serially: one place of tp and pp after the other, so that few tensors are in host memory at a time.
@@ -52,7 +52,7 @@ def write_by_rank(
     Raises:
         LoadError: a file cannot be written, or ranks pass different numbers of such tensors. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks, and one for every turn; an all-gather of every `DTensor`.
+    Communicates: a gather of a small object over all ranks, and one for every turn; an all-gather of every `DTensor`.
     """
     numbers = all_gather_objects(sum(isinstance(each, DTensor) for each in tree_leaves(tree)), mesh.group())
     if any(len({numbers[rank] for rank in line}) > 1 for line in mesh.shape.groups(*DATA_AXES)):
