@@ -466,6 +466,9 @@ def test_classes_are_imported_or_all_their_errors_told():
         import_classes_from_paths(["nodot", "torch.nn.Liner", "no.such.Thing", None, "torch.nn.functional.relu"])
     for part in ("'nodot'", "did you mean 'Linear'?", "'no.such.Thing'", "None", "relu is a function, not a class"):
         assert part in str(caught.value)
+    for other in ("torch.nn.Linear", None):
+        with pytest.raises(ConfigError, match="pass a list"):
+            import_classes_from_paths(other)
 
 
 @single

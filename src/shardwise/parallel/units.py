@@ -18,7 +18,7 @@ def unit_names(model: nn.Module, paths: Sequence[str] | None, what: str) -> tupl
     Raises:
         ConfigError: a path leads to no class, or no module is an instance of one.
     """
-    classes = tuple(import_classes(list(paths or [])))
+    classes = tuple(import_classes(paths or []))
     names = {name: type(module) for name, module in model.named_modules() if name and isinstance(module, classes)}
     missing = [
         path

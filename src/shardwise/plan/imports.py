@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -30,12 +31,14 @@ def import_from_path(path: str) -> Any:
     return getattr(module, name)
 
 
-def import_classes(class_paths: list[str]) -> list[type]:
+def import_classes(class_paths: Sequence[str]) -> list[type]:
     """The classes of dotted import paths.
 
     Raises:
-        ConfigError: a path leads to nothing, or to no class; lists every one.
+        ConfigError: a path leads to nothing, or to no class; lists every one. Or it is one path, or None.
     """
+    if class_paths is None or isinstance(class_paths, str):
+        raise ConfigError(f"class paths are {class_paths!r}", fix="pass a list of package.module.ClassName")
     found: list[type] = []
     problems: list[str] = []
     for path in class_paths:
