@@ -39,6 +39,13 @@ def test_a_file_with_overrides_becomes_values_of_the_right_types(tmp_path):
     assert config.optimizer.max_grad_norm == TrainConfig().optimizer.max_grad_norm
 
 
+def test_places_may_be_in_the_home_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = read_config(write(tmp_path, GOOD), ["checkpoint.dir=~/saved", "export=~/out", "data.path=~/text"])
+    assert (config.checkpoint.dir, config.export) == ("/home/me/saved", "/home/me/out")
+    assert config.data.path == "/home/me/text" and config.model.path == "some/model"
+
+
 def test_a_configuration_written_out_reads_back_equal(tmp_path):
     config = read_config(write(tmp_path, GOOD), ["optimizer.max_grad_norm=null"])
     assert config.optimizer.max_grad_norm is None
