@@ -173,8 +173,9 @@ def test_a_home_directory_is_meant_by_its_sign(training, tmp_path, monkeypatch):
     assert (tmp_path / "there" / "a").is_dir()
     with pytest.raises(ConfigError, match="cannot be the path of checkpoints"):
         training.save("~nobody-of-that-name/there")
-    with pytest.raises(ConfigError, match="it is a URL"):
-        training.save("s3://bucket/there")
+    for url in ("s3://bucket/there", Path("s3://bucket/there")):
+        with pytest.raises(ConfigError, match="it is a URL"):
+            training.save(url)
 
 
 class Wrapper(torch.nn.Module):

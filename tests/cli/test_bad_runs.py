@@ -141,6 +141,11 @@ CASES = {
         ["model.path=nobody/nothing-like-this"],
         ["model.path: cannot reach the hub for 'nobody/nothing-like-this'"],
     ),
+    "model: a directory for its config": (
+        None,
+        ["model={config: tokenizer, tokenizer: tokenizer}"],
+        ["model.config: there is no file tokenizer; name a config.json"],
+    ),
     "model: text with a NUL": (None, ['model.path="a\\0b"'], ["nothing can be loaded from 'a\\x00b'"]),
     "model: a name too long": (None, [f"model.path={'x' * 300}"], ["model.path: nothing can be loaded from 'xxx"]),
     "model: no tokenizer": (
@@ -161,6 +166,7 @@ CASES = {
             ("in /proc", "/proc/nowhere/out", ["cannot write to '/proc/nowhere", "No such file"]),
             ("a name too long", "x" * 300, ["name too long"]),
             ("with a NUL", '"a\\0b"', ["null byte"]),
+            ("a URL", "s3://bucket/out", ["cannot write to 's3://bucket/out'", "it is a URL"]),
             ("a file", "run.yaml", ["File exists" if key != "export" else "run.yaml is a file"]),
         )
     },
@@ -187,6 +193,16 @@ CASES = {
     ),
     "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
     "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
+    "data: nothing but an empty file": (
+        lambda: Path("corpus/a.txt").write_text(""),
+        [],
+        ["the data holds no text", "every file or line is empty"],
+    ),
+    "data: half of a character": (
+        lambda: Path("corpus/b.jsonl").write_text('{"text": "\\ud83d\\ude00"}\n{"text": "\\uD800 alone"}\n'),
+        [],
+        ["a line holds half of a character", "corpus/b.jsonl:2", "surrogates not allowed"],
+    ),
     "batch_size: a million million": (
         None,
         ["batch_size=1000000000000"],

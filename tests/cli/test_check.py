@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -40,6 +42,8 @@ def test_a_good_run_has_no_problems(run, capsys):
 
 def test_tensor_parallelism_across_machines_is_a_warning(run, capsys):
     words = ["check", run, "layout=fsdp2.tp2", "data.seq_length=16"]
+    assert main([*words, "--ranks-per-machine", "0"]) == 1
+    assert "--ranks-per-machine 0" in capsys.readouterr().err
     for number, warned in (("2", ""), ("3", "warning: tp2 crosses machines of 3 ranks: ranks 2 to 3 communicate in")):
         assert main([*words, "--world-size", "4", "--ranks-per-machine", number]) == 0
         assert capsys.readouterr().err.startswith(warned)
@@ -95,9 +99,16 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("compilation.backend=indutcor", "compilation: Compile backend is 'indutcor' (did you mean 'inductor'?)"),
         ("compilation={backend: auto, options: {max_autotun: true}}", "did you mean 'max_autotune'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
+        ("optimizer.name=..AdamW", "no optimizer class"),
+        ("data.seq_length=1", "data.seq_length: is 1"),  # and not the default, which is too long
+        ("data={dataset: none, seq_length: 8}", "data.dataset: 'none' needs the package datasets"),
+        ("data={path: here, format: chat, seq_length: 8}", "records"),
     ],
 )
-def test_each_of_these_is_a_problem(run, capsys, word, part):
+def test_each_of_these_is_a_problem(run, capsys, monkeypatch, word, part):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.chdir(Path(run).parent)
+    Path("here").mkdir()
     assert main(["check", run, word]) == 1
     out = capsys.readouterr().out
     assert ": 1 problem\n" in out and part in out
@@ -143,6 +154,8 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "--batch 2,16 is no microbatch" in capsys.readouterr().err
     assert main(["plan", str(config), "--layout", "tp2", "--batch", "2x65"]) == 1
     assert "rows of 65 tokens\n  why: the model sees 64 positions" in capsys.readouterr().err
+    assert main(["plan", str(config), "--layout", "tp2", "--batch", f"{10**20}x64"]) == 1
+    assert "tokens on a data rank" in capsys.readouterr().err
     for kind, named in (("t5", "T5ForConditionalGeneration"), ("vit", None)):
         config.write_text(json.dumps({"model_type": kind, "architectures": named and [named]}))
         assert main(["plan", str(config), "--layout", "tp2"]) == (0 if named else 1)

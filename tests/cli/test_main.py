@@ -12,7 +12,7 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
-from shardwise.cli.plan import _draw_step
+from shardwise.cli.plan import _check_timeline, _draw_step
 from shardwise.errors import ConfigError, RankError
 from shardwise.plan.options import ParallelSpec
 from shardwise.topology.shape import MeshShape
@@ -59,7 +59,8 @@ def test_misspelt_commands_and_options_get_a_suggestion(capsys):
     assert "did you mean 'train'" in refused(capsys, "trian")
     assert "did you mean '--nproc'" in refused(capsys, "train", "run.yaml", "--nprco=2")
     assert "unknown argument rest" in refused(capsys, "doctor", "rest")
-    assert "see `shardwise" in refused(capsys, "train")
+    assert "arguments are required: CONFIG.yaml\n  fix: see `shardwise" in refused(capsys, "train")
+    assert "is written optimizer.lr=..., without dashes" in refused(capsys, "check", "run.yaml", "--optimizer.lr=1")
 
 
 def test_overrides_may_stand_on_either_side_of_options(tmp_path, capsys):
@@ -146,7 +147,7 @@ def test_a_step_of_the_pipeline_is_drawn(tmp_path, capsys, name):
     assert "1B3" in (tmp_path / name).read_text()
 
 
-@pytest.mark.parametrize(("name", "layout"), [("steps.png", "pp2"), ("steps.svg", "tp2")])
+@pytest.mark.parametrize(("name", "layout"), [("steps.png", "pp2"), ("steps.svg", "tp2"), ("nowhere/steps.svg", "pp2")])
 def test_what_cannot_be_drawn_is_an_error(tmp_path, name, layout):
     with pytest.raises(ConfigError, match="--timeline"):
-        _draw_step(tmp_path / name, MeshShape.parse(layout), ParallelSpec(), None)
+        _check_timeline(tmp_path / name, MeshShape.parse(layout))

@@ -27,6 +27,12 @@ def test_a_right_split_passes_with_a_table(config, capsys):
     assert all(word in out for word in ("loss", "logits", "gradient"))
 
 
+def test_a_layout_that_does_not_fit_is_refused_before_ranks_start(config, capsys, monkeypatch):
+    monkeypatch.setattr(api, "spawn", None)
+    assert main(["verify", config, "--layout", "tp64"]) == 1
+    assert "over tp=64" in capsys.readouterr().err
+
+
 def test_a_wrong_split_fails(config, capsys, monkeypatch):
     seen = []
 

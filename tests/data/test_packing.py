@@ -27,7 +27,14 @@ from shardwise.weights.staging import atomic_file
 pytestmark = pytest.mark.single
 
 SEPARATOR = 256
-BYTES = Encoder(encode=lambda texts: [list(text.encode()) for text in texts], separator=SEPARATOR, fingerprint="bytes")
+
+
+def encode(texts):
+    assert texts, "transformers' tokenizers fail on no texts"
+    return [list(text.encode()) for text in texts]
+
+
+BYTES = Encoder(encode=encode, separator=SEPARATOR, fingerprint="bytes")
 PATTERNS = patterns_of(DataConfig())
 
 
@@ -72,9 +79,10 @@ def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
     assert encode_all(source, tmp_path / "out") == ["one", "two\nlines"]
 
 
-def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monkeypatch):
+@pytest.mark.parametrize("encode_chars", [1, 120])  # 1: a text, and its end in the next batch
+def test_a_large_file_is_encoded_in_pieces_and_stays_one_document(tmp_path, monkeypatch, encode_chars):
     monkeypatch.setattr(corpus, "PIECE_CHARS", 50)
-    monkeypatch.setattr(corpus, "ENCODE_CHARS", 120)
+    monkeypatch.setattr(corpus, "ENCODE_CHARS", encode_chars)
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("")

@@ -61,6 +61,23 @@ def test_commands_shown_exist(command, places, capsys):
     assert not ended.value.code, f"{places} show `shardwise {command}`:\n{capsys.readouterr().err}"
 
 
+def test_commands_shown_have_the_options_that_they_need():
+    """In blocks and in the text: the parser takes them, and `plan` and `verify` are told a layout."""
+    from shardwise.cli.main import _parse
+
+    shown = [line for document in DOCUMENTS for line in re.findall(r"`(shardwise \w+ .*?)`", document.read_text())]
+    shown += [line for each in SHELL_SNIPPETS for line in each.text.replace("\\\n", " ").splitlines()]
+    lines = [
+        words for line in shown if (words := shlex.split(line.removeprefix("$ "), comments=True))[:1] == ["shardwise"]
+    ]
+    assert len(lines) > 30
+    for words in lines:
+        if len(words) > 2 and not words[2].startswith("-") and "..." not in words:
+            arguments = _parse(words[1:])
+            has_layout = getattr(arguments, "layout", "") is not None or arguments.model.endswith((".yaml", ".yml"))
+            assert has_layout, words
+
+
 def test_an_unknown_command_is_refused():
     script = [sys.executable, "-m", "shardwise", "trian"]
     run = subprocess.run(script, capture_output=True, text=True, check=False, timeout=100)

@@ -30,6 +30,8 @@ from shardwise.topology.shape import MeshShape
 __all__ = ["describe"]
 
 _FEW_TOKENS = (1, 16)
+MOST_TOKENS = 2**26
+"""Of a microbatch: its loss is rehearsed some rows at a time."""
 
 
 def describe(
@@ -53,16 +55,16 @@ def describe(
         options: every option of `load`.
 
     Raises:
-        ConfigError: the batch has longer rows than the model has positions, or a pipeline cannot be cut or run so.
+        ConfigError: the batch has longer rows than the model has positions, or more tokens than can be rehearsed, or a
+            pipeline cannot be cut or run so.
         PlanError: the plan cannot be followed; every problem is listed.
         UnsupportedError: the layout has an axis that is not supported yet.
     """
     spec, options = ParallelSpec.take(options)
     shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
     config, model_options = (source, options) if isinstance(source, PreTrainedConfig) else read_config(source, options)
-    window = num_positions(config)
-    if batch is not None and window is not None and batch[1] > window:
-        raise ConfigError(f"rows of {batch[1]:,} tokens", why=f"the model sees {window:,} positions", fix="use fewer")
+    if batch is not None:
+        _check_batch(config, *batch)
     model = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=model_options)
     if adapter is not None:
         inject(model, adapter)
@@ -89,6 +91,15 @@ def describe(
         return explain(plan, collectives=(), memory=memory)
     activations, collectives = _rehearsed(rehearsal, batch or _FEW_TOKENS, kept)
     return explain(plan, collectives=collectives, memory=memory if batch is None else f"{memory}\n{activations}")
+
+
+def _check_batch(config: PreTrainedConfig, num_rows: int, seq_length: int) -> None:
+    window = num_positions(config)
+    if window is not None and seq_length > window:
+        raise ConfigError(f"rows of {seq_length:,} tokens", why=f"the model sees {window:,} positions", fix="use fewer")
+    if (num_tokens := num_rows * seq_length) > MOST_TOKENS:
+        fix = f"ask for at most {MOST_TOKENS:,}: what a step keeps grows with them"
+        raise ConfigError(f"a microbatch of {num_tokens:,} tokens on a data rank", fix=fix)
 
 
 def _explain_stages(

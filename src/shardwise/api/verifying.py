@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from shardwise.api.building import parallelize
+from shardwise.api.prepare import decide
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, share_among, split_rows, target_names
 from shardwise.errors import ConfigError, one_line
@@ -162,10 +163,11 @@ class Proof:
     def run(self, subject: str, *, timeout_seconds: float = 300.0) -> Report:
         """Starts the ranks and reports what they find."""
         start = time.perf_counter()
-        if self.adapters:  # those that do not fit are an error here, not on ranks
-            _inject(self.adapters, build_tiny_model(self.config, self.model_class, seed=0))
-        size = MeshShape.parse(self.layout).world_size
-        measurements = spawn(_prove_on_this_rank, size, self, timeout=timeout_seconds)
+        shape = MeshShape.parse(self.layout)
+        tiny = build_tiny_model(self.config, self.model_class, seed=0)
+        # What does not fit is an error here, before ranks are waited for.
+        decide(_inject(self.adapters, tiny) if self.adapters else tiny, shape, self.exact_spec)
+        measurements = spawn(_prove_on_this_rank, shape.world_size, self, timeout=timeout_seconds)
         return Report(
             subject=subject,
             layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,

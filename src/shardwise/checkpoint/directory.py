@@ -18,7 +18,7 @@ from shardwise.checkpoint.manifest import INDEX, MANIFEST, read_manifest
 from shardwise.checkpoint.schema import Manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
-from shardwise.weights.staging import find_asides, leftovers
+from shardwise.weights.staging import find_asides, is_url, leftovers
 
 __all__ = [
     "LATEST",
@@ -59,7 +59,7 @@ def root_of(path: Any) -> Path:
         raise ConfigError(
             f"{path!r:.100} cannot be the path of checkpoints", why=str(error), fix="pass a str or pathlib.Path"
         ) from error
-    wrong = "it has a NUL in it" if "\0" in str(found) else "it is a URL" if "://" in str(path) else ""
+    wrong = "it has a NUL in it" if "\0" in str(found) else "it is a URL" if is_url(path) else ""
     if wrong:
         raise ConfigError(
             f"{path!r:.100} cannot be the path of checkpoints", why=wrong, fix="name a directory of a file system"

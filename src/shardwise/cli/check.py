@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
 from shardwise.cli.importing import importing
+from shardwise.errors import ConfigError
 from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import Problem, TrainConfig
@@ -30,7 +31,8 @@ is slow.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise check`."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run, as for `shardwise train`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys to set over the file's")
+    # Without a default argparse calls them required.
+    parser.add_argument("overrides", nargs="*", default=None, metavar="key=value", help="keys to set over the file's")
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="ranks the run will have (default: what the layout needs)"
     )
@@ -41,12 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    if arguments.ranks_per_machine < 1:
+        raise ConfigError(f"--ranks-per-machine {arguments.ranks_per_machine}", fix="use 1 or more")
     config, problems = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=problems, world_size=arguments.world_size)
     if not problems:
         shape = MeshShape.parse(config.layout)
         num_ranks = shape.world_size
-        if (warning := describe_crossing(shape, max(1, arguments.ranks_per_machine))) is not None:
+        if (warning := describe_crossing(shape, arguments.ranks_per_machine)) is not None:
             print(f"warning: {warning}", file=sys.stderr)
         print(f"{arguments.config}: no problems found ({config.layout}, {num_ranks} ranks)")
         return 0
@@ -74,5 +78,6 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
     groups = {problem.key.split(".")[0] for problem in problems}
     if not groups & {"model", "pipeline", "adapter", "compilation"} and "layout" not in broken:
         with_data = not groups & {"data", "evaluation"}
-        problems += check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
+        found = check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
+        problems += [each for each in found if each.key not in broken]  # which have their defaults
     return problems

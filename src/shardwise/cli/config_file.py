@@ -35,6 +35,7 @@ _WORDS = {
     "a valid array": "a list",
     "a valid integer": "an integer",
     "a valid": "a",
+    r"String should match pattern '^(cpu|cuda(:\d+)?)$'": "cpu, cuda or cuda:N",
 }  # JSON's -> YAML's
 _OTHER_NAMES = {
     **dict.fromkeys(("name", "id", "name_or_path", "repo_id", "checkpoint"), "path"),
@@ -236,7 +237,8 @@ def _read_file(path: Path) -> dict[str, Any]:
             fix="`shardwise train --help` shows a small one",
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise LoadError(f"cannot read the configuration file {path}", why=str(error)) from error
+        fix = "save it as UTF-8 text" if isinstance(error, UnicodeDecodeError) else "pass a YAML file"
+        raise LoadError(f"cannot read the configuration file {path}", why=str(error), fix=fix) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: 2026-13-45, 5,000 digits
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
     if not isinstance(tree, dict | None):
@@ -246,7 +248,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:
     key, equals, text = override.partition("=")
-    if not equals or not key:
+    if not equals or not all(key.split(".")):
         return [Problem(override, "is no override", "write key=value, such as optimizer.lr=1e-4")]
     *groups, last = key.split(".")
     here = tree

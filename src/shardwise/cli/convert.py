@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.weights.staging import is_url
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -52,18 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     out = Path(arguments.out)
+    if is_url(arguments.out):
+        raise ConfigError(f"{arguments.out} is a URL", fix="name a directory of a file system")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} is not empty", fix="remove it or name another; nothing is overwritten")
     if arguments.adapter and (arguments.merge_adapter or arguments.dtype or arguments.tokenizer):
         raise ConfigError("--adapter writes an adapter alone", fix="leave out --merge-adapter, --dtype and --tokenizer")
     import torch  # slow to import, as are the next
-    from transformers import AutoTokenizer
 
     from shardwise.api.converting import convert_to_hf, convert_weights_to_hf, open_anywhere
     from shardwise.api.converting_adapters import convert_adapter, merge_adapter
+    from shardwise.cli.tokenizer import read_tokenizer
     from shardwise.weights.kinds import CONVERTIBLE, kind_of
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer) if arguments.tokenizer else None
+    tokenizer = read_tokenizer(arguments.tokenizer, option="--tokenizer") if arguments.tokenizer else None
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     if arguments.merge_adapter:
         base, adapter = arguments.checkpoint, arguments.merge_adapter

@@ -6,18 +6,19 @@ import importlib
 import importlib.util
 import inspect
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.cli.config_file import Problems
+from shardwise.cli.sources import import_datasets
 from shardwise.data.config import held_out, patterns_of
 from shardwise.data.corpus import find_files
 from shardwise.errors import LoadError, MeshError, did_you_mean
 from shardwise.parallel.compiled import check_compilation
 from shardwise.plan.options import Compile
+from shardwise.ranks.room import memory_bytes
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.locate import locate_source
@@ -33,6 +34,9 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
         if read.path is not None:
             with problems.of(key):
                 find_files(Path(read.path), patterns_of(read))
+    if data.dataset is not None:
+        with problems.of("data.dataset"):
+            import_datasets(data)
     if data.state is not None:
         with problems.of("data.state"):
             read_data_state(data.state)
@@ -44,7 +48,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
             with problems.of(key):
                 locate_source(place)
     if isinstance(model.config, str) and not Path(model.config).is_file():
-        problems.append(Problem("model.config", f"there is no file {model.config}"))
+        problems.append(Problem("model.config", f"there is no file {model.config}", "name a config.json"))
     if isinstance(model.config, dict):
         problems += _check_model_config(model.config)
     with problems.of("compilation"):
@@ -89,7 +93,7 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer] | None:
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module or "torch.optim"), last, None)
-    except ImportError:
+    except (ImportError, TypeError, ValueError):  # of a name that begins with a point, or that has a NUL
         return None
     return found if inspect.isclass(found) and issubclass(found, torch.optim.Optimizer) else None
 
@@ -152,8 +156,7 @@ def _check_memory(config: TrainConfig) -> list[Problem]:
     except MeshError:
         return []  # reported elsewhere
     num_bytes = num_rows * config.data.seq_length * 2 * torch.int64.itemsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes <= memory:
+    if num_bytes <= (memory := memory_bytes()):
         return []
     what = f"is {config.batch_size:,}: the token ids of a rank alone take {num_bytes / 2**30:,.0f} GiB"
     return [Problem("batch_size", what, f"this machine has {memory / 2**30:,.0f} GiB")]

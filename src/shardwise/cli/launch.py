@@ -23,6 +23,7 @@ from typing import NoReturn
 from shardwise.errors import RankError
 from shardwise.failure import Failure
 from shardwise.job.gpu_defaults import set_gpu_defaults
+from shardwise.ranks.room import check_room
 from shardwise.weights.staging import atomic_file
 
 __all__ = [
@@ -77,7 +78,11 @@ def launch(
 
     Returns:
         The exit code: 0, 1 after a failure, 128 + the signal's number after one.
+
+    Raises:
+        ConfigError: the machine cannot hold so many ranks.
     """
+    check_room(num_ranks)
     for number in range(max_restarts + 1):
         code = _launch_once(arguments, num_ranks, show_traceback=show_traceback, seconds_to_end=seconds_to_end)
         if code != 1 or number == max_restarts:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import dataclasses
+import re
 import signal
 import sys
 import threading
@@ -15,6 +17,7 @@ from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, 
 from shardwise.cli.config_file import config_reference
 from shardwise.cli.output import Output, lasting_stdout
 from shardwise.errors import ShardwiseError, did_you_mean
+from shardwise.train.run_config import TrainConfig
 
 __all__ = ["command", "main"]
 
@@ -45,6 +48,9 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
     "doctor": (doctor, "look over this machine"),
 }
+
+KEYS = frozenset(field.name for field in dataclasses.fields(TrainConfig))
+"""Keys and groups of a run."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -107,7 +113,12 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if rest:
         command = commands[arguments.command]
         options = [option for action in command._actions for option in action.option_strings]
-        command.error(f"unknown argument {rest[0]}{did_you_mean(rest[0].partition('=')[0], options)}")
+        name = rest[0].lstrip("-")
+        is_key = hasattr(arguments, "overrides") and re.split(r"[.=]", name)[0] in KEYS
+        close = f" (a key of the run is written {name.partition('=')[0]}=..., without dashes)"
+        command.error(
+            f"unknown argument {rest[0]}{close if is_key else did_you_mean(rest[0].partition('=')[0], options)}"
+        )
     return arguments
 
 

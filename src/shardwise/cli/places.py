@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwise.cli.config_file import Problems
 from shardwise.errors import LoadError
 from shardwise.train.run_config import Problem, TrainConfig
+from shardwise.weights.staging import is_url
 
 __all__ = ["check_outputs", "check_place", "unexported"]
 
@@ -55,8 +56,10 @@ def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) 
     """
     path = Path(f"{directory}.probe" if is_beside else directory)
     try:
+        if is_url(directory):
+            raise ValueError("it is a URL")
         free = _free_bytes(path)
-    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name, a URL
         why = f"{error.strerror}: {str(error.filename)[:100]!r}" if isinstance(error, OSError) else str(error)
         fix = "name a directory that can be made and written"
         raise LoadError(f"cannot write to {directory[:100]!r}", why=why, fix=fix) from error

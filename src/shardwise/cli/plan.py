@@ -64,6 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     model, shape, spec, config = find_target(arguments)
+    if arguments.timeline is not None:
+        _check_timeline(arguments.timeline, shape)
     with importing():  # torch and transformers, which takes long
         from shardwise.api.describing import describe
 
@@ -99,12 +101,18 @@ def _adapter_of(place: str, config: TrainConfig) -> Any:
     return adapter_of(config)
 
 
-def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
-    """Draws a step of the pipeline to `file`, and prints it."""
+def _check_timeline(file: Path, shape: MeshShape) -> None:
     if shape.pp_size == 1:
         raise ConfigError(f"--timeline with the layout {shape}", why="it has no pipeline", fix="use a layout with pp")
     if file.suffix not in (".svg", ".json"):
         raise ConfigError(f"--timeline {file} is no .svg and no .json", fix="write --timeline steps.svg")
+    if file.is_dir() or not file.parent.is_dir():
+        why = "it is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+        raise ConfigError(f"--timeline {file} cannot be written", why=why, fix="write --timeline steps.svg")
+
+
+def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
+    """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
     file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
     print(f"\n{describe_schedule(drawn)}")

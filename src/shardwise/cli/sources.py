@@ -10,7 +10,7 @@ from shardwise.data.corpus import Source, dataset_source, file_source, find_file
 from shardwise.data.records import Record, dataset_records, file_records
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 
-__all__ = ["open_records", "open_source"]
+__all__ = ["import_datasets", "open_records", "open_source"]
 
 
 def open_source(config: DataConfig) -> Source[str | None]:
@@ -59,14 +59,20 @@ def _open_split(config: DataConfig, *needed: str) -> Any:
     return rows
 
 
-def _open_dataset(config: DataConfig) -> Any:
+def import_datasets(config: DataConfig) -> Any:
+    """The library that opens `config.dataset`. Raises `ConfigError` where it is not installed."""
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"data.dataset is {config.dataset!r}, but the package datasets is not installed",
+            f"{config.dataset!r} needs the package datasets, which is not installed",
             fix="pip install datasets, or give files with data.path",
         ) from error
+    return datasets
+
+
+def _open_dataset(config: DataConfig) -> Any:
+    datasets = import_datasets(config)
     name = str(config.dataset)
     try:
         if any((Path(name) / marker).exists() for marker in ("state.json", "dataset_dict.json")):

@@ -11,12 +11,16 @@ from shardwise.errors import ConfigError, LoadError, one_line
 from shardwise.train.run_config import TrainConfig
 from shardwise.weights.locate import locate_source
 
-__all__ = ["build_encoder", "load_tokenizer"]
+__all__ = ["build_encoder", "load_tokenizer", "read_tokenizer"]
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
     """The run's tokenizer. Raises `LoadError` where transformers cannot load it."""
-    place = str(config.model.tokenizer or config.model.path)
+    return read_tokenizer(str(config.model.tokenizer or config.model.path), option="model.tokenizer")
+
+
+def read_tokenizer(place: str, *, option: str) -> Any:
+    """The tokenizer of the directory or hub id that `option` names. Raises `LoadError` where it cannot be loaded."""
     directory = locate_source(place)
     try:
         return transformers.AutoTokenizer.from_pretrained(place)
@@ -26,7 +30,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
             why=f"{why}{one_line(error)}",
-            fix="name a directory or hub id that has tokenizer files with model.tokenizer",
+            fix=f"name a directory or hub id that has tokenizer files with {option}",
         ) from error
 
 

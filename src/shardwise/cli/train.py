@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise train`."""
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="the run; its keys are listed below")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="keys to set over the file's, e.g. data.seq_length=256"
+        "overrides",
+        nargs="*",
+        default=None,  # else argparse calls them required
+        metavar="key=value",
+        help="keys to set over the file's, e.g. data.seq_length=256",
     )
     parser.add_argument(
         "--max-restarts",

@@ -90,7 +90,7 @@ def train(config: TrainConfig) -> StepRecord | None:
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
             reporters = _open_reporters(config, open_logs, console, num_done if saved else None, batches)
-        _print_head(console, config, model, batches)
+        _print_head(console, config, model, batches, num_done)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=run) as checkpoints:
             record = run_loop(
                 parts,
@@ -226,20 +226,23 @@ def _open_reporters(
     return reporters
 
 
-def _print_head(console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches) -> None:
+def _print_head(
+    console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches, num_done: int
+) -> None:
     num_full = sum(math.prod(entry.layout.shape) for entry in registry_of(model).entries.values())
     num_held = sum(local_part(parameter).numel() for parameter in model.parameters())
     sequence = ", sequence parallel" if config.sequence_parallel else ""
     rows = batches.rows
     notes = f" ({rows.notes()})" if rows.notes() else ""
     passes = config.steps * config.batch_size / batches.num_rows
+    done = f": step {num_done:,} was reached before, nothing is left to train" if num_done >= config.steps else ""
     name = type(find_model(model)).__name__
     console.print(
         f"model   {name}, {num_full:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
         f"layout  {config.layout}{sequence}",
         *([f"adapter {_describe_trained(model)}"] if config.adapter is not None else []),
         f"data    {rows.num_tokens:,} tokens, {rows.num_rows:,} rows of {rows.seq_length:,}{notes}",
-        f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data)",
+        f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data){done}",
         f"logs    {Path(config.log.dir) / 'train.jsonl'}",
         sep="\n",
     )

@@ -140,8 +140,9 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
     for pattern in data.include or ():
         if not pattern or pattern.startswith("/"):
             yield Problem("data.include", f"{pattern!r} is no pattern below the data directory", "such as '**/*.txt'")
-    if evaluation.path is None and evaluation.format is not None:
-        yield Problem("evaluation.format", f"is {evaluation.format}, and nothing is held out", "name evaluation.path")
+    for each in fields(EvaluationConfig):
+        if evaluation.path is None and (value := getattr(evaluation, each.name)) != each.default:
+            yield Problem(f"evaluation.{each.name}", f"is {value}, and nothing is held out", "name evaluation.path")
     yield from _check_rows(data, evaluation)
 
 

@@ -75,7 +75,6 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
             f"there is no file or directory {path}{did_you_mean(path.name, siblings)}",
-            at="data.path",
             fix="give an existing path, or data.dataset for the datasets library",
         )
     found = {file for pattern in include for file in path.glob(pattern) if file.is_file()}
@@ -84,9 +83,8 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
         suffixes = sorted({entry.suffix or entry.name for entry in path.rglob("*") if entry.is_file()})
         raise LoadError(
             f"no file below {path} matches {', '.join(include)}",
-            at="data.include",
             why=f"it holds {', '.join(suffixes[:12])}" if suffixes else "it holds no files",
-            fix="say which files are text, such as data.include=['**/*.txt']",
+            fix="say which files to read, such as data.include=['**/*.log'], or '**/*.json' where lines are records",
         )
     return tuple(files)
 
@@ -163,16 +161,21 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
     left out.
 
     Raises:
-        LoadError: a line is not JSON; says where.
+        LoadError: a line is not JSON, or holds half of a surrogate pair; says where.
     """
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield number, json.loads(line)
+                value = json.loads(line)
+                if "\\ud" in line.lower():
+                    json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise LoadError("a line holds half of a character", at=f"{file}:{number}", why=str(error)) from error
             except (json.JSONDecodeError, RecursionError) as error:
                 raise LoadError("a line is not JSON", at=f"{file}:{number}", why=str(error)) from error
+            yield number, value
 
 
 def dataset_source(rows: Any, *, text_key: str) -> Source[str | None]:

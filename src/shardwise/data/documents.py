@@ -83,7 +83,8 @@ def text_documents(
     """A document of each text, in pieces: all of its tokens and the separator, every one but the first a target."""
     is_empty = True
     for texts in text_batches(source.read(on_progress)):
-        encoded = iter(encoder.encode([text for text in texts if text is not None]))
+        written = [text for text in texts if text is not None]
+        encoded = iter(encoder.encode(written) if written else ())  # tokenizers fail on no texts
         for text in texts:
             tokens = np.asarray([encoder.separator] if text is None else next(encoded), dtype=TOKEN_TYPE)
             if len(tokens) and not (is_empty and text is None):

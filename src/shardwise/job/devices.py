@@ -52,7 +52,9 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     if picked.index >= available:
         shown = f"{available} GPU(s) are visible here" if available else "no GPU is visible here, or torch has no CUDA"
         raise MeshError(
-            f"rank of local rank {local_rank} asks for {picked}", why=shown, fix=f"set {DEVICE_VARIABLE}=cpu"
+            f"rank of local rank {local_rank} asks for {picked}",
+            why=shown,
+            fix=f"set {DEVICE_VARIABLE}=cpu" if device is None else 'use the device "cpu"',
         )
     torch.cuda.set_device(picked)
     return picked

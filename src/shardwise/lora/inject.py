@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases, register_split_layers
+from shardwise.weights.locate import locate_source
 
 __all__ = ["inject", "inject_alike", "named_targets", "read_adapter_config"]
 
@@ -42,6 +43,7 @@ def read_adapter_config(adapter: Any) -> Any:
     place = os.fspath(adapter)
     if Path(place).is_dir() and not (Path(place) / "adapter_config.json").is_file():
         raise LoadError(f"no adapter in {place!r}", why="the directory has no adapter_config.json")
+    locate_source(place)  # PEFT would ask a hub that does not answer for a minute
     try:
         config = library.PeftConfig.from_pretrained(place)
     except Exception as error:  # a missing repository, a damaged file, values that its class refuses

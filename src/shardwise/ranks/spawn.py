@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError, RankError
 from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
+from shardwise.ranks.room import check_room
 
 __all__ = ["spawn", "warm"]
 
@@ -83,14 +84,16 @@ def spawn(
             are imported.
 
     Raises:
-        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive, or a script
-            that starts ranks while it is imported has no `if __name__ == "__main__":`.
+        ConfigError: `fn` is not a module-level function, or `world_size` or `timeout` is not positive, or the machine
+            cannot hold so many ranks, or a script that starts ranks while it is imported has no
+            `if __name__ == "__main__":`.
         RankError: a rank exited without a result, did not return in time, or raised something that cannot be pickled.
         Exception: whatever the first rank to fail raised, with a RankError as its `__cause__` that names the rank and
             shows the remote traceback and output. The other ranks are killed.
     """
     check_not_importing()
     _check_request(fn, world_size, timeout)
+    check_room(world_size)
     with _reserved_port() as port:
         case = Case(
             module=fn.__module__,

@@ -17,10 +17,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "leftovers"]
+__all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "is_url", "leftovers"]
 
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` names a place that no file system has: pathlib would make directories `s3:`, `bucket` of it."""
+    text = str(path)
+    scheme, _, _ = text.partition(":/")
+    return "://" in text or (_SCHEME.match(text) is not None and not os.path.isdir(f"{scheme}:"))  # noqa: PTH112
 
 
 @contextmanager
@@ -56,6 +64,8 @@ class StagedDirectory:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, ending: str = "partial") -> None:
+        if is_url(directory):
+            raise ValueError("it is a URL")
         self.target = Path(directory).resolve()  # so that a symbolic link stays one
         if self.target.is_file():
             raise NotADirectoryError(f"{self.target} is a file")

@@ -39,38 +39,38 @@ def save_checkpoint(
     use_zero1_dcp: bool = False,
     avoid_saving_lower_precision_weights: bool = False,
 ) -> None:
-    """Saves a checkpoint that any degrees can load; see `shardwise.save_checkpoint`.
+    """Saves a checkpoint that any degrees can load; see `shardwise.save_checkpoint`. What is not listed means nothing.
 
     Args:
         tag: its name; by default one that counts.
         num_workers: files that a rank writes at the same time.
         num_kept_ckpts: delete all but so many of the newest, this one always kept; None or -1 keeps all.
         async_save: write while training goes on, decided again by every call.
-        others: without meaning here.
 
     Raises:
         ConfigError: there is no model, or `num_kept_ckpts` is 0.
         LoadError: it cannot be written, or the asynchronous save before failed.
     """
     if model is None:
-        raise ConfigError(
-            "save_checkpoint without a model", why="a checkpoint says whose state it is", fix="pass model="
-        )
-    for name, is_given in {"use_xser": use_xser, "use_zero1_dcp": use_zero1_dcp}.items():
-        if is_given:
-            warn_once(f"save_checkpoint: {name} changes nothing: tensors are streamed in one format")
+        raise ConfigError("save_checkpoint without a model", fix="pass model=: a checkpoint says whose state it is")
+    if use_xser or use_zero1_dcp:
+        warn_once("save_checkpoint: use_xser and use_zero1_dcp change nothing: tensors are streamed in one format")
     lora = getattr(model, "lora_config", None)
-    pending = checkpoints.save_checkpoint(
-        path,
-        model=seen_through(model),
-        optimizer=_optimizer(optimizer),
-        scheduler=scheduler,
-        extra=user_content if lora is None else lora.packed(user_content),
-        tag=None if tag is None else str(tag) or None,
-        async_save=async_save,
-        keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
-        num_writers=num_workers,
-    )
+    try:
+        pending = checkpoints.save_checkpoint(
+            path,
+            model=seen_through(model),
+            optimizer=_optimizer(optimizer),
+            scheduler=scheduler,
+            extra=user_content if lora is None else lora.packed(user_content),
+            tag=None if tag is None else str(tag) or None,
+            async_save=async_save,
+            keep_last=None if num_kept_ckpts == -1 else num_kept_ckpts,
+            num_writers=num_workers,
+        )
+    except ConfigError as error:
+        said = error.summary.replace("keep_last", "num_kept_ckpts").replace("num_writers", "num_workers")
+        raise ConfigError(said, at=error.at, why=error.why, fix=error.fix) from error
     if lora is not None:
         lora.export(seen_through(model), path, pending.wait())
 
