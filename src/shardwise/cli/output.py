@@ -28,7 +28,10 @@ class Output:
     def write(self, text: str) -> int:
         """Pass `text` on."""
         with self._guarded():
-            self._stream.write(text)
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError as error:  # a terminal or a pipe that knows fewer characters
+                self._stream.write(text.encode(error.encoding, "replace").decode(error.encoding))
         return len(text)
 
     def flush(self) -> None:
