@@ -114,6 +114,14 @@ def test_each_of_these_is_a_problem(run, capsys, monkeypatch, word, part):
     assert ": 1 problem\n" in out and part in out
 
 
+def test_a_run_that_goes_on_is_told_now_that_its_export_would_mix_with_an_adapter(run, tmp_path, capsys):
+    for each in (tmp_path / "saved" / "step-2" / "manifest.json", tmp_path / "out" / "adapter_config.json"):
+        each.parent.mkdir(parents=True)
+        each.write_text("{}")
+    assert main(["check", run, f"checkpoint.dir={tmp_path / 'saved'}", f"export={tmp_path / 'out'}"]) == 1
+    assert "holds an adapter" in capsys.readouterr().out
+
+
 def test_an_encoder_is_no_causal_model(run, capsys):
     assert (
         main(

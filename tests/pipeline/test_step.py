@@ -293,7 +293,7 @@ def train_pairs(mesh):
     return problems
 
 
-@pytest.mark.parametrize("layout", ["pp2", "fsdp2"])
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2", "fsdp2.tp2"])
 def test_each_of_several_targets_counts_by_its_own_number(on_ranks, layout):
     for problems in on_ranks(train_pairs):
         assert not problems, problems

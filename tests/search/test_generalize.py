@@ -90,11 +90,11 @@ class Experts(nn.Module):
     def __init__(self, number, width):
         super().__init__()
         self.number, self.width = number, width
-        self.up = nn.Parameter(torch.zeros(number * width, 2))
+        self.up, self.bias = nn.Parameter(torch.zeros(number * width, 2)), nn.Parameter(torch.zeros(2 * width))
         self.gate_up = nn.Parameter(torch.zeros(2 * width, 2))
 
     def forward(self, x):
-        return self.up.view(self.number, self.width, 2) @ x, self.gate_up.view(2, self.width, 2) @ x
+        return self.up.view(self.number, self.width, 2) @ x, self.gate_up.view(2, self.width, 2) @ x + self.bias.sum()
 
 
 class Experted(nn.Module):
@@ -106,6 +106,7 @@ class Experted(nn.Module):
 @pytest.mark.parametrize(("number", "found"), [(2, 2), (3, 3), (4, 3)])
 def test_sections_are_as_many_as_the_model_has_experts(number, found):
     rules = {"layers.0.experts.up": f"split(0, sections={found})", "layers.0.experts.gate_up": "split(0, sections=2)"}
+    rules["layers.0.experts.bias"] = "split(1, sections=2)"  # of a weight [in, out]
     plan = generalize(Plan.of(rules), Experted(found, 6), Experted(number, 4))
     own = {rule.pattern: rule.style for rule in plan.rules}
     assert own == rules | {"layers.0.experts.up": f"split(0, sections={number})"}

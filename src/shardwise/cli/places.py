@@ -8,10 +8,12 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from shardwise.cli.adapters import export_mode
 from shardwise.cli.config_file import Problems
 from shardwise.errors import LoadError
 from shardwise.train.run_config import Problem, TrainConfig
 from shardwise.weights.staging import is_url
+from shardwise.weights.write import check_target
 
 __all__ = ["check_outputs", "check_place", "unexported"]
 
@@ -32,6 +34,8 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
         return problems
     with problems.of("export"):
         check_place(config.export, is_beside=True)
+        if export_mode(config) != "only":
+            check_target(config.export)
     export = Path(config.export)
     goes_on = saved is not None and config.checkpoint.resume == "auto" and any(Path(saved).glob("*/manifest.json"))
     if not problems and not goes_on and export.exists() and not (export.is_dir() and not any(export.iterdir())):

@@ -246,30 +246,9 @@ def measure_in_training(
 
     Communicates: what was drawn, over pp, tp and the data ranks.
     """
-    options: dict[str, Any] = {"split": split, "step": step, "loss_of": loss_of, "drops": drops, "tolerance": tolerance}
-    found = _measure_in_training(full, batch, mesh, **options)
-    is_close = found is not None and found.allowed < found.error <= _ROUNDING * found.allowed
-    if found is None or not all(all_gather_objects(is_close, mesh.group())):
-        return found
-    try:
-        exact = _measure_in_training(*_in_float64(full, batch), mesh, **options)
-    except RuntimeError:  # it computes some of it in float32 in any case
-        return found
-    return exact and replace(exact, name=f"{exact.name}, in float64")
-
-
-def _measure_in_training(
-    full: nn.Module,
-    batch: Mapping[str, Any],
-    mesh: Mesh,
-    *,
-    split: Split,
-    step: Step,
-    loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
-    drops: bool,
-    tolerance: Tolerance,
-) -> Difference | None:
-    """`measure_in_training`, in the dtype that `full` has."""
+    again = functools.partial(
+        measure_in_training, split=split, step=step, loss_of=loss_of, drops=drops, tolerance=tolerance
+    )
     reference = training_copy(full, batch, drops=drops)
     if reference is None:
         return None
@@ -294,8 +273,15 @@ def _measure_in_training(
     expected = train(given)
     if problems := problems_of(given, expected, train):
         return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
-    found = {"loss": loss, **_gradients(model)}
-    return _worst(found, expected, tolerance.gradient, tolerance.gradient_floor)
+    worst = _worst({"loss": loss, **_gradients(model)}, expected, tolerance.gradient, tolerance.gradient_floor)
+    is_close = worst.allowed < worst.error <= _ROUNDING * worst.allowed
+    if next(full.parameters()).dtype is torch.float64 or not all(all_gather_objects(is_close, mesh.group())):
+        return worst
+    try:
+        exact = again(*_in_float64(full, batch), mesh)
+    except RuntimeError:  # it computes some of it in float32 in any case
+        return worst
+    return exact and replace(exact, name=f"{exact.name}, in float64")
 
 
 def measure_narrow(

@@ -88,7 +88,8 @@ class _Sections:
         shape, tiny_shape = _shape_of(self._model, name), _shape_of(self._tiny, tiny_name)
         if style is None or style.num_sections == 1 or not shape or not tiny_shape:
             return rule
-        size, tiny_size = shape[style.dim], tiny_shape[style.dim]
+        dim = min(style.dim, len(shape) - 1)  # a bias has the output dim of its weight
+        size, tiny_size = shape[dim], tiny_shape[dim]
         pairs = list(self._attributes(tiny_name, name))
         lengths = {own for known, own in pairs if known * style.num_sections == tiny_size and own}
         counts = {own for known, own in pairs if known == style.num_sections}

@@ -19,7 +19,7 @@ from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import StagedDirectory
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["Planned", "PlannedShards", "PretrainedWriter"]
+__all__ = ["Planned", "PlannedShards", "PretrainedWriter", "check_target"]
 
 Planned = tuple[str, torch.dtype, Sequence[int]]
 
@@ -98,6 +98,16 @@ class PlannedShards:
             file.close()
 
 
+def check_target(directory: str | os.PathLike[str]) -> None:
+    """Raises `LoadError` where weights that are written to `directory` would mix with what it holds."""
+    for name, what, why in (
+        (ADAPTER_CONFIG, "an adapter", "from_pretrained would add it to what is written"),
+        ("manifest.json", "a checkpoint", "some of its files would be replaced"),
+    ):
+        if os.path.isfile(Path(directory) / name):  # noqa: PTH113 - pathlib raises: a name too long
+            raise LoadError(f"{str(directory)!r} holds {what}", why=why, fix="remove it, or name another directory")
+
+
 class PretrainedWriter:
     """Writes a model directory; a context manager that leaves the target as it was when something fails.
 
@@ -126,12 +136,7 @@ class PretrainedWriter:
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
         if max_shard_bytes <= 0:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
-        for name, what, why in (
-            (ADAPTER_CONFIG, "an adapter", "from_pretrained would add it to what is written"),
-            ("manifest.json", "a checkpoint", "some of its files would be replaced"),
-        ):
-            if os.path.isfile(Path(directory) / name):  # noqa: PTH113 - pathlib raises: a name too long
-                raise LoadError(f"{str(directory)!r} holds {what}", why=why, fix="remove it, or name another directory")
+        check_target(directory)
         try:
             self._staged = StagedDirectory(directory, ending="export")
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
