@@ -18,8 +18,6 @@ class Failure:
     """What is left of an exception when it has travelled.
 
     Attributes:
-        name: of its class.
-        message: its text.
         trace: its traceback as text, the exception included.
         is_ours: whether it is a `ShardwiseError`, whose message says all there is to say.
         at_seconds: when it was noted, in seconds of the clock.

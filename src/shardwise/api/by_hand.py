@@ -116,10 +116,8 @@ def adopt_model(
             parameter with the attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its
             gradient is summed over tp.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
-        recompute: what backward computes again.
         order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
             ranks along pp, the model is this rank's part already.
-        pipeline: how it is cut.
 
     Raises:
         ConfigError: copies of key/value heads do not go with `config.num_key_value_heads`, or it cannot be cut so.

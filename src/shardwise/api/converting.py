@@ -52,10 +52,8 @@ def convert_to_hf(
     of one tensor of the result, where the format of the model's checkpoints puts several together).
 
     Args:
-        stored: the checkpoint.
         directory: where to; it appears complete or not at all.
         dtype: of floating-point tensors; by default as they were saved.
-        tokenizer: saved with the weights.
 
     Raises:
         LoadError: the checkpoint is damaged or not complete, or the directory cannot be written.
@@ -103,7 +101,6 @@ def convert_weights_to_hf(
     `distributed_checkpoint=True`, of Optimum Neuron or NxD, or a Hugging Face directory.
 
     Args:
-        path: of the checkpoint.
         config: a directory or file with the model's config; by default that of `path`.
 
     Raises:

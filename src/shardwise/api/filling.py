@@ -39,7 +39,6 @@ class Filling:
     Attributes:
         index: the checkpoint; None where nothing is read.
         found: what it has for the model, by the names that the model has now.
-        construction: what was recorded of how the model was built.
         unsplit: the tensors to be initialised, as they were built.
         dtype: what is read is converted to.
         later: how adapters that came in unrecorded are built, and what they are.
@@ -116,7 +115,6 @@ class Filling:
         """Gives what is still on the meta device its values: of this rank, which communicates nothing.
 
         Args:
-            model: split; `registry` is its.
             seed: of what no checkpoint holds.
             reads: whether the checkpoint is read; where it is not, its tensors have been filled otherwise.
 

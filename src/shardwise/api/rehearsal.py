@@ -47,7 +47,6 @@ class Rehearsal:
 
     Attributes:
         source: the model's config; no weights are read.
-        shape: of the mesh.
         spec, dtype, auto_class, options, adapter: as in `load`.
     """
 
@@ -96,10 +95,6 @@ class Rehearsal:
 
     def run_step(self, *, num_rows: int, seq_length: int) -> RehearsedStep:
         """One microbatch, run eagerly on rank 0: what it holds, and what forward, backward and gradient phase send.
-
-        Args:
-            num_rows: rows of the microbatch on a data rank.
-            seq_length: tokens in each.
 
         Raises:
             UnsupportedError: that depends on values, such as which expert a token goes to.

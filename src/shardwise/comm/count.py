@@ -68,7 +68,6 @@ class CommunicationCount(TorchDispatchMode):
     Attributes:
         group: the only process group whose collectives count; None: those of all.
         calls: (operation, shape of the tensor) to number of calls.
-        bytes: operation to bytes.
     """
 
     group: dist.ProcessGroup | None = None

@@ -42,10 +42,6 @@ class BatchesAhead:
 
     Between steps `fetch` reads the next batch, and has it copied out of pinned memory beside what the device computes.
     What a batch raises is raised when its turn has come, and `state_dict` counts the batches that were handed out.
-
-    Args:
-        batches: on the host.
-        device: where steps compute.
     """
 
     def __init__(self, batches: PackedBatches, device: torch.device) -> None:

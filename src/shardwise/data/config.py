@@ -24,7 +24,6 @@ class Problem:
 
     Attributes:
         key: the dotted key it is about, such as `optimizer.lr`.
-        what: what is wrong, with the value.
         fix: what to write instead; empty when `what` says it all.
     """
 

@@ -95,10 +95,6 @@ def file_source(files: Sequence[Path], *, text_key: str = "text") -> Source[str 
     The fingerprint is made of names, sizes and times, because reading every byte would take minutes where there is much
     text. A file's ctime moves with every change, also where something sets its modification time back.
 
-    Args:
-        files: what to read, in this order.
-        text_key: key of a .jsonl line that holds the text.
-
     Raises:
         LoadError: while reading: a file cannot be read or is not UTF-8, or a line of a .jsonl file holds no text.
     """
@@ -117,7 +113,6 @@ def read_files(
 
     Args:
         files: UTF-8, in this order.
-        read_file: the items of one.
 
     Returns:
         Their size in bytes; name, size and times of each, which change with every change; and a function that gives all
@@ -180,10 +175,6 @@ def json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 def dataset_source(rows: Any, *, text_key: str) -> Source[str | None]:
     """The rows of one split of a `datasets` data set, one document each.
-
-    Args:
-        rows: the split.
-        text_key: the column that holds the text.
 
     Raises:
         LoadError: while reading: a row holds no text.

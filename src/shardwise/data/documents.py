@@ -58,7 +58,6 @@ class Documents:
         tokens: [num_tokens] uint32, a read-only memory map; `TARGET` marks targets.
         ends: [num_documents] where each document ends.
         first_targets: [num_documents] the place of its first target in each document.
-        checksum: of all of it.
     """
 
     tokens: NDArray[np.uint32]
@@ -129,7 +128,6 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
     """The documents in `path`; their tokens stay in the file.
 
     Args:
-        path: what `write_documents` wrote.
         verify: also read all of it, and compare the checksum.
 
     Raises:

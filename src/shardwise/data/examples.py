@@ -33,12 +33,7 @@ _FORMAT_OF = {"prompt": "prompt", "response": "prompt", "completion": "prompt", 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleEncoder:
-    """What makes documents of records.
-
-    Attributes:
-        encode: records -> a document of each.
-        fingerprint: digest of everything that decides them.
-    """
+    """What makes documents of records."""
 
     encode: Callable[[Sequence[Record]], list[Document]]
     fingerprint: str
@@ -55,7 +50,6 @@ def build_example_encoder(
 
     Args:
         tokenizer: a transformers tokenizer with an end token.
-        kind: the format of the records.
         keys: of "prompt" and "response", or "messages" and "tools", what they are called in a record.
         as_chat: whether a prompt and its response are messages, written by the chat template.
 

@@ -23,11 +23,8 @@ class PackedBatches:
     a resumed one, sees the same batches.
 
     Args:
-        rows: what is read.
         batch_size: rows in a global batch.
         data_rank: which share this rank takes (`mesh.data_rank`).
-        data_size: how many shares there are (`mesh.data_size`).
-        seed: decides the order.
 
     Raises:
         ConfigError: `batch_size` does not divide among `data_size` ranks, or `data_rank` is not one of them.

@@ -19,7 +19,6 @@ class Record:
 
     Attributes:
         place: where it stands: file and line, or the row of a data set.
-        values: what it holds.
     """
 
     place: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,36 +35,11 @@ _WIDTH_STEP = 64
 """Padded rows are as long as the longest of their batch, rounded up: few widths, so little is compiled again."""
 
 
-class Rows(Protocol):
-    """Rows of a data set, by number."""
-
-    seq_length: int
-    num_rows: int
-    num_tokens: int
-
-    def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
-        """`rows`, some of those of a global `batch`, as the model's inputs and labels: int64 [len(rows), width]."""
-        ...
-
-    def identity(self) -> dict[str, int]:
-        """What tells these rows from others."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """What must be the same when a run goes on, as JSON."""
-        ...
-
-    def notes(self) -> str:
-        """What was left out of them, in words; empty where nothing was."""
-        ...
-
-
 class StreamRows:
     """Documents one after the other, cut into rows of `seq_length`, dropping the rest.
 
     Args:
         tokens: [num_tokens] uint32, as `Documents` has them; which are marked as targets does not matter.
-        seq_length: tokens in a row.
 
     Raises:
         BatchError: there are fewer tokens than one row.
@@ -106,11 +81,9 @@ class DocumentRows:
     """Rows of documents of which none sees another; see [Note: packed rows].
 
     Args:
-        documents: what the rows are made of.
         seq_length: most tokens in a row.
         too_long: what happens to longer documents: "truncate" cuts their end off, "drop" leaves them out. One that has
             no target left is left out.
-        apart: what keeps documents apart.
         padding: the token that fills rows.
         dtype: of a mask of four dims: what the model computes in.
 
@@ -194,6 +167,12 @@ class DocumentRows:
         """How many documents were cut, or left out."""
         found = {"truncated": self.num_truncated, "dropped": self.num_dropped}
         return ", ".join(f"{number:,} {what}" for what, number in found.items() if number)
+
+
+Rows = StreamRows | DocumentRows
+"""Rows of a data set, by number. `read` gives some of those of a global `batch` as the model's inputs and labels, int64
+[len(rows), width]; `identity` tells them from others, and `describe` says as JSON what must be the same when a run goes
+on."""
 
 
 def pack_documents(lengths: NDArray[np.int64], seq_length: int) -> list[list[int]]:

@@ -14,13 +14,7 @@ __all__ = ["ActivationBytes", "StateBytes", "mib", "state_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """What one rank keeps from step to step, in bytes.
-
-    Attributes:
-        parameters: at rest.
-        gradients: as large as the parameters, in their dtype.
-        optimizer: its states.
-    """
+    """What one rank keeps from step to step, in bytes."""
 
     parameters: int
     gradients: int

@@ -23,12 +23,7 @@ __all__ = ["AbandonedSteps"]
 
 
 class AbandonedSteps:
-    """What this rank knows of steps that another one has left; see [Note: a step that is abandoned].
-
-    Args:
-        store: in which tracebacks are left.
-        rank: this one.
-    """
+    """What this rank knows of steps that another one has left; see [Note: a step that is abandoned]."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank

@@ -52,13 +52,11 @@ class Beat:
     """One beat of a rank.
 
     Attributes:
-        count: one more at every beat.
         step: the training steps it has begun.
         collective: the function of `torch.distributed` that its work is in, "" where it computes.
         where: file, line and function.
         ended: "", or how it ended: "left" the mesh, or "failed".
         order: of ends, from 1.
-        text: the error it failed with.
     """
 
     count: int = 0
@@ -95,14 +93,8 @@ def find_place(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 class Watch:
     """This rank's part in watching over the ranks of a job; see [Note: watching].
 
-    Args:
-        store: by which the ranks met.
-        place: this rank.
-        timeout_seconds: after which a collective fails.
-
     Attributes:
         step: the training steps this rank has begun.
-        abandoned: steps that some rank has left by an error.
         failed_at: the collective that has failed, while it is found out why: until then this rank is there.
     """
 

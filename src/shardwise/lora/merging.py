@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of
 from shardwise.parameters.registry import entries_of, find_parameters, registry_of
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import places_in
 from shardwise.runtime.adapters import find_model, is_adapter, is_saved_copy, unwrapped
 
@@ -59,7 +60,7 @@ def base_tensors(model: nn.Module, *, merged: bool) -> dict[str, str]:
         for own, value in {**dict.fromkeys(known), **place.module._parameters, **place.module._buffers}.items():
             is_there = value is not None or own in known
             if is_chosen and is_there and own not in place.module._non_persistent_buffers_set:
-                found[_joined(place.base, own)] = _joined(place.fqn, own)
+                found[fqn_of(place.base, own)] = fqn_of(place.fqn, own)
     return found
 
 
@@ -148,7 +149,3 @@ class _Unsplit:
     def get_param(self) -> Tensor:
         """The full weight of stacked experts."""
         return self.__dict__["_weight"]
-
-
-def _joined(fqn: str, own: str) -> str:
-    return f"{fqn}.{own}" if fqn else own

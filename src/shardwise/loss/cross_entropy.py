@@ -47,7 +47,6 @@ class Head:
     Attributes:
         weight: `[classes, features]`, per rank `[classes of this rank, features]`.
         bias: `[classes]`, split alike; None where there is none.
-        steps: what is done to the logits.
     """
 
     weight: Tensor

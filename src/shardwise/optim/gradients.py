@@ -83,7 +83,6 @@ class Gradients:
 
     Args:
         model: the split model, or the outermost module around it that is known.
-        registry: what its parameters are.
 
     Attributes:
         norm: of the gradients as they are now, where it has been computed.
@@ -94,7 +93,6 @@ class Gradients:
         late_fault: the same on its way to the host.
         loss_scale: of float16; None otherwise.
         is_put_off: whether sums wait for a later backward.
-        is_in_step: whether a `TrainStep` is under way.
         share: what the next forward through a pipeline, which makes gradients at once, multiplies its loss by.
     """
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.elementwise import check_optimizer
+from shardwise.optim.optimizer import groups_of
 from shardwise.optim.plain_step import KEPT_BY_STEPS
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of
@@ -36,7 +37,7 @@ def lazy_class(optimizer_cls: type[torch.optim.Optimizer]) -> type[torch.optim.O
     class Lazy(optimizer_cls):  # type: ignore[misc, valid-type]
         @functools.wraps(optimizer_cls.__init__)  # type: ignore[misc]
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
-            groups = _groups_of(params)
+            groups = groups_of(params)
             places = [{**group, "params": [nn.Parameter(torch.empty(0))]} for group in groups]
             super().__init__(places, *args, **kwargs)
             self.__dict__[_ARGUMENTS] = optimizer_cls, groups, args, kwargs
@@ -80,16 +81,6 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
         made = _alike(optimizer, groups, moved)
     check_optimizer(made, lazy[3] if lazy is not None else {})
     return made
-
-
-def _groups_of(params: Any) -> list[dict[str, Any]]:
-    given: list[Any] = [params] if isinstance(params, Tensor) else list(params)
-    groups: list[Any] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    return [{**group, "params": _listed(group["params"])} for group in groups]
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _own(each: Any) -> Any:

@@ -23,7 +23,7 @@ from shardwise.parameters.registry import canonical_entries, entry_of, registry_
 from shardwise.plan.match import match
 from shardwise.runtime.gathered import gathered_parameters
 
-__all__ = ["build_optimizer", "divided_groups", "local_state_of", "watch_optimizers"]
+__all__ = ["build_optimizer", "divided_groups", "groups_of", "local_state_of", "watch_optimizers"]
 
 _MODEL = "_shardwise_model"
 _KNOWN = "_shardwise_known"
@@ -43,7 +43,6 @@ def build_optimizer(
     the plain tensors in what FSDP2 holds.
 
     Args:
-        optimizer_class: any `torch.optim.Optimizer`.
         groups: options for some of the parameters, over the general ones. Either rules, of which the first that fits a
             parameter holds: `[{"max_dims": 1, "weight_decay": 0.0}, {"params": "model.layers.0.**", "lr": 1e-5}]`,
             where `max_dims` 1 means vectors and scalars, and `params` is a pattern of names or several; or a function
@@ -245,18 +244,20 @@ def _grouped(
     return list(found.values()) or [{"params": []}]
 
 
+def groups_of(parameters: Any) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as torch's optimizers take them: as groups, each with a list of parameters."""
+    given: list[Any] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    groups: list[Any] = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    listed = ([each["params"]] if isinstance(each["params"], Tensor) else list(each["params"]) for each in groups)
+    return [{**group, "params": own} for group, own in zip(groups, listed, strict=True)]
+
+
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them as torch's optimizers take them, as groups of those that are trained: apart what
-    FSDP2 holds from what it does not, as above.
-    """
-    groups = list(parameters)
-    if not groups or not isinstance(groups[0], Mapping):
-        groups = [{"params": groups}]
+    """As `groups_of`, of those that are trained: apart what FSDP2 holds from what it does not, as above."""
     found = []
-    for group in groups:
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    for group in groups_of(parameters):
         for kind in (True, False):
-            own = [each for each in given if each.requires_grad and isinstance(each, DTensor) is kind]
+            own = [each for each in group["params"] if each.requires_grad and isinstance(each, DTensor) is kind]
             found += [{**group, "params": own}] if own else []
     return found
 

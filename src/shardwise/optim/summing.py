@@ -13,7 +13,7 @@ from shardwise.parameters.registry import ParameterEntry, Registry, local_part
 from shardwise.plan.rule import UNREACHED
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["complete_gradients", "scale_back_to_partial"]
+__all__ = ["complete_gradients", "scale_back_to_partial", "sum_together"]
 
 
 class _Summand:
@@ -59,14 +59,14 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
     _sum_over_data(reduced, registry)
     summands = reduced + [_Summand(*each) for each in found if each[1].data != "reduced"]
     partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
-    _sum_together(partial, registry.mesh.group("tp"))
+    sum_together(partial, registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
     for each in summands:
         if each.entry.holders:
             parts = [part for _, part in each.entry.shared_parts(each.local)]
             shared.setdefault(each.entry.holders, []).extend((*parts, each.present))
     for holders, parts in shared.items():
-        _sum_together(parts, registry.mesh.subgroup("tp", holders))
+        sum_together(parts, registry.mesh.subgroup("tp", holders))
     tied: dict[tuple[int, ...], list[_Summand]] = {}
     for each in sorted(summands, key=lambda each: each.entry.fqn):  # stages meet them in different orders
         if len(each.entry.stage_coords) > 1:
@@ -103,10 +103,10 @@ def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
     if group is not None and uses.has_reduced:
         like = parts[0] if parts else torch.empty((), device=host_device(group, registry.mesh.device))
         counts = uses.counts(dtype=like.dtype, device=like.device)
-        _sum_together([*parts, counts], group)
+        sum_together([*parts, counts], group)
         uses.settle(counts)
     else:
-        _sum_together(parts, group)
+        sum_together(parts, group)
     for each in reduced:
         each.local.div_(registry.divide_factor)
 
@@ -115,7 +115,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
     """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
     group = registry.mesh.subgroup("pp", (stages,))
     trained = [each.local.new_full((1,), float(each.parameter.requires_grad)) for each in summands]
-    _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
+    sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
     for each, count in zip(summands, trained, strict=True):
         if float(count) not in (0.0, float(len(stages))):
             raise GradientError(
@@ -125,7 +125,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
             )
 
 
-def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
+def sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
     """Sums every tensor over `group` in place, in one collective a dtype."""
     if group is None:
         return

@@ -77,7 +77,6 @@ def read_class_config(
     Args:
         config: instead of the one at `source`: a config, or the place of one.
         where: those of `HUB_OPTIONS` that are given.
-        options: the others.
 
     Raises:
         LoadError: there is no config, or transformers cannot read it.

@@ -102,9 +102,6 @@ def apply_compilation(
 ) -> None:
     """Compiles the layers of `model` when they are first run. Communicates nothing.
 
-    Args:
-        budget: of `Recompute`.
-
     Raises:
         UnsupportedError: something drops under tp, or the device has no symmetric memory.
     """

@@ -61,9 +61,7 @@ def check_coverage(
     transformers does, unless it belongs to a layer that the model has too few of.
 
     Args:
-        resolution: what the checkpoint has for the model.
         names: every name of the model's state, each tied tensor once.
-        location: the checkpoint, for messages.
 
     Raises:
         LoadError: tensors are missing, of another shape or kind, cannot be converted, or belong to further layers.

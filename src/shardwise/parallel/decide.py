@@ -36,7 +36,6 @@ def decide_split(
     """What `rules` do to `model`, which is unsplit, real or meta, and stays as it is. The same on every rank.
 
     Args:
-        facts: read off the model.
         spec: what was asked for; `rules` stand in place of its plan.
         order: of the layers of its base as they run; needed where the shape has several ranks along pp.
 

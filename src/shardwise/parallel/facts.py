@@ -31,6 +31,7 @@ __all__ = [
 # Where attention modules keep their counts. Names are the field's; values decide (see `_heads`).
 QUERY_HEAD_NAMES = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_VALUE_HEAD_NAMES = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_KINDS = {nn.Linear: "linear", nn.Embedding: "embedding", nn.ModuleList: "list", nn.ModuleDict: "dict"}
 _HEAD_DIM_NAMES = ("head_dim", "head_size", "attention_head_size", "qk_head_dim")
 
 
@@ -114,14 +115,9 @@ def _is_operation(module: nn.Module) -> bool:
 
 def _kind(module: nn.Module) -> str:
     module = unwrapped(module)
-    if isinstance(module, nn.Linear):
-        return "linear"
-    if isinstance(module, nn.Embedding):
-        return "embedding"
-    if isinstance(module, nn.ModuleList):
-        return "list"
-    if isinstance(module, nn.ModuleDict):
-        return "dict"
+    known = next((kind for each, kind in _KINDS.items() if isinstance(module, each)), None)
+    if known is not None:
+        return known
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2 and getattr(module, "nf", None) == weight.shape[1]:
         return "transposed"  # transformers' Conv1D stores [in, out]

@@ -46,11 +46,7 @@ def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) ->
 
 
 def record_missing(model: PreTrainedModel, construction: Construction, stored: Collection[str]) -> dict[str, Tensor]:
-    """Has an unsplit meta model initialise the tensors that `stored` does not name; returns those by name.
-
-    Args:
-        construction: what recorded how the model was built.
-    """
+    """Has an unsplit meta model initialise the tensors that `stored` does not name; returns those by name."""
     missing = {fqn: value for fqn, value in _named_tensors(model) if fqn not in stored}
     needed = set(map(id, missing.values()))
     for _, value in _named_tensors(model):

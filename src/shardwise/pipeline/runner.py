@@ -40,7 +40,6 @@ class _Line:
     Attributes:
         broken: why it is no longer used.
         number: of the lines of this process, the same on every rank.
-        users: what runs stages over it.
     """
 
     group: dist.ProcessGroup | None
@@ -78,7 +77,6 @@ class PipelineRunner:
     Communicates: the creation of that group.
 
     Attributes:
-        plan: how the model is cut.
         is_first, is_last: whether this rank holds the first or the last stage.
         times_next: whether the next run notes when which action ran, for `timeline`.
         name: of this pipeline, the same on every rank and no other's.

@@ -76,7 +76,6 @@ class PipelineStage(Base):
     """One stage of this rank; see [Note: stages under torch's runtime].
 
     Args:
-        number: of the stage.
         rank_of: the rank of the group that holds each stage.
         root: what FSDP2 gathers and reduces for this stage, or any module that holds its parameters.
         splits: whether the schedule computes gradients of weights apart from those of inputs.

@@ -71,7 +71,6 @@ class SplitPlan:
     """A model's plan with nothing left to decide.
 
     Attributes:
-        shape: of the mesh it was decided for.
         parameters: canonical FQN to its plan; tied aliases are left out.
         regions: in model order, outermost only.
         modules: FQN to the style of the modules whose forward changes.
@@ -86,8 +85,6 @@ class SplitPlan:
         added: FQNs of the parameters of which every rank adds its share to a partial sum.
         unmatched: rules that govern nothing in this model (never the user's: those are errors).
         tied: alias FQN of every tied parameter to its canonical FQN.
-        embedding: the input embedding.
-        stacks: the model's stacks of layers.
         units: FQNs of the modules that data parallelism gathers together (see [Note: units]).
         norms: FQN of every norm over split features, to what it computes.
         direct: whether the rows of the input embedding are all that enters the one stack of layers, so that their sum

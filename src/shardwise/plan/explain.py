@@ -21,7 +21,6 @@ class Row:
 
     Attributes:
         name: their FQN with `*` for the number.
-        count: how many they are.
         num_elements: of all of their full tensors together.
         local_elements: of all of them together, on rank 0.
     """

@@ -6,23 +6,18 @@ from shardwise.errors import PlanError
 from shardwise.plan.structure import Heads
 from shardwise.sharding.placement import Split, split_blocks, split_even, split_heads, split_sections
 
-__all__ = ["check_heads", "feature_split", "legal_sizes", "local_heads", "qkv_split"]
+__all__ = ["check_heads", "feature_split", "local_heads", "qkv_split"]
 
 
-def is_legal(heads: Heads, tp_size: int) -> bool:
+def _is_legal(heads: Heads, tp_size: int) -> bool:
     """Whether query heads divide among `tp_size` ranks and key/value heads divide or replicate evenly."""
     kv = heads.num_key_value_heads
     return heads.num_heads % tp_size == 0 and (kv % tp_size == 0 or tp_size % kv == 0)
 
 
-def legal_sizes(heads: Heads) -> tuple[int, ...]:
-    """Every tp_size that divides these heads."""
-    return tuple(size for size in range(1, heads.num_heads + 1) if is_legal(heads, size))
-
-
 def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
     """Why `heads` cannot be divided among `tp_size` ranks and what to do, None if they can."""
-    if is_legal(heads, tp_size):
+    if _is_legal(heads, tp_size):
         return None
     reasons = []
     if heads.num_heads % tp_size:
@@ -32,7 +27,7 @@ def check_heads(heads: Heads, tp_size: int) -> tuple[str, str] | None:
         reasons.append(
             f"{kv} key-value heads do not divide among {tp_size} ranks, and {tp_size} is not a multiple of {kv}"
         )
-    sizes = ", ".join(map(str, legal_sizes(heads)))
+    sizes = ", ".join(str(size) for size in range(1, heads.num_heads + 1) if _is_legal(heads, size))
     return "; ".join(reasons), f"use tp_size {sizes}, or replicate this attention with the style replicate"
 
 

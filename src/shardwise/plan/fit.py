@@ -25,7 +25,6 @@ class Governing:
         parameters: of modules and parameters.
         regions: of modules; a module that is kept in full is no region.
         sequence: of modules and parameters.
-        unmatched: the rules that match nothing.
     """
 
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)

@@ -26,9 +26,6 @@ class Matcher:
     Layers differ only in their numbers, so there are few distinct names beside these: a pattern is matched with one
     name for all that are alike, and with each only where it has numbers itself. A plan over 10^5 names takes well under
     a second.
-
-    Args:
-        names: FQNs of the model's modules and parameters.
     """
 
     def __init__(self, names: Iterable[str]) -> None:

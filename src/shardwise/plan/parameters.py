@@ -30,7 +30,6 @@ class ParameterRules:
 
     Attributes:
         head: the output embedding if it is split over the vocabulary.
-        tp_size: into how many parts features divide.
     """
 
     facts: ModelFacts

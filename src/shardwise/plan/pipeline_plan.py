@@ -121,7 +121,6 @@ class PipelinePlan:
     """How a model is cut into stages.
 
     Attributes:
-        order: the layers as they run.
         schedule: name of the schedule (see `shardwise.schedule.build`).
         starts: the segment with which every stage begins; the first one is 0.
         rank_of: the coordinate on pp that holds each stage.

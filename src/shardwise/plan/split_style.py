@@ -24,7 +24,6 @@ class SplitStyle:
     """What a `split(...)` style says.
 
     Attributes:
-        dim: which dim of the parameter.
         num_sections: how many equal sections it holds.
         pieces: the intervals of every rank, where they are given.
     """

@@ -103,9 +103,7 @@ class Adapted:
 
     Attributes:
         module: FQN of the module that computes with both; the base's module has this name where there are no adapters.
-        weight: FQN of the weight.
         in_dim, out_dim: its dims of input and of output features.
-        own: the adapters' parameters.
         full_reader: what kind of adapter it is, where that reads the full weight; empty otherwise.
     """
 

@@ -23,13 +23,7 @@ __all__ = ["LayerCollectives", "counted_layers"]
 
 @dataclass
 class LayerCollectives:
-    """What was executed inside of layers, over all of their runs; gradients that are summed after backward are not.
-
-    Attributes:
-        runs: how many times a layer ran.
-        forward: collectives in their forwards.
-        backward: collectives in their backwards.
-    """
+    """What was executed inside of layers, over all of their runs; gradients that are summed after backward are not."""
 
     runs: int = 0
     forward: int = 0

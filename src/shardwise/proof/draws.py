@@ -138,7 +138,6 @@ def problems_of(
 
     Args:
         given: with which the full model has been trained.
-        found: its loss and gradients.
         train: gives those it has with other draws.
     """
     problems = [problem for each in given for problem in each.problems]

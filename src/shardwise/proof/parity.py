@@ -147,7 +147,6 @@ def measure(
 
     Args:
         unsplit: the model in one piece; left as it was.
-        split: splits the copy over the mesh.
         step: runs forward and backward of a split model and returns the loss.
         reference_loss: computes the unsplit model's loss; by default `objective_of` what it puts out for the batch.
         num_steps: after how many AdamW steps the replicas are compared; parameters are after three.

@@ -31,9 +31,7 @@ class Case:
     """What the ranks of one call of `spawn` are to do.
 
     Attributes:
-        module: of the function.
         file: that the module was read from; None where there is none.
-        qualname: of the function in it.
         env: the environment, but for what differs between ranks.
         payload: pickled arguments, keyword arguments and warning filters: by themselves, because their classes may
             stand in the module.

@@ -78,7 +78,6 @@ def spawn(
 
     Args:
         fn: a module-level function; arguments and results travel by pickle, so tensors must be on the CPU.
-        world_size: number of ranks.
         timeout: seconds until ranks that have not returned are killed.
         env: variables for the ranks, over the caller's. Too late for those that torch or transformers read when they
             are imported.
@@ -152,10 +151,6 @@ class _Rank:
     """A rank as its caller sees it, from its start to its end.
 
     Attributes:
-        number: the rank.
-        name: it in words.
-        place: its function.
-        report: what it has said.
         is_gone: whether it ended without a word.
     """
 

@@ -16,7 +16,6 @@ class _Family:
     """The schedules of one name, and which numbers they take.
 
     Attributes:
-        order: gives the steps of a rank.
         fewest_stages: on a rank.
         most_stages: on a rank; None if there may be any number.
         is_v: whether stages go up the ranks as they came down; else they start again at the first rank.
@@ -77,9 +76,6 @@ def build_schedule(
 def build_in_order(rank_of: Sequence[int], num_microbatches: int) -> Schedule:
     """Any number of microbatches through stages that are held in any way: all through a stage, then through the next,
     and back the way they came. Nothing but forwards need not be in any better order.
-
-    Args:
-        rank_of: the rank that holds each stage.
     """
     pp_size = max(rank_of) + 1
 

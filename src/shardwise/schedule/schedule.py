@@ -21,9 +21,6 @@ class Schedule:
         1f1b
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
-
-    Attributes:
-        order: the steps of every rank.
     """
 
     name: str

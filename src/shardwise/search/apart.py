@@ -28,8 +28,6 @@ def find_apart(config: PreTrainedConfig, auto_class: Any, *, packed: bool) -> Ap
     """What a model of `config` needs so that documents in a row compute what they compute alone.
 
     Args:
-        config: of the model; a tiny one is made of it.
-        auto_class: as in `load`.
         packed: whether several share a row; else one does with padding.
 
     Raises:

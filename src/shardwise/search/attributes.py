@@ -15,11 +15,7 @@ _NEVER = frozenset({"layer_idx", "layer_index", "head_dim", "num_key_value_group
 
 
 def guess_attributes(graph: BlockGraph, *, limit: int) -> list[dict[str, str]]:
-    """Attributes with their styles, best guess first: what solves the tiny model's sizes, then what names suggest.
-
-    Args:
-        limit: how many guesses at most.
-    """
+    """Attributes with their styles, best guess first: what solves the tiny model's sizes, then what names suggest."""
     known = graph.facts.attributes()
     solved = solve(list(graph.equations()), limit=limit)
     guesses = [{name: _style(part, graph.tp_size) for name, part in parts.items() if name in known} for parts in solved]

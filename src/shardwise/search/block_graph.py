@@ -30,9 +30,7 @@ class BlockGraph:
         products: all row products of the layer.
 
     Attributes:
-        model: the tiny model.
         layer: as watched thoroughly, with the outputs of its row products detached.
-        group: the row products of the block.
         required_indices: what each rank must hold of the other parameters that the block splits.
         bare: the row products whose weights are no linear's: the sum is then the output of a module around them.
     """

@@ -53,7 +53,6 @@ class Derivation:
     """What deriving found.
 
     Attributes:
-        plan: the rules that split most.
         problem: what to raise where next to nothing of the layers is split.
     """
 
@@ -99,29 +98,24 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         )
 
     with failures_explained(explain):
-        return _derive(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-
-
-def _derive(model: PreTrainedModel, declared: Plan, *, tp_size: int, sequence_parallel: bool) -> Derivation:
-    name = type(model).__name__
-    own_size = _is_small(model)
-    tiny = build_tried_model(model, tp_size=tp_size)
-    trial = trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
-    facts = trial.facts
-    search = _Search(tiny, trial, portable=not own_size, sequence_parallel=sequence_parallel)
-    best, verdicts = search.best(declared)
-    if best is not None and not own_size:
-        confirm = functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny)
-        if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
-            trial.confirm = confirm
-            best, verdicts = search.best(declared)
-    if best is None:
-        raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    reached = trial.gradients.keys()
-    unseen = {fqn: UNREACHED for fqn, *_ in facts.parameters() if fqn not in reached}
-    plan = with_reasons(best.plan, facts, search.reasons | unseen, tp_size=tp_size)
-    problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
-    return Derivation(plan=generalize(plan, tiny, model), problem=problem)
+        own_size = _is_small(model)
+        tiny = build_tried_model(model, tp_size=tp_size)
+        trial = trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
+        facts = trial.facts
+        search = _Search(tiny, trial, portable=not own_size, sequence_parallel=sequence_parallel)
+        best, verdicts = search.best(declared)
+        if best is not None and not own_size:
+            confirm = functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny)
+            if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
+                trial.confirm = confirm
+                best, verdicts = search.best(declared)
+        if best is None:
+            raise no_plan_error(name, verdicts, tp_size=tp_size, sequence_parallel=sequence_parallel)
+        reached = trial.gradients.keys()
+        unseen = {fqn: UNREACHED for fqn, *_ in facts.parameters() if fqn not in reached}
+        plan = with_reasons(best.plan, facts, search.reasons | unseen, tp_size=tp_size)
+        problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
+        return Derivation(plan=generalize(plan, tiny, model), problem=problem)
 
 
 def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
@@ -173,7 +167,6 @@ class _Search:
 
     Args:
         portable: whether plans must fit models of other sizes than the tiny model's.
-        sequence_parallel: whether the sequence is split, too.
 
     Attributes:
         reasons: FQNs of parameters for which no split passed, to why; filled on the way.

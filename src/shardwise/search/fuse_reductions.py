@@ -24,7 +24,6 @@ def fuse_reductions(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, t
 
     Args:
         layers: how they ran when watched, every tensor a node, nothing cut.
-        tp_size: for how many ranks.
     """
     split = resolve(plan, facts, tp_size=tp_size)
     rules: list[Rule] = []

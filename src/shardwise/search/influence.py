@@ -41,8 +41,6 @@ class RequiredIndices:
     """What each rank must hold of a tensor, along one dim.
 
     Attributes:
-        dim: which dim.
-        size: its extent.
         ranks: for each rank the indices that its features depend on.
     """
 
@@ -106,7 +104,6 @@ def find_row_products(
 
     Args:
         model: a tiny model in eval mode, eager attention and experts.
-        tp_size: for how many ranks.
     """
     banned: set[str] = set()
     for _ in range(_MAX_PASSES):

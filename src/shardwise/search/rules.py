@@ -44,7 +44,6 @@ class Block:
     """One region of one layer, ready to be tried.
 
     Attributes:
-        layer: FQN of the layer.
         plans: those that may split it, best guess first; the last one may gather what others leave split.
         parameters: FQNs of those that it splits.
         key: names its kind: the row products within the layer.

@@ -37,7 +37,6 @@ def sequence_plans(plan: Plan, facts: ModelFacts, run: Run, *, tp_size: int) -> 
 
     Args:
         run: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
-        tp_size: for how many ranks.
     """
     split = resolve(plan, facts, tp_size=tp_size)
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]

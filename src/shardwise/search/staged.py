@@ -18,9 +18,6 @@ __all__ = ["train_in_stages"]
 def train_in_stages(stages: Sequence[Stages], batch: Mapping[str, Any]) -> tuple[Any, list[tuple[Tensor, ...]]]:
     """One forward and backward through all stages.
 
-    Args:
-        stages: those that hold stage 0, 1, …
-
     Returns:
         The output of the last one, and what every cut was crossed by.
 

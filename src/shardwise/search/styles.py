@@ -13,7 +13,7 @@ from shardwise.plan.structure import parent_of, upwards
 from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices
 from shardwise.sharding.boxes import Interval
-from shardwise.sharding.placement import Split, equal_sections
+from shardwise.sharding.placement import Split, equal_sections, join_intervals
 
 __all__ = ["find_style"]
 
@@ -72,14 +72,4 @@ def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:
         else:
             for rank in last:
                 needed[rank].add(index)
-    return tuple(_runs(sorted(indices)) for indices in needed)
-
-
-def _runs(indices: list[int]) -> tuple[Interval, ...]:
-    found: list[Interval] = []
-    for index in indices:
-        if found and found[-1][1] == index:
-            found[-1] = (found[-1][0], index + 1)
-        else:
-            found.append((index, index + 1))
-    return tuple(found)
+    return tuple(join_intervals((index, index + 1) for index in sorted(indices)) for indices in needed)

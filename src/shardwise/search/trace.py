@@ -47,10 +47,8 @@ class Use:
     """One product of an activation with a parameter.
 
     Attributes:
-        parameter: FQN of the parameter.
         module: FQN of the module that was running.
         x: the activation, in the layer's graph.
-        out: the product.
         input_dim: the dim of the parameter that is contracted.
     """
 
@@ -83,10 +81,8 @@ class Layer:
     """One layer as it ran.
 
     Attributes:
-        fqn: its name.
         outputs: what it returned, and something later used.
         uses: its products with parameters.
-        calls: the modules that ran.
         parameters: all inside the layer, by their names there; tied ones appear in each of their layers.
         size_constraints: the sizes that operations were given by integer attributes, if watched thoroughly.
         left_at: the number of the last operation before it returned for the last time.

@@ -86,7 +86,6 @@ class SizeConstraint:
     """One dim whose size an operation was given by a traced integer.
 
     Attributes:
-        size: what it was given.
         out: the tensor it made.
         dim: the dim of `out`.
         source: a tensor and its dim to compare with, where the size is a ratio (`repeat_interleave`).
@@ -222,11 +221,7 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def solve(equations: Sequence[Equation], *, limit: int) -> list[dict[str, Fraction]]:
-    """The parts of attributes that solve the equations best, best first; attributes that stay replicated are left out.
-
-    Args:
-        limit: how many solutions at most.
-    """
+    """The parts of attributes that solve the equations best, best first; attributes that stay full are left out."""
     distinct = {(_fingerprint(each), int(each.size), each.part): each for each in equations}
     split = [each for each in distinct.values() if each.part not in (None, 1)]
     names = frozenset().union(*(each.size.names for each in split))

@@ -43,7 +43,6 @@ class Verdict:
 
     Attributes:
         passed: whether loss and every gradient are the full model's.
-        reason: why not.
         module: FQN of the innermost module that was running where it failed, "" where nothing did.
         lacks_stack: whether there was no list of layers along whose sequence to split.
         in_training: whether it is padding or dropout that it fails with.
@@ -63,13 +62,10 @@ class Trial:
 
     Args:
         tiny: has not run yet; every rank is given a copy, because modules may keep what they computed.
-        batch: its inputs with labels.
-        tp_size: number of simulated ranks.
         padded: one padded row, for runs in training mode with dropout.
         drops: whether to train with dropout on it: what a model never draws need not be right.
 
     Attributes:
-        facts: of the tiny model.
         confirm: what plans must pass besides, if anything.
 
     Raises:

@@ -104,7 +104,6 @@ class _Value:
         number: how many such tensors there were before it.
         born: the segment that made it.
         used: the last segment that used it.
-        count: how often it was used.
         written: the last segment that changed it in place, before the first one where none did.
         anchor: where it is found; empty while that is not known.
         place: what made it, for who reads an error.

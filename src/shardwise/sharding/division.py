@@ -42,7 +42,6 @@ def divide_boxes(
 
     Args:
         layouts: of the tensors by name, in the same order on every rank.
-        shape: of the mesh.
         holders: of tensors of which other ranks than their layout says have none, those that do.
     """
     known: dict[Layout, list[tuple[Box, list[int]]]] = {}

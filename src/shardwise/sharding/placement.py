@@ -9,7 +9,7 @@ All placements are frozen values. `str()` gives a short text for tables; `shardi
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import LayoutError
@@ -22,6 +22,7 @@ __all__ = [
     "Replicate",
     "Split",
     "equal_sections",
+    "join_intervals",
     "split_blocks",
     "split_even",
     "split_heads",
@@ -83,7 +84,6 @@ class Split:
     """Explicit intervals of one dim for every coord.
 
     Args:
-        dim: The tensor dim, counted from 0.
         pieces: For every coord its intervals of the canonical dim, in the order in which they are stored locally.
             Together they cover the dim; several coords may hold the same interval, one coord holds it once.
 
@@ -229,7 +229,7 @@ def split_sections(dim: int, sections: Sequence[Split]) -> Split:
         for coord, intervals in enumerate(section.pieces):
             pieces[coord].extend((start + offset, stop + offset) for start, stop in intervals)
         offset += section.size
-    return Split(dim, tuple(_merge(intervals) for intervals in pieces))
+    return Split(dim, tuple(map(join_intervals, pieces)))
 
 
 def equal_sections(dim: int, size: int, *, num_sections: int, parts: int) -> Split:
@@ -254,7 +254,8 @@ def _pieces(interval: Interval) -> tuple[Interval, ...]:
     return (interval,) if interval[0] < interval[1] else ()
 
 
-def _merge(intervals: Sequence[Interval]) -> tuple[Interval, ...]:
+def join_intervals(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """`intervals`, those that begin where the one before ends joined to it."""
     merged: list[Interval] = []
     for start, stop in intervals:
         if merged and merged[-1][1] == start:

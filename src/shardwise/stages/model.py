@@ -95,9 +95,6 @@ class Stages:
 
     Attributes:
         own: their numbers, in the order in which a microbatch passes them.
-        model: the split model.
-        plan: how it is cut.
-        modules: the watched modules.
         absent: absent parameters by (module, name), of those that this rank holds and modules outside of layers own:
             they take the parameters' places where their module runs in a foreign segment.
         foreign: the name of every parameter that this rank does not hold, by (module, name in the module).
@@ -106,7 +103,6 @@ class Stages:
         split: of sequence parallelism, the segments in whose layers hidden states come in parts, to the name of their
             stack.
         independent: the watched modules that were seen to return nothing that depends on parameters.
-        current: the stage that runs.
     """
 
     own: tuple[int, ...]

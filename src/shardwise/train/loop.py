@@ -63,7 +63,6 @@ class StepRecord:
     Attributes:
         step: counted from 1.
         loss: mean over the tokens of the global batch, before this step's update.
-        lr: learning rate of the update.
         grad_norm: norm of the gradients before clipping.
         tokens: tokens of the global batch that counted towards the loss.
         tokens_per_second: over all ranks.

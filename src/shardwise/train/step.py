@@ -102,7 +102,6 @@ class TrainStep:
 
     Args:
         model: a model that `shardwise.load` or `shardwise.parallelize` returned.
-        mesh: the mesh it was split over.
         num_microbatches: into how many equal runs of rows a batch is divided; the rows must divide by it.
 
     Raises:

@@ -76,7 +76,6 @@ def resolve_keys(
 
     Args:
         model: Any transformers model, on meta or real, unsplit or split.
-        index: The checkpoint.
         shapes: FQN to canonical shape for the unsplit model: all of `state_dict()` before any split.
         key_mapping: As for `from_pretrained`: patterns of checkpoint keys to their replacements.
         prefix: Left out of the keys that begin with it.

@@ -79,10 +79,6 @@ def locate_source(path_or_hub_id: str | os.PathLike[str], **hub_options: Any) ->
     Where the cache has nothing of a hub id, the hub must answer. It is asked once, because its own library would go on
     asking for half a minute.
 
-    Args:
-        path_or_hub_id: The name.
-        hub_options: As for `locate_files`.
-
     Raises:
         LoadError: there is no such directory, and the name is no hub id; or the hub does not answer.
     """
