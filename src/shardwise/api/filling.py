@@ -142,15 +142,12 @@ def build_unfilled(
     options: dict[str, Any],
     reads: bool = True,
 ) -> tuple[PreTrainedModel, Filling]:
-    """A model on the meta device, and what will fill it.
+    """A model on the meta device, and what will fill it; raises as `shardwise.load`.
 
     Args:
         config: instead of the one at `source`.
         options: as `shardwise.load` hands them on.
         reads: whether its weights are those of `source`, and not filled otherwise.
-
-    Raises:
-        ConfigError, LoadError, UnsupportedError: as `shardwise.load`.
     """
     options = dict(options)
     allowed, key_mapping = Allowed.pop(options), options.pop("key_mapping", None)

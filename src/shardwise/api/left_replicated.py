@@ -30,9 +30,6 @@ def leave_unwanted(
 
     Args:
         is_wanted: asked about every module that would be split as one (attention, MLP), the embedding and the head.
-
-    Raises:
-        PlanError: as `shardwise.parallelize`.
     """
     plan = decide(model, shape, spec)
     names = dict.fromkeys((*(region.fqn for region in plan.regions), *filter(None, (plan.embedding, plan.head))))

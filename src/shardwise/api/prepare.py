@@ -114,11 +114,8 @@ def _label_use(model: nn.Module) -> LabelUse | None:
 
 
 def decide(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> SplitPlan:
-    """What one process does to `model` on a mesh of that shape: the rules, resolved. Changes and communicates nothing.
-
-    Raises:
-        PlanError: as `prepare`.
-        UnsupportedError: the layout has an axis that is not supported yet.
+    """What one process does to `model` on a mesh of that shape: the rules, resolved. Changes and communicates nothing;
+    raises as `check_options` and `prepare`.
     """
     check_options(shape, spec)
     facts = _read(model, shape)
@@ -133,13 +130,8 @@ def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelS
 
 
 def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
-    """How our plan divides the parameters of an unsplit model over so many tp ranks, by every name that they have.
-
-    Raises:
-        PlanError: as `prepare`.
-    """
-    spec, _ = ParallelSpec.take({})
-    plan = decide(model, MeshShape(tp_size=tp_size), spec)
+    """How our plan divides the parameters of an unsplit model over so many tp ranks, by every name that they have."""
+    plan = decide(model, MeshShape(tp_size=tp_size), ParallelSpec())
     found = {name: each.layout for name, each in plan.parameters.items()}
     return {**found, **{alias: found[name] for alias, name in plan.tied.items()}}
 

@@ -60,11 +60,8 @@ class Rehearsal:
 
     @contextmanager
     def open(self, *, rank: int = 0) -> Iterator[PreTrainedModel]:
-        """A rank's split model in training mode, whose tensors have shapes and no values.
-
-        Raises:
-            MeshError: this process is a rank of some job.
-            ShardwiseError: as `load`.
+        """A rank's split model in training mode, whose tensors have shapes and no values. Raises as `load`, and a
+        `MeshError` where this process is a rank of some job.
         """
         model = build_meta_model(
             copy.deepcopy(self.source), self.auto_class, dtype=self.dtype, options=dict(self.options)

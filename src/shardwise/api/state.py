@@ -107,7 +107,7 @@ def export_pretrained(
     mesh = registry_of(model).mesh
     check_replicas(model)
     adapters: Any = () if mode == "merged" else model.peft_config
-    states = {name: adapter_state(model, name, rank0_only=True) for name in adapters}
+    states = {name: adapter_state(model, name) for name in adapters}
     if mode == "only":
         with raise_on_all_ranks(mesh.group(), "writing the adapter"):
             if mesh.rank == 0:

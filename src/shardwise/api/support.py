@@ -45,15 +45,13 @@ class Support(_Answers):
 
 
 def find_support(given: str | type | nn.Module) -> Support:
-    """What a model can be split by, over two ranks.
+    """What a model can be split by, over two ranks. Communicates nothing.
 
     Seconds for an architecture that was not examined before; what is found is kept on disk.
 
     Args:
         given: a model, real or not, split or not; a model class; or a model type, which represents its causal language
             model or, where there is none, the class that its config names.
-
-    Communicates: nothing.
     """
     try:
         model = _unsplit_model(given)

@@ -37,8 +37,8 @@ __all__ = [
 _PREFIX = "base_model.model."
 
 
-def adapter_state(model: nn.Module, name: str = "default", *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """What PEFT's file of an adapter holds: full CPU tensors by its names; with `rank0_only` an empty dict elsewhere.
+def adapter_state(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """What PEFT's file of an adapter holds: full CPU tensors by its names, on rank 0; an empty dict elsewhere.
 
     These are all parts of a model that training an adapter changes: A and B, trained copies of modules and biases.
 
@@ -63,8 +63,8 @@ def adapter_state(model: nn.Module, name: str = "default", *, rank0_only: bool =
             full = None if local is None else local.to("cpu", copy=True)
         else:
             layout, mesh = entries[fqn].layout, registry.mesh
-            full = canonical_tensor(local, layout, mesh, rank0_only=rank0_only, dtype=dtypes.get(fqn))
-        if full is not None and not (rank0_only and registry.mesh.rank):
+            full = canonical_tensor(local, layout, mesh, rank0_only=True, dtype=dtypes.get(fqn))
+        if full is not None and not registry.mesh.rank:
             state[key] = full.contiguous()
     return state
 
@@ -107,13 +107,13 @@ def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
     return {ADAPTER_CONFIG: functools.partial(_config_text, model, "default")} if list(configs) == ["default"] else {}
 
 
-def stored_names(model: nn.Module, name: str = "default") -> dict[str, str]:
-    """PEFT's name of every tensor of an adapter's file, to the tensor's in the base model with adapters, for a model
-    that is not split.
+def stored_names(model: nn.Module) -> dict[str, str]:
+    """PEFT's name of every tensor of the default adapter's file, to the tensor's in the base model with adapters, for a
+    model that is not split.
     """
     shown = {fqn: value.to("meta") for fqn, value in model.state_dict().items()}
     names = {id(value): fqn.removeprefix(_PREFIX) for fqn, value in shown.items()}
-    state = peft().get_peft_model_state_dict(model, state_dict=shown, adapter_name=name)
+    state = peft().get_peft_model_state_dict(model, state_dict=shown)
     return {key: names[id(value)] for key, value in state.items()}
 
 
@@ -132,8 +132,8 @@ def _config_text(model: nn.Module, name: str) -> bytes:
         return (Path(place) / ADAPTER_CONFIG).read_bytes()
 
 
-def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: str = "default") -> None:
-    """Fills the adapter of that name, which has values already, with those at `place`; each rank its parts.
+def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> None:
+    """Fills the default adapter, which has values already, with those at `place`; each rank its parts.
 
     Raises:
         LoadError: the files are of another model, rank or kind of adapter, or cannot be read.
@@ -147,17 +147,16 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str], name: 
         raise LoadError(f"no adapter weights at {where!r}", why=one_line(error, limit=300)) from error
     try:
         with names_only(registry_of(model)):
-            result = peft().set_peft_model_state_dict(model, weights, adapter_name=name)
+            result = peft().set_peft_model_state_dict(model, weights)
     except (RuntimeError, KeyError, ValueError) as error:
         raise LoadError(
             f"the adapter at {where!r} does not fit the model",
             why="\n".join(str(error).splitlines()[:4]),
             fix="load it with its own config and base model",
         ) from error
-    marks = (f".{name}.", f".{name}")
     entries, registry = named_entries(model), registry_of(model)
     missing = [key for key in result.missing_keys if key not in entries or registry.holds(entries[key].fqn)]
-    lost = [key for key in missing if ".lora_" in key and any(mark in key for mark in marks)]
+    lost = [key for key in missing if ".lora_" in key and ".default" in key]
     if result.unexpected_keys or lost:
         raise LoadError(
             f"the adapter at {where!r} is none of this model",

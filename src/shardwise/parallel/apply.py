@@ -35,7 +35,7 @@ __all__ = ["apply_plan", "check_axes", "check_unsplit"]
 def apply_plan(
     model: nn.Module, mesh: Mesh, plan: SplitPlan, spec: ParallelSpec, *, dtype: torch.dtype | None = None
 ) -> Registry:
-    """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay.
+    """Splits `model` (real, meta or fake) over `mesh` in place; parameter names stay. Communicates nothing.
 
     Foreign stages are released first. Then, from the inside out: tensor and sequence parallelism change modules,
     recomputation and compilation wrap blocks, and FSDP2 comes last, because it gathers a unit before anything in it
@@ -49,8 +49,6 @@ def apply_plan(
     Raises:
         ConfigError: an option names what the model does not have.
         UnsupportedError: it asks for what this torch or device does not have.
-
-    Communicates: nothing.
     """
     context = SplitContext.of(mesh, has_dropout=has_dropout(model))
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)

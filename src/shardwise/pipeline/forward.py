@@ -43,7 +43,7 @@ from shardwise.runtime.positions import leave_out_cache
 from shardwise.runtime.same_batch import check_same_batch
 from shardwise.topology.axes import SAME_ROWS_AXES
 
-__all__ = ["apply_pipeline"]
+__all__ = ["apply_pipeline", "named_call"]
 
 _MOST_PER_STAGE = 4
 """Microbatches for each stage that a forward in training mode takes at most: a fifth of the time is bubble then."""
@@ -115,7 +115,7 @@ class _Forward:
         self, model: nn.Module, runner: PipelineRunner, registry: Registry, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.model, self.runner, self.registry = model, runner, registry
-        self.arguments = _named(model, args, kwargs)
+        self.arguments = named_call(model, args, kwargs)
         asked = self.arguments.pop("return_dict", None)
         self.as_tuple = not (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked)
         if self.as_tuple:
@@ -205,7 +205,7 @@ class _Forward:
     def _train(self, rows_of_all: tuple[int, ...]) -> Any:
         parts, weights, rows = self._microbatches(rows_of_all)
         count = len(parts)
-        schedule = self.runner.schedule(count) if self.runner.takes(count) else self.runner.in_order(count)
+        schedule = self.runner.fitting(count)
         gradients = gradients_of(self.model)
         scale = gradients.loss_scale.factor if gradients.loss_scale is not None else 1.0
         leaves = _leaves(parts)
@@ -262,7 +262,7 @@ class _Forward:
         return found
 
 
-def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names."""
     signature = inspect.signature(model.forward)
     bound = signature.bind(*args, **kwargs)

@@ -137,6 +137,10 @@ class PipelineRunner:
             return False
         return True
 
+    def fitting(self, num_microbatches: int) -> Schedule:
+        """The schedule; where it does not take so many microbatches, one stage after the other."""
+        return self.schedule(num_microbatches) if self.takes(num_microbatches) else self.in_order(num_microbatches)
+
     def in_order(self, num_microbatches: int) -> Schedule:
         """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
         return build_in_order(self.plan.rank_of, num_microbatches)

@@ -29,12 +29,10 @@ def try_adapters(
     model: nn.Module, plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: bool = False
 ) -> None:
     """Trains a tiny model with adapters like those of `model`, split by the base's plan, and compares every gradient.
-    What passes is kept on disk. Says in the log where it cannot be tried.
+    What passes is kept on disk. Says in the log where it cannot be tried. Communicates nothing.
 
     Raises:
         PlanError: they compute something else, and the base alone does not.
-
-    Communicates: nothing.
     """
     assert facts.adapters is not None
     base = without_adapters(model)

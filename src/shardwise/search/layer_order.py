@@ -47,7 +47,7 @@ _ALLOWED = 1e-3  # of the largest entry of a gradient
 
 
 def find_layer_order(model: nn.Module) -> LayerOrder:
-    """The layers of `model` as they run, what passes between them, and who uses which parameter.
+    """The layers of `model` as they run, what passes between them, and who uses which parameter. Communicates nothing.
 
     Args:
         model: a transformers model, real or meta, unsplit.
@@ -55,8 +55,6 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     Raises:
         PlanError: it cannot be cut into stages; names the module and the reason.
         UnsupportedError: no tiny model of it can be built.
-
-    Communicates: nothing.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):

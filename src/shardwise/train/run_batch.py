@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import MethodType
@@ -19,11 +18,11 @@ from shardwise.errors import BatchError, UnsupportedError
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
-from shardwise.pipeline.runner import PipelineRunner, runner_of
+from shardwise.pipeline.forward import named_call
+from shardwise.pipeline.runner import runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.arguments import argument_names
-from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.step import Count, TrainStep, Weight
 
@@ -137,7 +136,7 @@ def _run_by_hand(
         return loss.detach().view(1), torch.ones(1, device=loss.device, dtype=loss.dtype)
     with raise_on_all_ranks(mesh.group(), "dividing its batch"):
         parts = _parts(model, args, kwargs, num_microbatches)
-        schedule = _schedule(pipeline, num_microbatches)
+        schedule = None if pipeline is None else pipeline.fitting(num_microbatches)
     placed = tree_map_only(Tensor, lambda each: each.to(mesh.device), parts)
     has_targets = any(isinstance(parts[0].get(name), Tensor) for name in target_names(model))
     counts = [float(count_targets(model, part)) if has_targets else 1.0 for part in parts]
@@ -167,20 +166,9 @@ def _run_by_hand(
     return losses, torch.tensor(weights, device=mesh.device)
 
 
-def _schedule(pipeline: PipelineRunner | None, count: int) -> Schedule | None:
-    """The pipeline's schedule; where that does not take so few microbatches, one stage after the other."""
-    if pipeline is None:
-        return None
-    return pipeline.schedule(count) if pipeline.takes(count) else pipeline.in_order(count)
-
-
 def _parts(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """The named arguments of every microbatch."""
-    bound = inspect.signature(find_model(model).forward).bind(*args, **kwargs)
-    arguments = dict(bound.arguments)
-    for name, each in bound.signature.parameters.items():
-        if each.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
+    arguments = named_call(find_model(model), args, kwargs)
     rows = next((value.shape[0] for value in tree_leaves(arguments) if isinstance(value, Tensor) and value.ndim), 0)
     check_rows(rows, count)
     return split_rows(arguments, rows, count)
