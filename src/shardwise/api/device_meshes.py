@@ -28,6 +28,7 @@ _AXES = {
 }
 """The names of dims, to what they are here. Parameters are sharded over data and context parallel ranks together."""
 
+_SHORT = {"data_parallel": "dp", "context_parallel": "cp"}
 _FLATTENED: dict[tuple[str, ...], str] = {("dp_shard", "cp"): "dp_shard_cp", ("dp", "cp"): "dp_cp"}
 """What NeMo Automodel calls dims that it has flattened to one."""
 
@@ -72,9 +73,5 @@ def adopt_device_mesh(device_mesh: DeviceMesh, *, shards: bool = True) -> Mesh:
 
 def _flattened(device_mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup:
     """The group of several dims: what Automodel has flattened already, or a new one under its name."""
-    name = _FLATTENED.get(tuple(map(_short, names)))
+    name = _FLATTENED.get(tuple(_SHORT.get(each, each) for each in names))
     return device_mesh[tuple(names)]._flatten(name).get_group()
-
-
-def _short(name: str) -> str:
-    return {"data_parallel": "dp", "context_parallel": "cp"}.get(name, name)

@@ -1,11 +1,8 @@
 """Steps that a rank has left by an error while others are in them: those that wait for it there end, and say why.
 
 # [Note: a step that is abandoned]
-Where a stage of a pipeline raises, its neighbours fail at once (`pipeline/runner.py`). Ranks that wait for it in a
-collective over data or tensor parallelism cannot be reached: nothing interrupts a thread that waits inside of gloo, and
-the rank at fault lives on where somebody catches its error. So it leaves its traceback in the store, and whoever is
-found waiting in the same step ends, as under NCCL's own watchdog: with that traceback and exit code 1, for a launcher
-to end the job.
+Nothing interrupts a thread that waits inside of gloo. So a rank that raises leaves its traceback in the store, and
+whoever is found waiting in the same step ends with it and exit code 1 (docs/decisions/0028).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ gradients of the activations again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -101,11 +101,6 @@ def _joined(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _noted(group: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """The nodes of a group with the gradients that have arrived there."""
-    return zip(group["intermediates"], group["grads"], strict=True)
-
-
 def _hold(node: Any, saved: Any) -> Any:
     """Has the second part begin at a node with the gradients that were noted there: hooks on the tensor that it made
     have changed those in the first part, and would do so again.
@@ -128,7 +123,8 @@ class SecondPart:
 
     def __call__(self) -> None:
         if self.groups is not None:
-            handles = [_hold(node, saved) for group in self.groups for node, saved in _noted(group)]
+            noted = (zip(group["intermediates"], group["grads"], strict=True) for group in self.groups)
+            handles = [_hold(node, saved) for pairs in noted for node, saved in pairs]
             try:
                 torch_backward.stage_backward_weight(iter(self.weights), self.groups, retain_graph=True)
             finally:

@@ -2,13 +2,11 @@
 
 # [Note: the base's plan]
 A model with adapters is planned by the names of its base, as if that stood alone: wrapped modules go by the name of
-what they wrap. What is decided is then said by the names that the model has, and each adapter divides as its base does.
-Let the base be split over its output features (a column): A reads the same input and stays in full, B has the base's
-rows. Every rank's B sees other features, so the gradient of A is partial. Let it be split over its input features (a
-row): A has the base's columns, and B, in full, multiplies partial sums. What it makes of them is added to the base's
-own before these are summed, so adapters cost no collective of their own, and the gradient of B is partial too.
-Embeddings over rows of the vocabulary are rows in that sense. Adapters of a base in full stay in full, with gradients
-like its own.
+what they wrap. What is decided is then said by the names that the model has, and each adapter divides as its base does
+(docs/decisions/0019): over output features (a column) A stays in full and B has the base's rows; over input features
+(a row), or rows of a vocabulary, A has the base's columns and B, in full, multiplies partial sums, which the base's own
+sum completes. What stays in full has partial gradients. Adapters of a base in full stay in full, with gradients like
+its own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -255,18 +254,12 @@ class Pipeline:
 
 def _check_types(options: Any, *, besides: str = "") -> None:
     """Raises `ConfigError` for the first of these options that is not of its type; a list does for a tuple."""
-    cls: Any = type(options)
-    for name, hint in _hints(cls).items():
+    for name, hint in typing.get_type_hints(type(options)).items():
         value = getattr(options, name)
         kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if name != besides and not any(_is_a(value, kind) for kind in kinds):
             what = name if isinstance(options, ParallelSpec) else f"{type(options).__name__} {name}"
             raise ConfigError(f"{what} is {value!r}", fix=f"use {' or '.join(map(_name_of, kinds))}")
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -340,13 +333,8 @@ class ParallelSpec:
             )
 
     @classmethod
-    def of(cls, **options: Any) -> ParallelSpec:
-        """The spec of keyword options, of which None means the default."""
-        return cls(**{name: value for name, value in options.items() if value is not None})
-
-    @classmethod
     def take(cls, options: Mapping[str, Any]) -> tuple[ParallelSpec, dict[str, Any]]:
-        """The spec that some of `options` make, and the other options."""
+        """The spec that some of `options` make, of which None means the default, and the other options."""
         own = {each.name for each in fields(cls)}
         others = {name: value for name, value in options.items() if name not in own}
-        return cls.of(**{name: value for name, value in options.items() if name in own}), others
+        return cls(**{name: options[name] for name in own & options.keys() if options[name] is not None}), others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -29,11 +28,6 @@ logger = logging.getLogger("shardwise.plan")
 _VOLATILE = ("_name_or_path", "name_or_path", "dtype", "torch_dtype", "transformers_version", "architectures")
 
 
-@functools.cache
-def _own_version() -> str:
-    return version("shardwise")
-
-
 def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path | None:
     """Where what is known of this architecture at this size is kept; None for classes that have no lasting name.
 
@@ -50,7 +44,7 @@ def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path |
         "drops": has_dropout(model),
         "attention": getattr(model.config, "_attn_implementation", None),
         "config": {name: value for name, value in config.items() if name not in _VOLATILE},
-        "versions": [_own_version(), transformers.__version__, torch.__version__],
+        "versions": [version("shardwise"), transformers.__version__, torch.__version__],
         **described,
     }
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()

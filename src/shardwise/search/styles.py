@@ -27,7 +27,9 @@ def find_style(graph: BlockGraph, name: str, required: RequiredIndices) -> str:
     none does.
     """
     fitting = [
-        (_num_held(split), style) for style, split in _named(graph, name, required.dim) if _covers(split, required)
+        (sum(split.local_sizes), style)
+        for style, split in _named(graph, name, required.dim)
+        if _covers(split, required)
     ]
     exact = sum(len(indices) for indices in required.ranks)
     if fitting:
@@ -55,10 +57,6 @@ def _named(graph: BlockGraph, name: str, dim: int) -> Iterator[tuple[str, Split]
 def _covers(split: Split, required: RequiredIndices) -> bool:
     held = (itertools.chain.from_iterable(itertools.starmap(range, runs)) for runs in split.pieces)
     return all(indices.issubset(own) for indices, own in zip(required.ranks, held, strict=True))
-
-
-def _num_held(split: Split) -> int:
-    return sum(stop - start for intervals in split.pieces for start, stop in intervals)
 
 
 def _intervals(required: RequiredIndices) -> tuple[tuple[Interval, ...], ...]:

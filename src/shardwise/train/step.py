@@ -313,7 +313,7 @@ class TrainStep:
 
     def _microbatch(self, part: dict[str, Any], weight: Weight, scale: Weight) -> Tensor:
         """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
-        if _is_nothing(weight) and self.mesh.data_size == 1:
+        if not isinstance(weight, Tensor) and weight == 0.0 and self.mesh.data_size == 1:
             return torch.zeros((), device=self.mesh.device)
         loss = self.model(**self._arguments(part, weight)).loss
         if missed_rows(part):
@@ -376,7 +376,3 @@ def _share(count: Count, num_tokens: Count) -> Weight:
     if isinstance(count, Tensor):
         return count / cast(Tensor, num_tokens).clamp(min=1)
     return count / num_tokens if num_tokens else 0.0
-
-
-def _is_nothing(weight: Weight) -> bool:
-    return not isinstance(weight, Tensor) and weight == 0.0
