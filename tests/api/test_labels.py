@@ -28,6 +28,11 @@ CASES = {
     "bert, a decoder": ("bert", {"is_decoder": True}, FINE),
     "roberta": ("roberta", {}, SEES),
     "xlnet": ("xlnet", {"n_layer": 2, "d_model": 64, "n_head": 4, "d_inner": 96}, UNSHIFTED),
+    "xlnet, rows of two kinds": (
+        "xlnet",
+        {"n_layer": 2, "d_model": 64, "n_head": 4, "d_inner": 96, "bi_data": True},
+        LabelUse(shifts=False, sees_target=False, mixes_rows=True),
+    ),
     "llama": ("llama", {}, FINE),
     "gpt2": ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 4}, FINE),
     "mixtral": ("mixtral", {**MOE, "output_router_logits": True}, FINE),
@@ -50,6 +55,24 @@ def build(model_type, options, seed=0):
 def test_a_tiny_model_shows_what_labels_are_for(case):
     model_type, options, expected = CASES[case]
     assert probe_label_use(build(model_type, options)) == expected
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("case", ["two heads", "images and text", "encoder and decoder"])
+def test_heads_whose_class_does_not_say_are_tried(case):
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if case == "two heads":
+        model = transformers.GPT2DoubleHeadsModel(
+            transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=1, n_head=2)
+        )
+    elif case == "images and text":
+        seen, read = transformers.CLIPVisionConfig(**small), transformers.LlamaConfig(vocab_size=96, **small)
+        config = transformers.LlavaConfig(vision_config=seen, text_config=read, image_token_index=95)
+        model = transformers.LlavaForConditionalGeneration(config)
+    else:
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=96, **sizes))
+    assert probe_label_use(model) == (UNSHIFTED if case == "encoder and decoder" else FINE)
 
 
 @pytest.mark.single
@@ -98,6 +121,10 @@ def test_an_encoder_is_not_trained_as_a_causal_model(num_ranks):
 def count_labels():
     """What microbatches of a model whose loss shifts nothing come to, beside the batch in one piece."""
     with shardwise.Mesh.open("tp1") as mesh:
+        halves = shardwise.parallelize(build("xlnet", CASES["xlnet, rows of two kinds"][1]), mesh)
+        shardwise.TrainStep(halves, mesh)
+        with pytest.raises(UnsupportedError, match="in 2 parts"):
+            shardwise.TrainStep(halves, mesh, num_microbatches=2)
         unsplit = build("xlnet", CASES["xlnet"][1])
         model = shardwise.parallelize(copy.deepcopy(unsplit), mesh)
         batch = tiny_batch(unsplit, rows=4)

@@ -13,8 +13,10 @@ import transformers
 import shardwise
 from bench.onecard.reads import ReadCount
 from shardwise.data.batch import count_targets, split_rows
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, GradientError
+from shardwise.lightning.loss import LossHooks
 from shardwise.optim.gradients import gradients_of
+from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.runner import runner_of
 from shardwise.plan.options import FsdpPolicy, Pipeline, Precision, Recompute
 from shardwise.proof.parity import measure
@@ -235,6 +237,12 @@ def train_ignored(mesh):
     batch["labels"][:] = -100
     nothing = step(batch)
     problems += differing_gradients(shardwise.full_gradients(model), gradients)
+    model.zero_grad()
+    model.requires_grad_(requires_grad=False)
+    with pytest.raises(GradientError, match="depends on nothing that is trained"):
+        step(tiny_batch(whole, rows=4))
+    if model.train()(**batch).loss.requires_grad:
+        problems.append("the loss of a frozen model needs a gradient")
     return problems, float(nothing.loss), nothing.num_tokens
 
 
@@ -264,13 +272,19 @@ def pairs_of_targets():
         "start_positions": torch.tensor([3, 4, 12, 12]),
         "end_positions": torch.tensor([7, 5, 90, 12]),
     }
-    for name, batch in (("PreTraining", sentences), ("QuestionAnswering", spans), ("QuestionAnswering", none)):
+    numbers = {"input_ids": ids, "labels": torch.tensor([3, -100, -100, 7])}  # of regression, which ignores none
+    targets = {"PreTraining": (sentences,), "QuestionAnswering": (spans, none), "SequenceClassification": (numbers,)}
+    for name, batch in ((name, batch) for name, batches in targets.items() for batch in batches):
         torch.manual_seed(0)
-        yield getattr(transformers, f"BertFor{name}")(config), batch
+        own = copy.deepcopy(config)
+        own.num_labels = 1 if batch is numbers else 2
+        yield getattr(transformers, f"BertFor{name}")(own), batch
 
 
 def train_pairs(mesh):
-    """Differences of a step, and under pp of a call in training mode, which divides into microbatches as well."""
+    """Differences of a step, and of a call in training mode under Lightning, which under pp divides into microbatches,
+    too.
+    """
     problems = []
     for whole, batch in pairs_of_targets():
         wanted = whole(**batch).loss
@@ -283,17 +297,20 @@ def train_pairs(mesh):
         losses = [step(own).loss]
         problems += differing_gradients(shardwise.full_gradients(model), gradients)
         model.zero_grad()
-        if mesh.shape.pp_size > 1:
-            loss = model(**own).loss
-            loss.backward()
-            losses.append(loss.detach())
-            problems += differing_gradients(shardwise.full_gradients(model), gradients)
+        hooks = LossHooks(model, registry_of(model), gradients_of(model))
+        loss = model(**own).loss
+        loss.backward()
+        hooks.remove()
+        losses.append(loss.detach())
+        problems += differing_gradients(shardwise.full_gradients(model), gradients)
+        if model.config.problem_type != whole.config.problem_type:
+            problems.append(f"this rank's config says problem_type is {model.config.problem_type}")
         for loss in losses:
             problems += differing("loss", loss, wanted.detach(), 1e-5)
     return problems
 
 
-@pytest.mark.parametrize("layout", ["pp2", "fsdp2", "fsdp2.tp2"])
+@pytest.mark.parametrize("layout", ["pp2", "fsdp2", "fsdp2.tp2", "pp2.fsdp2"])
 def test_each_of_several_targets_counts_by_its_own_number(on_ranks, layout):
     for problems in on_ranks(train_pairs):
         assert not problems, problems

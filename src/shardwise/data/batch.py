@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import ModelOutput
 
 from shardwise.errors import BatchError
@@ -133,7 +134,7 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = F
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
     """As `count_targets`, on the labels' device; None where the batch has no targets."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or _is_regression(find_model(model)):
         targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
         first = next((name for name, target in targets.items() if target.ndim), None)
         if first in _SPANS and not targets[first].is_floating_point():
@@ -146,15 +147,21 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
     return (labels != IGNORED).sum()
 
 
+def _is_regression(model: Any) -> bool:
+    """Whether the loss compares labels as numbers, of which it ignores none: as transformers' losses find out."""
+    config = getattr(model, "config", None)
+    problem = getattr(config, "problem_type", None)
+    if problem is None and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForSequenceClassificationLoss:
+        return getattr(config, "num_labels", None) == 1
+    return problem == "regression"
+
+
 def count_each_target(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int]:
-    """The targets of every argument that holds some, `count_targets` first; empty where that is the only one, or where
-    rows are counted.
-    """
+    """The targets of every argument that holds some, `count_targets` first; empty where that is the only one."""
     found = [name for name in target_names(model) if isinstance(batch.get(name), Tensor) and batch[name].ndim]
-    first, others = found[:1], [name for name in found[1:] if not batch[name].is_floating_point()]
-    if not others or batch[first[0]].is_floating_point():
+    if not found[1:]:
         return {}
-    return {first[0]: count_targets(model, batch)} | {name: int(_count_others(name, batch)) for name in others}
+    return {found[0]: count_targets(model, batch)} | {name: int(_count_others(name, batch)) for name in found[1:]}
 
 
 def share_among(model: nn.Module, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -180,8 +187,12 @@ def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _count_others(name: str, batch: Mapping[str, Any]) -> Tensor:
-    """The targets of an argument besides `labels` that the loss does not leave out: of spans those in the sequence."""
+def _count_others(name: str, batch: Mapping[str, Any]) -> int | Tensor:
+    """The targets of an argument besides `labels` that the loss does not leave out: of spans those in the sequence, of
+    numbers all rows.
+    """
+    if batch[name].is_floating_point():
+        return batch[name].shape[0]
     return (batch[name] < _length(batch) if name in _SPANS else batch[name] != IGNORED).sum()
 
 

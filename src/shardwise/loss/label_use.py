@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardwise.errors import UnsupportedError
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.arguments import Arguments, edit_arguments
 
-__all__ = ["LabelUse", "check_label_use", "claims_to_shift", "label_use_of", "note_label_use", "shifts_labels"]
+__all__ = [
+    "LabelUse",
+    "check_label_use",
+    "check_rows_apart",
+    "claims_to_shift",
+    "label_use_of",
+    "may_shift",
+    "mixes_rows",
+    "note_label_use",
+    "shifts_labels",
+]
 
 _ATTRIBUTE = "_shardwise_label_use"
 
@@ -24,10 +36,12 @@ class LabelUse:
     Attributes:
         shifts: whether the loss compares each position with the label after it.
         sees_target: whether it does, and what is computed at a position depends on the token after it.
+        mixes_rows: whether what is computed of a row depends on the other rows, or on its place among them.
     """
 
     shifts: bool
     sees_target: bool
+    mixes_rows: bool = False
 
 
 def note_label_use(model: nn.Module, use: LabelUse) -> None:
@@ -59,14 +73,46 @@ def check_label_use(model: nn.Module) -> None:
         )
 
 
+def mixes_rows(model: nn.Module) -> bool:
+    """Whether rows depend on each other, as far as is known."""
+    use = label_use_of(model)
+    return use is not None and use.mixes_rows
+
+
+def check_rows_apart(model: nn.Module, num_parts: int) -> None:
+    """Raises `UnsupportedError` where parts of a batch compute something else than the batch."""
+    if num_parts > 1 and mixes_rows(model):
+        raise UnsupportedError(
+            f"batches of {type(find_model(model)).__name__} in {num_parts} parts",
+            why="what it computes of a row depends on its place in the batch, or on other rows: tried on a tiny model",
+            fix="use one microbatch and a layout without fsdp and ddp, or a config with which rows are independent",
+        )
+
+
 def claims_to_shift(model: nn.Module) -> bool:
-    """Whether the model's class says that its loss compares each position with the label after it."""
+    """Whether the model's class says that it is a causal language model, whose loss compares each position with the
+    label after it.
+    """
     is_causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return getattr(model, "loss_type", None) == "ForCausalLM" or (is_causal and not is_encoder_decoder)
+    return getattr(model, "loss_type", None) == "ForCausalLM" or (is_causal and not _is_encoder_decoder(model))
+
+
+def may_shift(model: nn.Module) -> bool:
+    """Whether only the model's forward tells: its class says that its loss shifts labels, or says nothing."""
+    unknown = getattr(model, "loss_type", "") is None and "labels" in inspect.signature(model.forward).parameters
+    return claims_to_shift(model) or unknown or _shifts_by_loss(model)
+
+
+def _shifts_by_loss(model: nn.Module) -> bool:
+    return LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss does, as far as is known."""
-    use = label_use_of(model)
-    return claims_to_shift(find_model(model)) if use is None else use.shifts
+    use, inner = label_use_of(model), find_model(model)
+    claims = claims_to_shift(inner) or (_shifts_by_loss(inner) and not _is_encoder_decoder(inner))
+    return claims if use is None else use.shifts

@@ -13,11 +13,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import BatchError
 
 __all__ = ["check_shares", "share_targets"]
+
+
+_MEANS = (
+    *(F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy),
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+)
 
 
 class _SharedTarget(Tensor):
@@ -28,13 +34,19 @@ class _SharedTarget(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.cross_entropy and not cls.factor:  # the mean over no targets is 0/0
+            if func in _MEANS and not cls.factor:  # the mean over no targets is 0/0
                 return (args[0] if args else kwargs["input"]).sum() * 0.0
             out = func(*args, **kwargs)
-            if func is F.cross_entropy:
+            if func in _MEANS:
                 return out * cls.factor
-        return tree_map_only(Tensor, lambda each: each if each.is_floating_point() else each.as_subclass(cls), out)
+        is_alone = all(isinstance(each, cls) or not each.is_floating_point() for each in tensors)  # or it has logits
+
+        def kept(each: Tensor) -> Tensor:
+            return each.as_subclass(cls) if is_alone or not each.is_floating_point() else each
+
+        return tree_map_only(Tensor, kept, out)
 
 
 def check_shares(counts: Sequence[Mapping[str, int]]) -> None:
@@ -55,15 +67,18 @@ def check_shares(counts: Sequence[Mapping[str, int]]) -> None:
 
 def share_targets(part: Mapping[str, Any], counts: Mapping[str, int], totals: Mapping[str, int]) -> dict[str, Tensor]:
     """The targets of which a microbatch has another share than of the first, by which it is weighted: such that their
-    cross-entropy times this weight is what they add to the loss of the full batch.
+    mean loss times this weight is what they add to the loss of the full batch.
 
     Args:
         counts, totals: targets of this microbatch and of the full batch by their names, the first first.
     """
     shares = {name: count / totals[name] for name, count in counts.items() if totals.get(name)}
     weight = shares.pop(next(iter(counts), ""), 0.0)
-    return {
-        name: part[name].as_subclass(type("SharedTarget", (_SharedTarget,), {"factor": share and share / weight}))
-        for name, share in shares.items()
-        if share != weight or not share
-    }
+    factors = {name: share and share / weight for name, share in shares.items() if share != weight or not share}
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name: part[name].as_subclass(_kind(part[name], factor)) for name, factor in factors.items()}
+
+
+def _kind(target: Tensor, factor: float) -> type[Tensor]:
+    """The class of a target with a factor, and with the one that it has."""
+    return type("SharedTarget", (_SharedTarget,), {"factor": factor * getattr(target, "factor", 1.0)})

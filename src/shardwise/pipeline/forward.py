@@ -27,6 +27,7 @@ from transformers import Cache
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, make_up_targets, share_among, split_rows, target_names
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.loss.label_use import mixes_rows
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.agreement import agree_over_data
@@ -218,6 +219,9 @@ class _Forward:
         output = merge_outputs(outputs, weights, rows) if outputs else None
         output = self._hand_out(output, later=self.model.training)
         by_input = self._input_gradients(leaves)
+        if not by_input and not self.runner.trains:  # as of any model of which nothing is trained
+            output["loss"] = output.loss.detach()
+            return output
         output["loss"] = release_in_backward(
             output.loss,
             self.model,
@@ -232,7 +236,8 @@ class _Forward:
         """Arguments and weights of the microbatches, as many on every data rank, and the rows of the batch."""
         rows = self.arguments[self.targets[0]].shape[0]
         full = {name: _detached_leaf(value) for name, value in self.arguments.items()}
-        if not self.model.training or hasattr(self.model, "_loss_function"):  # the caller's, maybe no mean over targets
+        is_callers = hasattr(self.model, "_loss_function")  # maybe no mean over targets
+        if not self.model.training or is_callers or mixes_rows(self.model):
             return [full], [1.0], rows
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
         numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.operations import all_gather_objects, broadcast_object
 from shardwise.errors import LayoutError, RankError, ShardwiseError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
@@ -104,7 +104,7 @@ class PipelineRunner:
         self.name = str(self._line.number)
         self.last_round = Round(parts=())
         self.last_schedule: Schedule | None = None
-        self.times_next = False
+        self.times_next = self._has_noted = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineRunner:
         # A copied model runs on the same ranks, over the same line.
@@ -145,6 +145,11 @@ class PipelineRunner:
         """Any number of microbatches through one stage after the other: what evaluation and single rows take."""
         return build_in_order(self.plan.rank_of, num_microbatches)
 
+    @property
+    def trains(self) -> bool:
+        """Whether any stage had something to train in the last run."""
+        return len(self._registry.idle_stages) < self.group.size()
+
     def within_step(self) -> AbstractContextManager[None]:
         """A whole training step or forward, of which `run` is a part: ranks wait for each other in all of it."""
         return self._registry.mesh.within_step(self._line.name)
@@ -163,8 +168,9 @@ class PipelineRunner:
         Returns:
             What the last stage put out, on its rank, where it is kept.
 
-        Communicates: what the stages do (see `PipelineStage`), and over the data axes, after the last backward, one
-            reduction of each unit's gradients.
+        Communicates: what the stages do (see `PipelineStage`), over the data axes, after the last backward, one
+            reduction of each unit's gradients, and over pp, after the first run with labels, one broadcast of a small
+            object.
 
         Raises:
             RankError: an earlier run of this pipeline has failed.
@@ -181,6 +187,7 @@ class PipelineRunner:
             is_timed=is_timed or self.times_next,
         )
         self.times_next = False
+        before = self._before_notes(parts)
         for stage in stages:
             stage.round, stage.has_backward = current, has_backward
             stage.clear_runtime_states()
@@ -190,7 +197,22 @@ class PipelineRunner:
             stage.clear_runtime_states()
             stage.round = Round(parts=())
         self.last_round, self.last_schedule = current, schedule
+        if before is not None:
+            self._share_notes(before)
         return current
+
+    def _before_notes(self, parts: Sequence[Microbatch]) -> dict[str, Any] | None:
+        """The config before the first run with labels; None at others."""
+        config = getattr(self._model, "config", None)
+        if self._has_noted or config is None or parts[0].arguments.get("labels") is None:
+            return None
+        return dict(vars(config))
+
+    def _share_notes(self, before: dict[str, Any]) -> None:
+        """What the forward has noted in the config, which it does where the loss is (`problem_type`), on every rank."""
+        self._has_noted, noted = True, vars(self._model.config)
+        changed = {name: value for name, value in noted.items() if value is not before.get(name)}
+        noted |= broadcast_object(changed, self.group, source=self.last_rank)
 
     def _runtime(self, schedule: Schedule, *, has_backward: bool) -> tuple[Any, list[PipelineStage]]:
         """The runtime for a schedule and its stages, made once."""

@@ -27,7 +27,7 @@ from shardwise.data.batch import (
 )
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
-from shardwise.loss.label_use import check_label_use
+from shardwise.loss.label_use import check_label_use, check_rows_apart
 from shardwise.loss.shares import check_shares, share_targets
 from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
@@ -108,7 +108,8 @@ class TrainStep:
         BatchError: `num_microbatches` is no positive integer.
         ConfigError: the pipeline's schedule does not take so many microbatches.
         LayoutError: the model is not split by Shardwise.
-        UnsupportedError: the model sees the tokens that it is to predict (an encoder with a causal model's loss).
+        UnsupportedError: the model sees the tokens that it is to predict (an encoder with a causal model's loss), or
+            its rows depend on each other, and batches are divided.
         UnsupportedError: parameters came into it later, where nothing says what they are.
     """
 
@@ -123,6 +124,7 @@ class TrainStep:
         self._pipeline = runner_of(model)
         self._schedule = self._pipeline.schedule(num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
+        check_rows_apart(model, num_microbatches * mesh.data_size)
         self._targets = target_names(model)
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
@@ -320,12 +322,7 @@ class TrainStep:
             self._knows_rows = False
             del part["attention_mask"]
             loss = self.model(**self._arguments(part, weight)).loss
-        if not loss.requires_grad:
-            raise GradientError(
-                "the loss depends on nothing that is trained",
-                why="requires_grad is False of all parameters that it depends on",
-                fix="train some, or call the model itself, under torch.no_grad(), where only the loss is wanted",
-            )
+        _check_trains(trains=loss.requires_grad)
         self._weighted(loss, weight, scale).backward()
         return loss.detach().float() * weight
 
@@ -360,6 +357,17 @@ class TrainStep:
 
         with self._gradients.together():
             self._pipeline.run([microbatch(*each) for each in zip(parts, weights, strict=True)], self._schedule)
+        leads = any(isinstance(x, Tensor) and x.requires_grad for part in parts for x in part.values())
+        _check_trains(trains=leads or self._pipeline.trains)
+
+
+def _check_trains(*, trains: bool) -> None:
+    if not trains:
+        raise GradientError(
+            "the loss depends on nothing that is trained",
+            why="requires_grad is False of all parameters that it depends on",
+            fix="train some, or call the model itself, under torch.no_grad(), where only the loss is wanted",
+        )
 
 
 def _check_gradients() -> None:
