@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.errors import UnsupportedError
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
@@ -150,7 +151,42 @@ def optimizers(whole, split, mesh):
     return found
 
 
-CHECKS = (microbatches, accumulation, nothing_to_learn, a_fault_on_the_way, copied, optimizers)
+def own_loss(logits, labels, vocab_size, **options):
+    flat = logits[:, :-1].reshape(-1, vocab_size)
+    return torch.nn.functional.cross_entropy(flat, labels[:, 1:].reshape(-1), **options)
+
+
+def own_losses(whole, split, mesh):
+    """A loss of the caller's own is that of the whole batch, or refused where batches are divided."""
+    batch, found = uneven_batch(whole), {}
+    weight = torch.ones(whole.config.vocab_size)
+    weight[3] = 5.0
+    for name, options in (
+        ("smoothed", {"label_smoothing": 0.1}), ("weighted", {"weight": weight}), ("summed", {"reduction": "sum"})
+    ):  # fmt: skip
+        for each in (whole, split):
+            each.loss_function = lambda logits, labels, vocab_size, options=options, **_: own_loss(
+                logits, labels, vocab_size, **options
+            )
+        one, two = (shardwise.TrainStep(split, mesh, num_microbatches=count) for count in (1, 2))
+        expected = whole_gradients(whole, batch)
+        (two if name == "smoothed" else one)(batch)
+        found[name] = differing_gradients(shardwise.full_gradients(split), expected)
+        split.zero_grad()
+        if name != "smoothed":
+            with pytest.raises(UnsupportedError, match="in 2 parts, with a loss_function that is no mean over targets"):
+                two(batch)
+    del split._loss_function
+    norm = split.get_submodule("model").norms = torch.nn.BatchNorm1d(4, affine=False)
+    step = shardwise.TrainStep(split, mesh, num_microbatches=2)
+    with pytest.raises(UnsupportedError, match="in 2 parts, of a Qwen3ForCausalLM with batch norms in training mode"):
+        step(batch)
+    norm.eval()
+    step(batch)
+    return found
+
+
+CHECKS = (microbatches, accumulation, nothing_to_learn, a_fault_on_the_way, copied, optimizers, own_losses)
 
 
 def run(mesh, check, sequence_parallel):

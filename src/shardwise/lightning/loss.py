@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from shardwise.comm.agree import gather_from_all
 from shardwise.comm.operations import Group, all_reduce_
 from shardwise.data.batch import count_each_target, make_up_targets, target_names, targets_of
-from shardwise.loss.label_use import check_rows_apart
 from shardwise.loss.shares import check_shares, share_targets
 from shardwise.optim.gradients import Gradients
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.axes import DATA_AXES
+from shardwise.train.division import Division
 
 __all__ = ["LossHooks"]
 
@@ -54,7 +54,7 @@ class LossHooks:
         self._count: Tensor | None = None
         self.num_targets: Tensor | None = None
         self._model, self._handles = model, []
-        check_rows_apart(model, registry.mesh.data_size)
+        self._division = Division(model, registry.mesh.data_size, registry.mesh.device)
         if registry.stages is None:
             self._handles = [
                 model.register_forward_pre_hook(self._count_targets, with_kwargs=True),
@@ -100,6 +100,7 @@ class LossHooks:
         if count is None:
             return None
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
+        self._division.check()
         changed = self._shared(model, batch)
         if isinstance(count, Tensor):
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they

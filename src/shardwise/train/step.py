@@ -27,7 +27,7 @@ from shardwise.data.batch import (
 )
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
-from shardwise.loss.label_use import check_label_use, check_rows_apart
+from shardwise.loss.label_use import check_label_use
 from shardwise.loss.shares import check_shares, share_targets
 from shardwise.mesh import Mesh
 from shardwise.optim.average import multiply_gradients
@@ -49,6 +49,7 @@ from shardwise.runtime.same_batch import (
     words_of,
 )
 from shardwise.topology.axes import DATA_AXES
+from shardwise.train.division import Division
 
 __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
 
@@ -124,7 +125,7 @@ class TrainStep:
         self._pipeline = runner_of(model)
         self._schedule = self._pipeline.schedule(num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
-        check_rows_apart(model, num_microbatches * mesh.data_size)
+        self._division = Division(model, num_microbatches * mesh.data_size, mesh.device)
         self._targets = target_names(model)
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
@@ -162,8 +163,9 @@ class TrainStep:
             BatchError: labels are missing or no tensor, tensors differ in rows, rows do not divide by
                 `num_microbatches`, a microbatch has some of several targets and none of the first, or ranks that differ
                 in tp or pp alone were given different batches.
-            UnsupportedError: gradients are switched off, or stages are asked for hidden states, attentions, or router
-                logits that the config did not ask for when the model was split.
+            UnsupportedError: gradients are switched off; where batches are divided, batch norms are trained, or the
+                caller's `loss_function` is no mean over targets; or stages are asked for hidden states, attentions, or
+                router logits that the config did not ask for when the model was split.
             GradientError: the loss depends on nothing that is trained.
             IndexError: a token id or a target is outside the vocabulary.
 
@@ -253,6 +255,7 @@ class TrainStep:
 
     def _check_arguments(self, batch: Mapping[str, Any]) -> None:
         """Raises for what a step cannot do with several microbatches or ranks."""
+        self._division.check()
         if self._pipeline is not None:
             check_asked_outputs(find_model(self.model), batch, self._pipeline.asked_outputs)
         if batch.get("num_items_in_batch") is not None and self.num_microbatches * self.mesh.data_size > 1:
