@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shardwise.cli.sources import open_source
+from shardwise.comm.agree import once_per_machine
 from shardwise.data import corpus
 from shardwise.data.config import DataConfig, patterns_of
 from shardwise.data.corpus import Encoder, file_source, find_files
 from shardwise.data.documents import read_documents, text_documents, write_documents
-from shardwise.data.once_per_machine import once_per_machine
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import StreamRows
 from shardwise.errors import BatchError, ConfigError, LoadError

@@ -19,7 +19,7 @@ from shardwise.lora.checks import check_prompts
 from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
 from shardwise.modules.linears import ColumnLinear
-from shardwise.optim.reduction import time_reduction
+from shardwise.optim.summing import time_reduction
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import registry_of

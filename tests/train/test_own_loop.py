@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 import shardwise
 from shardwise.errors import ConfigError, GradientError, LayoutError, RankError, UnsupportedError
-from shardwise.optim.reduction import time_reduction
+from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import entry_of, registry_of
 from shardwise.plan.options import FsdpPolicy
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model

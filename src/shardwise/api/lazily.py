@@ -1,10 +1,8 @@
 """Models that are loaded before their mesh is known: nothing is read until they are split.
 
 # [Note: lazy loading is one thread's]
-Scripts that load first and split later call `from_pretrained` themselves. What that call does can only be changed where
-it is defined, so while some thread loads lazily a function stands there that asks who calls: the thread, or the task,
-that entered `loading_lazily` is given a model on the meta device, everybody else what transformers does. The last one
-to leave takes it away. Linears and embeddings go to the meta device by torch's own modes, which belong to a thread.
+While some thread loads lazily, a function stands in the place of `from_pretrained` that asks who calls: whoever entered
+`loading_lazily` is given a model on the meta device, everybody else what transformers does (docs/decisions/0026).
 """
 
 from __future__ import annotations

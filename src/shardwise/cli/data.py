@@ -17,11 +17,11 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.cli.sources import open_records, open_source
 from shardwise.cli.tokenizer import build_encoder
+from shardwise.comm.agree import once_per_machine
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.corpus import Source
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
 from shardwise.data.examples import ExampleEncoder, build_example_encoder, encode_examples
-from shardwise.data.once_per_machine import once_per_machine
 from shardwise.data.records import Record
 from shardwise.data.rows import Apart, DocumentRows, Rows, StreamRows
 from shardwise.errors import LoadError

@@ -33,6 +33,7 @@ __all__ = [
     "compare_later",
     "gather_from_all",
     "meet",
+    "once_per_machine",
     "raise_on_all_ranks",
     "run_in_turns",
     "sum_of",
@@ -46,6 +47,7 @@ _PATIENCE_SECONDS = 8.0  # after so long a rank that waits for others says so,
 _SECONDS_APART = 1.0  # when those have said so that came a little later
 _POLL_SECONDS = 0.0005
 SECONDS_TO_MEET = 60.0
+_LONGEST_WORK = datetime.timedelta(days=7)
 
 
 @contextmanager
@@ -116,6 +118,26 @@ def run_in_turns(
             if current == turn:
                 result = work()
     return result
+
+
+def once_per_machine(work: Callable[[], None], *, local_rank: int) -> None:
+    """Runs `work` on the ranks whose `local_rank` is 0; returns on every rank when all of them are done.
+
+    Raises:
+        Exception: what `work` raised, on every rank; a RankError in its place where it cannot travel.
+
+    Communicates: an all-gather of the outcome over all ranks, on a gloo group of its own: tokenizing may take longer
+    than any collective of the training may.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return work()
+    group = dist.new_group(backend="gloo", timeout=_LONGEST_WORK)
+    try:
+        with raise_on_all_ranks(group, "doing the work of its machine"):
+            if local_rank == 0:
+                work()
+    finally:
+        dist.destroy_process_group(group)
 
 
 def agree_on(

@@ -15,9 +15,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from shardwise.errors import UnsupportedError
-from shardwise.optim.average import multiply_gradients
 from shardwise.optim.gradients import Gradients
-from shardwise.optim.reduction import time_reduction
+from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.parameters.registry import local_part
 
 __all__ = ["Window", "check_untouched", "gradient_versions"]

@@ -27,7 +27,7 @@ from shardwise.lightning.models import SplitModels, check_callbacks, note_spec
 from shardwise.lightning.precision import ShardwisePrecision, check_norms, read_precision
 from shardwise.lightning.processes import begin_work, check_devices, end_work, open_mesh
 from shardwise.mesh import Mesh
-from shardwise.optim.average import multiply_gradients
+from shardwise.optim.summing import multiply_gradients
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
 from shardwise.topology.shape import MeshShape

@@ -30,8 +30,7 @@ from transformers import PreTrainedModel
 from shardwise.comm.operations import all_reduce_, host_device
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.optim.late import Late
-from shardwise.optim.reduction import time_reduction
-from shardwise.optim.summing import complete_gradients, scale_back_to_partial
+from shardwise.optim.summing import complete_gradients, scale_back_to_partial, time_reduction
 from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient

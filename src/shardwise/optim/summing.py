@@ -1,19 +1,27 @@
-"""The sums that complete partial gradients, over tp, the data axes and stages."""
+"""The sums that complete gradients, over tp, the data axes and stages, and when FSDP2 makes its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.operations import Group, all_reduce_, host_device
 from shardwise.errors import GradientError, UnsupportedError
-from shardwise.parameters.registry import ParameterEntry, Registry, local_part
+from shardwise.mesh import Mesh
+from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part
 from shardwise.plan.rule import UNREACHED
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["complete_gradients", "scale_back_to_partial", "sum_together"]
+__all__ = [
+    "average_gradients",
+    "complete_gradients",
+    "multiply_gradients",
+    "scale_back_to_partial",
+    "time_reduction",
+]
 
 
 class _Summand:
@@ -59,14 +67,14 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
     _sum_over_data(reduced, registry)
     summands = reduced + [_Summand(*each) for each in found if each[1].data != "reduced"]
     partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
-    sum_together(partial, registry.mesh.group("tp"))
+    _sum_together(partial, registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
     for each in summands:
         if each.entry.holders:
             parts = [part for _, part in each.entry.shared_parts(each.local)]
             shared.setdefault(each.entry.holders, []).extend((*parts, each.present))
     for holders, parts in shared.items():
-        sum_together(parts, registry.mesh.subgroup("tp", holders))
+        _sum_together(parts, registry.mesh.subgroup("tp", holders))
     tied: dict[tuple[int, ...], list[_Summand]] = {}
     for each in sorted(summands, key=lambda each: each.entry.fqn):  # stages meet them in different orders
         if len(each.entry.stage_coords) > 1:
@@ -103,10 +111,10 @@ def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
     if group is not None and uses.has_reduced:
         like = parts[0] if parts else torch.empty((), device=host_device(group, registry.mesh.device))
         counts = uses.counts(dtype=like.dtype, device=like.device)
-        sum_together([*parts, counts], group)
+        _sum_together([*parts, counts], group)
         uses.settle(counts)
     else:
-        sum_together(parts, group)
+        _sum_together(parts, group)
     for each in reduced:
         each.local.div_(registry.divide_factor)
 
@@ -115,7 +123,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
     """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
     group = registry.mesh.subgroup("pp", (stages,))
     trained = [each.local.new_full((1,), float(each.parameter.requires_grad)) for each in summands]
-    sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
+    _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
     for each, count in zip(summands, trained, strict=True):
         if float(count) not in (0.0, float(len(stages))):
             raise GradientError(
@@ -125,7 +133,7 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
             )
 
 
-def sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
+def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
     """Sums every tensor over `group` in place, in one collective a dtype."""
     if group is None:
         return
@@ -153,3 +161,63 @@ def scale_back_to_partial(parameter: Tensor, entry: ParameterEntry) -> None:
         part.div_(len(holders))
     if entry.data == "reduced":
         gradient *= registry.divide_factor / registry.mesh.data_size
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+    """Makes the gradients the means over the data ranks, in place. Those of models that Shardwise knows are already.
+
+    Every rank must pass the same parameters; one without a gradient here counts zeros, and has one afterwards.
+
+    Communicates: over the data axes, one all-reduce a dtype.
+    """
+    group = mesh.group(*DATA_AXES)
+    if group is None:
+        return
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        entry = entry_of(parameter)
+        if not parameter.requires_grad or (entry is not None and entry.data):
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(local_part(parameter.grad))
+    _sum_together(gradients, group)
+    for gradient in gradients:
+        gradient.div_(mesh.data_size)
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies what this rank holds of every gradient.
+
+    Args:
+        parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
+            others, which FSDP2 has gathered.
+    """
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = local_part(parameter.grad)
+            by_device.setdefault(local.device, []).append(local)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def time_reduction(registry: Registry, *, is_last: bool) -> None:
+    """Tells FSDP2 what the next backward reduces and frees, by `FsdpPolicy.zero_stage`.
+
+    Args:
+        is_last: whether it is the last one of a step.
+    """
+    root: Any = registry.data_root
+    if root is None:
+        return
+    mesh, stage = registry.mesh, registry.policy.zero_stage
+    root.set_is_last_backward(is_last)
+    if stage == 1 or mesh.size("fsdp") == 1:
+        root.set_requires_gradient_sync(is_last)
+    elif mesh.size("ddp") > 1:
+        root.set_requires_all_reduce(is_last)
+    if stage < 3:
+        root.set_reshard_after_backward(is_last)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardwise.mesh import Mesh
 from shardwise.modules.split_module import mark_replicated
-from shardwise.optim.average import average_gradients
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.optimizer import local_state_of
+from shardwise.optim.summing import average_gradients
 from shardwise.parameters.canonical import sharded_alike
 
 __all__ = ["CompletingOptimizer"]

@@ -143,11 +143,6 @@ class SplitPlan:
         """Ranks along tp."""
         return self.shape.tp_size
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether hidden states between blocks are split along the sequence."""
-        return self.sequence is not None
-
     def stack_of(self, module: str) -> str | None:
         """The stack of layers of whose sequence `module` is given a part."""
         return self.sequence.stack_of(module) if self.sequence is not None else None

@@ -49,7 +49,7 @@ def counted_layers(model: nn.Module, mesh: Mesh) -> Iterator[LayerCollectives]:
     count = CommunicationCount(group=group)
     counter = _Counter(count, tally)
     plan = registry_of(model).plan
-    inner = plan.sequence_parallel  # the ends of a stack are hooks of its layers
+    inner = plan.sequence is not None  # the ends of a stack are hooks of its layers
     with ExitStack() as stack, count:
         for name in sorted(_layers(plan)):
             layer = model.get_submodule(name)

@@ -30,10 +30,9 @@ from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use
 from shardwise.loss.shares import check_shares, share_targets
 from shardwise.mesh import Mesh
-from shardwise.optim.average import multiply_gradients
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
-from shardwise.optim.reduction import time_reduction
+from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import runner_of

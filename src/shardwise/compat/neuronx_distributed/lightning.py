@@ -18,7 +18,7 @@ from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
 from shardwise.lightning.reporting import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
 from shardwise.lightning.strategy import ShardwiseStrategy
-from shardwise.optim.average import multiply_gradients
+from shardwise.optim.summing import multiply_gradients
 from shardwise.plan.options import FsdpPolicy, Precision
 from shardwise.topology.shape import MeshShape
 

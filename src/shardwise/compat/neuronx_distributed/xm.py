@@ -16,7 +16,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
     model_parallel_is_initialized,
 )
 from shardwise.job.devices import pick_device
-from shardwise.optim.average import average_gradients
+from shardwise.optim.summing import average_gradients
 from shardwise.plan.options import check_choice
 
 __all__ = [

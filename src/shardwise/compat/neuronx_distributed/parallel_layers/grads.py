@@ -11,8 +11,8 @@ from torch import Tensor
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
 from shardwise.modules.split_module import mark_replicated
-from shardwise.optim.average import average_gradients
 from shardwise.optim.clip import clip_grad_norm_
+from shardwise.optim.summing import average_gradients
 
 __all__ = ["clip_grad_norm", "get_grad_norm"]
 
