@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, upwards
+from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, nearest
 from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.arguments import argument_names
@@ -84,7 +84,7 @@ def read_stacks(model: nn.Module) -> tuple[LayerStack, ...]:
             if any(parameter.ndim > 1 for parameter in item.parameters())
         }
         if items:
-            within = next((name for name in upwards(fqn) if name in layers), "")
+            within = nearest(fqn, layers) or ""
             classes = tuple(dict.fromkeys(items.values()))
             found.append(LayerStack(fqn=fqn, items=tuple(items), classes=classes, within=within))
             layers.update(items)

@@ -23,7 +23,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.at_rest import forget_unreduced, reshard
 from shardwise.parameters.registry import Registry, attach_registry
 from shardwise.plan.options import FsdpPolicy
-from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
+from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.gathered import follow_requires_grad, forget_interrupted, free_after_evaluation
@@ -133,9 +133,8 @@ def _rest_of_stage(model: nn.Module, stage: int, registry: Registry) -> list[nn.
     """The outermost modules that own what a stage holds outside of units: nothing in them is another stage's."""
     units = {module for unit in registry.plan.units for module in unit}
     owners = dict.fromkeys(map(parent_of, _managed(model, stage, registry)))
-    loose = [owner for owner in owners if not units.intersection(upwards(owner))]
-    outermost = [owner for owner in loose if not is_within(parent_of(owner), loose)]
-    return list(map(model.get_submodule, outermost))
+    loose = [owner for owner in owners if nearest(owner, units) is None]
+    return list(map(model.get_submodule, outermost(loose)))
 
 
 def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicated: set[nn.Parameter]) -> None:

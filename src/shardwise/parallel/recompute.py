@@ -26,7 +26,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import Registry
 from shardwise.plan.match import match
 from shardwise.plan.options import Recompute
-from shardwise.plan.structure import LayerStack, outermost_layers
+from shardwise.plan.structure import LayerStack, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
 
@@ -84,14 +84,13 @@ def recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) ->
         ConfigError: the model has none.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
-    outer = tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
-    if not outer:
+    if not names:
         raise ConfigError(
             f"{type(model).__name__} has no {' or '.join(each.__name__ for each in classes)}",
             at="what is to be recomputed",
             fix="name classes of its modules",
         )
-    return Recompute(mode="full", modules=outer)
+    return Recompute(mode="full", modules=tuple(outermost(names)))
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:
@@ -153,8 +152,7 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
 
 def _attentions(model: nn.Module) -> list[str]:
     """The outermost modules that know their heads."""
-    names = [name for name, each in read_facts(model).modules.items() if each.heads is not None and name]
-    return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return outermost(name for name, each in read_facts(model).modules.items() if each.heads is not None and name)
 
 
 def _run_selectively(kept: Callable[[], Any], own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from shardwise.parallel.tensor_parallel import fit_sizes
 from shardwise.parameters.registry import Registry
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import upwards
+from shardwise.plan.structure import nearest, upwards
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.local_inputs import own_slice
 from shardwise.stages.absent import Absent
@@ -46,7 +46,7 @@ def fit_absent(registry: Registry, compute_dtype: torch.dtype | None) -> None:
     absent = {**stages.absent, **{(module, own): module.__dict__[own] for module, own in stages.foreign}}
     for (module, own), old in absent.items():
         fqn = f"{names[id(module)]}.{own}" if names[id(module)] else own
-        inside = any(name in layers for name in upwards(fqn)) and not any(name in full for name in upwards(fqn))
+        inside = nearest(fqn, layers) is not None and nearest(fqn, full) is None
         shape = registry.entry(fqn).tensor_layout.local_shape(mesh.coords) if inside else tuple(old.meta.shape)
         dtype = compute_dtype if compute_dtype is not None and old.meta.is_floating_point() else old.meta.dtype
         new = Absent.of(shape, dtype, mesh.device)
@@ -98,7 +98,7 @@ def keep_stages(model: nn.Module, plan: PipelinePlan, *, own: Collection[int]) -
     passed = layers & plan.order.returns.keys()  # no code of theirs runs where they are foreign
 
     def runs(name: str) -> bool:
-        return not any(each in passed for each in upwards(name))
+        return nearest(name, passed) is None
 
     _let_go(model, stages, runs)
     for name, module in list(model.named_modules()):

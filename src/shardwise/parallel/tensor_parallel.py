@@ -14,7 +14,7 @@ from shardwise.parallel.heads import apply_expert_widths, apply_local_attributes
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.structure import is_within, parent_of, upwards
+from shardwise.plan.structure import is_within, nearest, parent_of
 from shardwise.runtime.adapters import unwrapped
 from shardwise.runtime.context import SplitContext
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
@@ -91,7 +91,7 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
     """Lets every transformers model in the model return full tensors, those of its own stacks of layers."""
     owners = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
     stacks = plan.sequence.stacks if plan.sequence is not None else ()
-    around = {stack.fqn: next((name for name in upwards(stack.fqn) if name in owners), "") for stack in stacks}
+    around = {stack.fqn: nearest(stack.fqn, owners) or "" for stack in stacks}
     split_heads = {heads.num_heads for heads, _ in plan.heads.values()}
     for name, module in owners.items():
         layers = layer_overrides(module.config).values()  # of configs that differ by layer

@@ -18,7 +18,7 @@ from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.pipeline_plan import Crossing, LayerOrder, PipelinePlan, Returned
 from shardwise.plan.rule import ParameterRule
-from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, parent_of, upwards
+from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, nearest, parent_of
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Placement, Replicate, Split
 
@@ -190,7 +190,7 @@ class _Names:
     def inside(self, names: Iterable[str]) -> Iterable[str]:
         """The same of what is a module's own: its attributes, inputs and parameters."""
         for name in names:
-            owner = next((each for each in upwards(parent_of(name)) if each in self._instances), None)
+            owner = nearest(parent_of(name), self._instances)
             if owner is None:
                 yield name
             else:

@@ -28,7 +28,7 @@ from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.families import SINGLE_FSDP_UNIT
 from shardwise.plan.match import match
 from shardwise.plan.pipeline_plan import PipelinePlan
-from shardwise.plan.structure import ModelFacts, is_within, outermost_layers, parent_of, upwards
+from shardwise.plan.structure import ModelFacts, is_within, nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Chunk, Held, Replicate, Split
 from shardwise.topology.axes import DATA_AXES
@@ -79,7 +79,7 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
         if plan.stages_of(fqn):
             for module in upwards(owner):
                 inside.setdefault(module, set()).add(plan.stages_of(fqn))
-            if not units.intersection(upwards(owner)):
+            if nearest(owner, units) is None:
                 owners[fqn] = owner
     ranks = {fqn: [plan.pipeline.rank_of[stage] for stage in held] for fqn, held in stages.items()}
     twice = {fqn for fqn, held in ranks.items() if len(set(held)) < len(held)}
@@ -149,8 +149,7 @@ def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
             f"FsdpPolicy units: {', '.join(map(repr, idle))} match no module with parameters"
             + did_you_mean(idle[0], modules)
         )
-    found = [module for module in modules if any(match(pattern, module) for pattern in patterns)]
-    return [module for module in found if not is_within(parent_of(module), found)]
+    return outermost(module for module in modules if any(match(pattern, module) for pattern in patterns))
 
 
 def _ends(facts: ModelFacts) -> Iterator[str]:

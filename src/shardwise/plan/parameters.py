@@ -26,7 +26,7 @@ _INSIDE = "no rule splits it: every rank's part of the region reads all of it; i
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRules:
-    """What decides about parameters: the rules that govern them, and the regions and head around them.
+    """What decides about parameters: the rules that govern them, the regions and head around them, and the sequence.
 
     Attributes:
         head: the output embedding if it is split over the vocabulary.
@@ -36,9 +36,10 @@ class ParameterRules:
     rules: Mapping[str, ParameterRule]
     regions: Mapping[str, Region]
     head: str | None
+    sequence: SequencePlan | None
     tp_size: int
 
-    def plan(self, fqn: str, shape: Shape, sequence: SequencePlan | None) -> ParameterPlan:
+    def plan(self, fqn: str, shape: Shape) -> ParameterPlan:
         """How the parameter `fqn` of (full) `shape` is stored.
 
         Raises:
@@ -60,7 +61,7 @@ class ParameterRules:
                 fix=error.fix,
             ) from error
         steps = (Step("tp", self.tp_size, placement),) if self.tp_size > 1 else ()
-        gradient = self._gradient(rule, fqn, placement, sequence)
+        gradient = self._gradient(rule, fqn, placement)
         return ParameterPlan(fqn=fqn, layout=Layout(shape, steps), rule=rule, gradient=gradient)
 
     def _placement(self, rule: ParameterRule, fqn: str, shape: Shape) -> Placement:
@@ -109,7 +110,7 @@ class ParameterRules:
             return equal_sections(style.dim, size, num_sections=style.num_sections, parts=self.tp_size)
         return feature_split(style.dim, size, heads=heads, tp_size=self.tp_size)
 
-    def _gradient(self, rule: ParameterRule, fqn: str, placement: Placement, sequence: SequencePlan | None) -> str:
+    def _gradient(self, rule: ParameterRule, fqn: str, placement: Placement) -> str:
         """Whether a parameter's gradients differ between ranks. A split one's are complete (except its replicas')."""
         if self.tp_size == 1 or isinstance(placement, Split):
             return "full"
@@ -119,7 +120,7 @@ class ParameterRules:
         is_inside = region is not None and not (is_left and name == "bias")
         if is_inside or rule.style in ("replicated_with_grad_allreduce", "added_once"):
             return "partial"
-        return "partial" if sequence is not None and sequence.sees_a_part(fqn, module) else "full"
+        return "partial" if self.sequence is not None and self.sequence.sees_a_part(fqn, module) else "full"
 
     def _heads_around(self, module: str) -> Heads | None:
         """The heads of the nearest module around that has any, inside of its region."""

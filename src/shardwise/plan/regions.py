@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import PlanError
 from shardwise.plan.rule import ParameterRule, RegionRule
-from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
+from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of, upwards
 
 __all__ = ["COLUMN_STYLES", "ROW_STYLES", "Region", "find_deferred_sums", "find_regions", "region_around"]
 
@@ -64,9 +64,8 @@ def find_regions(
     for name, region_rule in given.items():
         if region_rule.style == "moe_tp_experts" and not is_within(name, said):
             _widen_to_experts_block(name, facts, regions)
-    outermost = [fqn for fqn in regions if region_around(parent_of(fqn), regions) is None]
     order = {name: position for position, name in enumerate(facts.modules)}
-    return {fqn: regions[fqn] for fqn in sorted(outermost, key=order.__getitem__)}
+    return {fqn: regions[fqn] for fqn in sorted(outermost(regions), key=order.__getitem__)}
 
 
 def region_around(module: str, regions: Mapping[str, Region]) -> Region | None:

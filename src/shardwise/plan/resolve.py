@@ -13,7 +13,7 @@ from shardwise.plan.features import check_heads, local_heads
 from shardwise.plan.fit import Governing, check_weight, govern
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, complete_ties
 from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions
-from shardwise.plan.sequence_plan import SequencePlan, find_sequence
+from shardwise.plan.sequence_plan import find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import Heads, ModelFacts, is_within, parent_of
 from shardwise.topology.shape import MeshShape
@@ -49,8 +49,10 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
         except PlanError as problem:
             wrong.append(problem)
     heads, unsplit_heads = _heads(facts, given, regions, tp_size)
-    rules = ParameterRules(facts=facts, rules=given.parameters, regions=regions, head=head, tp_size=tp_size)
-    parameters, unsplit = _parameters(rules, sequence, outside=[*unsplit_heads])
+    rules = ParameterRules(
+        facts=facts, rules=given.parameters, regions=regions, head=head, sequence=sequence, tp_size=tp_size
+    )
+    parameters, unsplit = _parameters(rules, outside=[*unsplit_heads])
     attributes, indivisible = _local_attributes(facts, given, tp_size)
     inputs, unsplit_inputs = _split_inputs(facts, given, tp_size)
     wrong = [*filter(None, problems), *wrong, *unsplit_heads.values(), *unsplit, *indivisible, *unsplit_inputs]
@@ -117,9 +119,7 @@ def _heads(
     return found, undivided
 
 
-def _parameters(
-    rules: ParameterRules, sequence: SequencePlan | None, *, outside: list[str]
-) -> tuple[dict[str, ParameterPlan], list[PlanError]]:
+def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str, ParameterPlan], list[PlanError]]:
     """Every parameter but tied aliases; and what is wrong, where it is not inside of attentions that are wrong."""
     planned: dict[str, ParameterPlan] = {}
     aliases: dict[str, ParameterPlan] = {}
@@ -127,7 +127,7 @@ def _parameters(
     tied = rules.facts.tied
     for fqn, module, _, shape in rules.facts.parameters():
         try:
-            (aliases if fqn in tied else planned)[fqn] = rules.plan(fqn, shape, sequence)
+            (aliases if fqn in tied else planned)[fqn] = rules.plan(fqn, shape)
         except PlanError as problem:
             if not is_within(parent_of(module), outside):
                 problems.append(problem)

@@ -5,7 +5,7 @@ Read off a real or meta model by `shardwise.parallel.facts`; nothing here knows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,8 @@ __all__ = [
     "ModuleFacts",
     "fqn_of",
     "is_within",
+    "nearest",
+    "outermost",
     "outermost_layers",
     "parent_of",
     "upwards",
@@ -225,6 +227,17 @@ def parent_of(fqn: str) -> str:
 def fqn_of(module: str, name: str) -> str:
     """`a.b` for what the module `a` calls `b`; the model itself has the empty name."""
     return f"{module}.{name}" if module else name
+
+
+def nearest(fqn: str, modules: Container[str]) -> str | None:
+    """The nearest of these modules that `fqn` names or is inside of; None where there is none."""
+    return next((name for name in upwards(fqn) if name in modules), None)
+
+
+def outermost(fqns: Iterable[str]) -> list[str]:
+    """Those that are inside of no other one, in their order."""
+    known = dict.fromkeys(fqns)
+    return [fqn for fqn in known if nearest(parent_of(fqn), known) is None]
 
 
 def is_within(fqn: str, modules: Iterable[str]) -> bool:

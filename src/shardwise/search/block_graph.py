@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from torch import Tensor, nn
 
-from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
+from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of, upwards
 from shardwise.runtime.arguments import hidden_name
 from shardwise.search.dependence import depends, features_of, gradients_of, is_nonzero, weighted_sum, weighted_sums
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
@@ -100,8 +100,7 @@ class BlockGraph:
         found: list[dict[str, str]] = []
         for step in (-1, 0, -2):
             chosen = {ladder[max(step, -len(ladder))] for ladder in ladders}
-            highest = (name for name in chosen if not is_within(parent_of(name), chosen))
-            entries = {name: self._edge(name, owners) for name in highest}
+            entries = {name: self._edge(name, owners) for name in outermost(chosen)}
             if entries not in found:
                 found.append(entries)
         return found

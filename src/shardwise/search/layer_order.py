@@ -23,7 +23,7 @@ from shardwise.modules.grouped import note_heads
 from shardwise.modules.split_module import running_alone
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
-from shardwise.plan.structure import upwards
+from shardwise.plan.structure import nearest, upwards
 from shardwise.proof.draws import draws_in_backward, seeded
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.deriving import build_tried_model
@@ -210,8 +210,8 @@ def _composite_returns(tiny: nn.Module, order: LayerOrder, returns: Mapping[str,
     return {
         name: each
         for name, each in returns.items()
-        if not any(layer in order.returns for layer in upwards(name))
-        and any(layer in order.calls for layer in upwards(name))
+        if nearest(name, order.returns) is None
+        and nearest(name, order.calls) is not None
         and sum(bool(child._parameters) for child in tiny.get_submodule(name).modules()) > 1
     }
 

@@ -19,7 +19,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.sequence_plan import stacks_with_regions
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts, is_within, parent_of
+from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of
 from shardwise.runtime.arguments import hidden_name
 from shardwise.search.dependence import gradients_of, is_nonzero
 from shardwise.search.trace import Layer, ModuleCall, Run
@@ -142,7 +142,7 @@ def _mixing(layers: Sequence[Layer], split: SplitPlan) -> Iterator[tuple[str, ..
         mixing = dict.fromkeys(call.fqn for call in outside if _mixes_hidden(call))
         explained = [parent_of(name) for name in (*mixing, *regions)]
         lowest += [name for name in mixing if not any(is_within(other, (name,)) for other in explained)]
-        highest += [name for name in mixing if not is_within(parent_of(name), mixing)]
+        highest += outermost(mixing)
     yield from dict.fromkeys((tuple(lowest), tuple(highest)))
 
 
