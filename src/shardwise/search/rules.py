@@ -19,10 +19,9 @@ from shardwise.plan.spec import Plan
 from shardwise.plan.split_style import SplitStyle
 from shardwise.plan.structure import ModelFacts, is_within, outermost_layers, parent_of
 from shardwise.runtime.arguments import hidden_name
-from shardwise.search.attributes import guess_attributes
 from shardwise.search.block_graph import BlockGraph
 from shardwise.search.influence import RequiredIndices, RowProduct, is_linear_weight
-from shardwise.search.styles import find_style
+from shardwise.search.styles import find_style, guess_attributes
 from shardwise.search.trace import Layer, norm_formula
 
 __all__ = ["Block", "find_blocks"]
