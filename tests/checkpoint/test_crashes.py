@@ -12,14 +12,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 import shardwise
 from shardwise.errors import LoadError, RankError
 from shardwise.ranks.spawn import spawn
+from shardwise.weights import staging
 from tests.checkpoint.training import Training, differing
+from tests.families import tiny_model
 
 NUM_KILLS = 200 if "SHARDWISE_DRILL" in os.environ else 4
 MOST_KILLS = 50  # of one test
@@ -205,24 +209,48 @@ def test_a_rank_that_cannot_write_is_one_error_on_all_and_takes_nothing(tmp_path
     assert is_clean(tmp_path / "root", {"step-1"})
 
 
+@contextmanager
+def full_disk(num_bytes):
+    """A limit on the size of files stands for a disk that takes no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, former)
+
+
 @pytest.mark.single
 def test_a_full_disk_is_an_error_and_takes_nothing(tmp_path):
-    """A limit on the size of files stands for a disk that takes no more."""
     training = Training(shardwise.Mesh.open("tp1"), "llama")
     training.steps(1)
     training.save(tmp_path, extra={"step": 1})
     before = training.whole()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    former = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    with full_disk(50_000):
         with pytest.raises(LoadError, match="the checkpoint cannot be written"):
             training.save(tmp_path, extra={"step": 2})
         with pytest.raises(LoadError, match="the checkpoint cannot be written"):
             training.save(tmp_path, extra={"step": 1})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, former)
     assert is_clean(tmp_path, {"step-1"})
     assert training.load(tmp_path) == {"step": 1}
     assert not differing(training.whole(), before)
+
+
+@pytest.mark.single
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_is_written_anew_whole_and_flushed_or_not_at_all(tmp_path, monkeypatch):
+    flushed = []
+    monkeypatch.setattr(staging, "flush_path", lambda path: flushed.append(path.name))
+    model = get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj"]))
+    shardwise.parallelize(model, shardwise.Mesh.open("tp1"))
+    shardwise.export_pretrained(model, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for name in before:
+        assert any(each.startswith(f".{name}") for each in flushed)
+    for parameter in model.parameters():
+        parameter.data.add_(1)
+    with full_disk(1_000), pytest.raises(LoadError, match="cannot write to"):
+        shardwise.export_pretrained(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -243,6 +243,14 @@ def test_a_tag_that_is_not_there_is_named_with_those_that_are(training, root):
         training.load(root, "step-3")
 
 
+@pytest.mark.parametrize("place", ["", "step-2"])
+def test_a_checkpoint_is_neither_a_model_nor_an_adapter(training, root, place):
+    says = r"own checkpoints[\s\S]*shardwise.load_checkpoint[\s\S]*shardwise convert .*--to hf OUT"
+    for options in ({"source": root / place}, {"source": training.model.config, "adapter": root / place}):
+        with pytest.raises(LoadError, match=says):
+            shardwise.load(**options, mesh=shardwise.Mesh.open("tp1"))
+
+
 def test_what_would_have_to_be_pickled_is_refused(training, root):
     with pytest.raises(ConfigError, match="extra.loader is a object"):
         training.save(root, extra={"loader": object()})

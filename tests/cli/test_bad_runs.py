@@ -95,6 +95,15 @@ def part(function, *arguments, **options):
     return functools.partial(function, *arguments, **options)
 
 
+def checkpoint_in(directory):
+    def make():
+        Path(directory, "step-1").mkdir(parents=True)
+        for name in ("manifest.json", "tensors.json", "config.json"):
+            Path(directory, "step-1", name).write_text("{}")
+
+    return make
+
+
 # Name -> (what is done to the run, words of the command line, parts of the one error).
 CASES = {
     "config: negative size": (part(set_config, hidden_size=-32), [], ["negative dimension -32", "correct the sizes"]),
@@ -130,6 +139,16 @@ CASES = {
         lambda: Path("model/adapter_config.json").write_text("{}"),
         [],
         ["'model' holds an adapter of PEFT", "pass its directory as adapter="],
+    ),
+    "model: a checkpoint of a run": (
+        checkpoint_in("runs"),
+        ["model.path=runs"],
+        ["model.path: 'runs' is a directory of Shardwise's own checkpoints", "shardwise convert runs --to hf OUT"],
+    ),
+    "checkpoint.dir: a lock that cannot be opened": (
+        lambda: Path("saved/.lock").mkdir(parents=True),
+        ["checkpoint.dir=saved"],
+        ["the checkpoint cannot be written", "Is a directory"],
     ),
     "model: no generation config": (
         lambda: Path("model/generation_config.json").write_text("[]"),

@@ -122,6 +122,14 @@ def test_a_run_that_goes_on_is_told_now_that_its_export_would_mix_with_an_adapte
     assert "holds an adapter" in capsys.readouterr().out
 
 
+def test_a_run_that_would_go_on_from_a_damaged_checkpoint_is_told_now(run, tmp_path, capsys):
+    (tmp_path / "saved" / "step-2" / "manifest.json").parent.mkdir(parents=True)
+    (tmp_path / "saved" / "step-2" / "manifest.json").write_text("{")
+    assert main(["check", run, f"checkpoint.dir={tmp_path / 'saved'}"]) == 1
+    assert "checkpoint.dir: manifest.json is damaged" in capsys.readouterr().out
+    assert main(["check", run, f"checkpoint={{dir: {tmp_path / 'saved'}, resume: never}}"]) == 0
+
+
 def test_an_encoder_is_no_causal_model(run, capsys):
     assert (
         main(

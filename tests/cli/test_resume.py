@@ -68,9 +68,11 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_f
     first, second = (load_file(Path(each["export"]) / "model.safetensors") for each in (whole, ended))
     assert all((first[name] == value).all() for name, value in second.items())
     assert len(list((Path(ended["log"]["dir"]) / "tensorboard").iterdir())) == 1
+    (crashed := Path(ended["checkpoint"]["dir"]) / f".step-6.{0:032x}.partial").mkdir()
     train(config_of({**ended, "layout": "tp1", "sequence_parallel": False}))  # what is there already is no obstacle
     assert ": step 7 was reached before, nothing is left to train" in capfd.readouterr().out
     assert lines_of(ended) == lines_of(whole)
+    assert not crashed.exists()
 
 
 def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from shardwise.errors import LoadError
 from shardwise.weights.index import CheckpointIndex
@@ -152,6 +152,19 @@ def test_an_index_and_shards_that_disagree(sharded: Path) -> None:
     with pytest.raises(LoadError, match=r"2 of 3 tensors are not in the shard") as caught:
         CheckpointIndex.open(sharded)
     assert "b.half (in model-00002-of-00002.safetensors)" in str(caught.value.why)
+
+
+def test_a_tensor_that_two_shards_hold(sharded: Path) -> None:
+    """The same in both is one; of two others nothing says which is meant."""
+    one, two = (sharded / f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    first, second = load_file(one), load_file(two)
+    save_file({**second, "a": first["a"]}, two)
+    with CheckpointIndex.open(sharded) as index:
+        assert index["a"].path == one
+    for other in (first["a"] + 1, first["a"].to(torch.float64)):
+        save_file({**second, "a": other}, two)
+        with pytest.raises(LoadError, match=rf"^a is in {one.name} and, with other values, in {two.name}"):
+            CheckpointIndex.open(sharded)
 
 
 @pytest.mark.parametrize(

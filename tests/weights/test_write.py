@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.staging import atomic_file
 from shardwise.weights.write import PretrainedWriter
 
 pytestmark = pytest.mark.single
@@ -199,6 +200,31 @@ def test_a_crash_between_the_moves_is_healed_by_the_next_writer(tmp_path: Path) 
         pass
     assert files_in(target) == before
     assert names_in(tmp_path) == ["out"]
+
+
+def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    """And what one that lives is writing stays, also next to others' directories."""
+    left = tmp_path / f".out.{0:032x}.export"
+    for path in (left, tmp_path / f".other.{0:032x}.export"):
+        path.mkdir()
+        (path / ".shard-0").touch()
+    with opened(tmp_path / "out", {"a": torch.zeros(4)}) as living:
+        living.add("a", torch.zeros(4))
+        assert not left.exists()
+        write(tmp_path / "out", {"b": torch.zeros(4)})
+        assert living.staging.exists()
+        living.finish()
+    assert names_in(tmp_path) == [f".other.{0:032x}.export", "out"]
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a"}
+
+
+def test_files_under_way_have_names_of_their_own(tmp_path: Path) -> None:
+    """Processes of two machines may have the same id."""
+    with atomic_file(tmp_path / "a") as one, atomic_file(tmp_path / "a") as other:
+        assert one != other
+        one.write_text("1")
+        other.write_text("2")
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.build import as_dtype
 from shardwise.plan.options import Compile, FsdpPolicy, ParallelSpec, Pipeline, Precision, Recompute
 from shardwise.plan.spec import Plan
-from shardwise.weights.kinds import ADAPTER_CONFIG
+from shardwise.weights.kinds import ADAPTER_CONFIG, check_no_checkpoint
 
 __all__ = ["load", "load_by_spec", "parallelize"]
 
@@ -119,6 +119,8 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
 
 def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None:
     """Raises where `source` is nothing that a model is loaded from, or holds an adapter that nobody has asked for."""
+    if isinstance(adapter, str | os.PathLike):
+        check_no_checkpoint(adapter, what="an adapter")
     if isinstance(source, PreTrainedConfig):
         return
     if not isinstance(source, str | os.PathLike) or isinstance(os.fspath(source), bytes):
@@ -126,6 +128,7 @@ def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None
             f"a model cannot be loaded from {source!r:.100}", fix="pass a directory or a hub id, as a str, or a config"
         )
     directory = Path(source) / (options.get("subfolder") or "")
+    check_no_checkpoint(directory)
     if adapter is None and os.path.isfile(directory / ADAPTER_CONFIG):  # noqa: PTH113 - pathlib raises: a name too long
         raise LoadError(
             f"{os.fspath(source)!r} holds an adapter of PEFT, which from_pretrained adds to the model",

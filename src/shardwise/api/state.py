@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.checkpoint.background import settle_saves
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import Base
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
@@ -80,7 +81,7 @@ def export_pretrained(
     Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Files go round
     among the ranks that see the directory (with adapters merged, rank 0 writes all). A rank that writes holds one full
     tensor at a time (of all that the format puts together, such as experts), and a buffer of what another rank sends of
-    it. The directory appears complete or not at all.
+    it. The directory appears complete or not at all. A save in the background is waited for.
 
     Args:
         directory: where to; other files in it are kept, its old weights replaced.
@@ -101,10 +102,11 @@ def export_pretrained(
     """
     mode, directory = _adapter_mode(model, adapter), os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
     _meet(model, "export_pretrained")
+    mesh = registry_of(model).mesh
+    settle_saves(mesh)  # into a directory in this one, perhaps, which moves
     if mode is None:
         write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         return
-    mesh = registry_of(model).mesh
     check_replicas(model)
     adapters: Any = () if mode == "merged" else model.peft_config
     states = {name: adapter_state(model, name) for name in adapters}

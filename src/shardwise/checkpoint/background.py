@@ -30,7 +30,7 @@ from shardwise.job.processes import calm_gloo_loops, end_processes
 from shardwise.mesh import Mesh
 from shardwise.sharding.boxes import Box
 
-__all__ = ["PendingSave", "Writer", "finish_all_saves", "finish_saves", "writer_of"]
+__all__ = ["PendingSave", "Writer", "finish_all_saves", "finish_saves", "settle_saves", "writer_of"]
 
 
 _LONGEST = datetime.timedelta(days=1)
@@ -59,6 +59,10 @@ class PendingSave:
             self._is_raised = True
             raise error
         return self._written.result()
+
+    def settle(self) -> None:
+        """As `wait`, but raises nothing."""
+        self._written.exception()
 
     @property
     def is_over(self) -> bool:
@@ -94,6 +98,11 @@ class Writer:
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_over:
             pending.wait()
+
+    def settle(self) -> None:
+        """Waits for a save under way, and leaves its error to `finish`."""
+        if self._pending is not None:
+            self._pending.settle()
 
     def write(self, job: SaveJob) -> PendingSave:
         """Writes a checkpoint before it returns."""
@@ -144,6 +153,12 @@ def finish_saves(mesh: Mesh) -> None:
     """
     if mesh in _WRITERS:
         _WRITERS[mesh].finish()
+
+
+def settle_saves(mesh: Mesh) -> None:
+    """Waits for a save of `mesh` that is under way; one that failed is still to be told."""
+    if mesh in _WRITERS:
+        _WRITERS[mesh].settle()
 
 
 def finish_all_saves() -> None:

@@ -36,7 +36,7 @@ from shardwise.sharding.layout import Layout
 from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["OwnPortions", "SaveJob", "SaveRequest"]
+__all__ = ["OwnPortions", "SaveJob", "SaveRequest", "as_load_error"]
 
 OwnPortions = tuple[tuple[Box, tuple[slice, ...]], ...]
 
@@ -183,7 +183,7 @@ class SaveJob:
         """
         staged: StagedDirectory | None = None
         with ExitStack() as alone:
-            with raise_on_all_ranks(group, "opening the checkpoint's directory"), _as_load_error(self.request.root):
+            with raise_on_all_ranks(group, "opening the checkpoint's directory"), as_load_error(self.request.root):
                 if self.fault is not None:
                     raise self.fault
                 if self.rank == 0:
@@ -191,10 +191,10 @@ class SaveJob:
                     staged = self._open()
                     alone.callback(staged.abort)
             place = next(each for each in all_gather_objects(staged and str(staged.path), group) if each)
-            with raise_on_all_ranks(group, "writing the checkpoint"), _as_load_error(self.request.root):
+            with raise_on_all_ranks(group, "writing the checkpoint"), as_load_error(self.request.root):
                 report = self._write(Path(place))
             reports = all_gather_objects(report, group)
-            with raise_on_all_ranks(group, "completing the checkpoint"), _as_load_error(self.request.root):
+            with raise_on_all_ranks(group, "completing the checkpoint"), as_load_error(self.request.root):
                 tag = self._finish(staged, reports) if staged is not None else None
             return next(each for each in all_gather_objects(tag, group) if each)
 
@@ -328,7 +328,7 @@ def _grouped(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _as_load_error(root: Path) -> Iterator[None]:
+def as_load_error(root: Path) -> Iterator[None]:
     """Says of an error of the disk which checkpoint it was."""
     try:
         yield

@@ -13,6 +13,7 @@ from shardwise.errors import did_you_mean, one_line
 from shardwise.lora.inject import read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.train.run_config import Problem, TrainConfig
+from shardwise.weights.kinds import check_no_checkpoint
 
 __all__ = ["adapter_of", "check_adapter", "describe_adapter", "export_mode"]
 
@@ -54,6 +55,7 @@ def check_adapter(config: TrainConfig) -> list[Problem]:
     if "path" in given:
         if isinstance(given["path"], str):
             with problems.of("adapter.path"):
+                check_no_checkpoint(given["path"], what="an adapter")
                 read_adapter_config(given["path"])
         problems += [
             Problem(f"adapter.{key}", "is decided by the adapter at adapter.path", "leave it out") for key in lora

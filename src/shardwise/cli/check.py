@@ -47,6 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks-per-machine {arguments.ranks_per_machine}", fix="use 1 or more")
     config, problems = parse_config(arguments.config, arguments.overrides)
     problems = check_run(config, known=problems, world_size=arguments.world_size)
+    from shardwise.cli.run_checkpoints import check_saved  # torch, which `check_run` has imported
+
+    with problems.of("checkpoint.dir"):
+        check_saved(config.checkpoint)
     if not problems:
         shape = MeshShape.parse(config.layout)
         num_ranks = shape.world_size
@@ -60,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> list[Problem]:
+def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> Problems:
     """Everything wrong with a run, after the problems that are `known`, on `world_size` ranks if it is given."""
     with importing():  # torch and transformers, which takes long
         from shardwise.cli.adapters import check_adapter

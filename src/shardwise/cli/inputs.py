@@ -21,6 +21,7 @@ from shardwise.plan.options import Compile
 from shardwise.ranks.room import memory_bytes
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
+from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import locate_source
 
 __all__ = ["check_inputs", "compilation_of", "find_optimizer", "optimizer_arguments", "read_data_state"]
@@ -46,6 +47,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
     for key, place in (("model.path", model.path), ("model.tokenizer", model.tokenizer)):
         if place is not None:
             with problems.of(key):
+                check_no_checkpoint(place)
                 locate_source(place)
     if isinstance(model.config, str) and not Path(model.config).is_file():
         problems.append(Problem("model.config", f"there is no file {model.config}", "name a config.json"))

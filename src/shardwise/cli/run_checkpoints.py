@@ -23,8 +23,9 @@ from rich.console import Console
 
 from shardwise.api.checkpoints import load_checkpoint, load_session, save_checkpoint
 from shardwise.checkpoint.background import finish_saves
-from shardwise.checkpoint.directory import find_tag, find_tags, lock
+from shardwise.checkpoint.directory import clean, find_tag, find_tags, lock
 from shardwise.checkpoint.load import Session
+from shardwise.checkpoint.save_job import as_load_error
 from shardwise.cli.launch import ENDING
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
@@ -35,7 +36,7 @@ from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
-__all__ = ["RunCheckpoints", "SavedRun", "describe_run", "find_saved_run"]
+__all__ = ["RunCheckpoints", "SavedRun", "check_saved", "describe_run", "find_saved_run"]
 
 SECONDS_TO_CLAIM = 10
 _VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
@@ -211,13 +212,25 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
     return SavedRun(config.dir, tag, extra, mesh)
 
 
+def check_saved(config: CheckpointConfig) -> None:
+    """Raises `LoadError` where a run would go on from a checkpoint that is damaged. Reads none of its parameters."""
+    if config.dir is not None and config.resume == "auto" and (tag := _newest(Path(config.dir))) is not None:
+        load_checkpoint(config.dir, tag)
+
+
 def _claim(directory: Path) -> None:
-    """Makes `directory` this run's. One whose launcher was killed a moment ago still saves there: it is waited for."""
-    for _ in range(2 * SECONDS_TO_CLAIM):
-        with suppress(LoadError):
-            return lock(directory)
-        time.sleep(0.5)
-    return lock(directory)
+    """Makes `directory` this run's, rid of what a crash left there. One whose launcher was killed a moment ago still
+    saves there: it is waited for.
+    """
+    with as_load_error(directory):
+        for _ in range(2 * SECONDS_TO_CLAIM):
+            with suppress(LoadError):
+                lock(directory)
+                break
+            time.sleep(0.5)
+        else:
+            lock(directory)
+        clean(directory)
 
 
 def _newest(directory: Path) -> str | None:

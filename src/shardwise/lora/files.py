@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_on
 from shardwise.parameters.registry import Registry, named_entries, registry_of
 from shardwise.runtime.adapters import find_model
 from shardwise.weights.kinds import ADAPTER_CONFIG
+from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "adapter_companions",
@@ -90,13 +92,15 @@ def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Map
     Raises:
         OSError: it cannot.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / ".adapter_model.safetensors.partial"
     text = _config_text(model, name)
-    (directory / ADAPTER_CONFIG).write_bytes(text)
     header = {"format": "pt", "adapter_config": json.dumps(json.loads(text), sort_keys=True)}
-    save_file(dict(state), partial, metadata=header)
-    partial.replace(directory / "adapter_model.safetensors")
+    with atomic_file(directory / "adapter_model.safetensors") as partial:
+        try:
+            save_file(dict(state), partial, metadata=header)
+        except SafetensorError as error:  # a full disk, too
+            raise OSError(str(error)) from error
+    with atomic_file(directory / ADAPTER_CONFIG) as partial:  # with it, the directory holds an adapter
+        partial.write_bytes(text)
 
 
 def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:

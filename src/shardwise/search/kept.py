@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import uuid
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.runtime.modes import has_dropout
+from shardwise.weights.staging import atomic_file
 
 __all__ = ["keep", "path_of", "read_kept"]
 
@@ -68,9 +68,7 @@ def keep(path: Path | None, value: Any) -> None:
     if path is None:
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        partial.write_text(json.dumps(value, indent=1))
-        partial.replace(path)
+        with atomic_file(path) as partial:
+            partial.write_text(json.dumps(value, indent=1))
     except OSError as error:
         logger.info("cannot keep what was found out: %s", error)

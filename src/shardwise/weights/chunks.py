@@ -51,7 +51,7 @@ class ChunkedIndex(CheckpointIndex):
     """
 
     def __init__(self, tensors: Mapping[str, ChunkedTensor], location: str) -> None:
-        super().__init__({}, location)
+        super().__init__({}, location, {})
         self._tensors = {key: _checked(key, each, location) for key, each in tensors.items()}
         self._entries = {
             key: TensorEntry(each.chunks[0].path if each.chunks else Path(location), each.dtype, each.shape)

@@ -19,6 +19,7 @@ from shardwise.errors import LoadError, did_you_mean
 from shardwise.sharding.boxes import Box, shape_of
 from shardwise.weights.locate import CheckpointFiles, locate_files
 from shardwise.weights.nodes import Source
+from shardwise.weights.tensor_file import bytes_of
 
 __all__ = ["CheckpointIndex", "TensorEntry"]
 
@@ -41,15 +42,31 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
     `bytes_read` counts what was asked of the checkpoint: the sum of the slices copied, in the dtype they are stored in.
     """
 
-    def __init__(self, files: Mapping[Path, Any], location: str) -> None:
+    def __init__(self, files: Mapping[Path, Any], location: str, named: Mapping[str, str]) -> None:
         self.location = location
         self.bytes_read = 0
         self._mapped: dict[str, torch.Tensor] = {}
         self._entries: dict[str, TensorEntry] = {}
         for path, file in files.items():
             for key in file.keys():  # noqa: SIM118 - it is no mapping
-                tensor = self._mapped[key] = file.get_tensor(key)
-                self._entries[key] = TensorEntry(path, tensor.dtype, tuple(tensor.shape))
+                tensor = file.get_tensor(key)
+                entry = TensorEntry(path, tensor.dtype, tuple(tensor.shape))
+                if key in self._entries:
+                    self._check_copy(key, tensor, entry)
+                if key not in self._entries or named.get(key) == path.name:
+                    self._mapped[key], self._entries[key] = tensor, entry
+
+    def _check_copy(self, key: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
+        """Raises unless a tensor that another file holds, too, is the same in both."""
+        other = self._entries[key]
+        if (other.dtype, other.shape) == (entry.dtype, entry.shape) and bytes_of(self._mapped[key]) == bytes_of(tensor):
+            return
+        raise LoadError(
+            f"{key} is in {other.path.name} and, with other values, in {entry.path.name}",
+            at=str(entry.path),
+            why="nothing says which of them is the model's",
+            fix="copy or download all shards of one save again",
+        )
 
     @classmethod
     def open(cls, path_or_hub_id: str | os.PathLike[str], **options: Any) -> "CheckpointIndex":
@@ -60,7 +77,8 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
                 file names a key that its shard does not hold.
         """
         files = locate_files(path_or_hub_id, **options)
-        index = cls({path: _open(path) for path in files.paths}, os.fspath(path_or_hub_id))
+        opened = {path: _open(path) for path in files.paths}
+        index = cls(opened, os.fspath(path_or_hub_id), files.weight_map or {})
         _check_weight_map(files, index)
         return index
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from shardwise.errors import LoadError
 
 __all__ = [
     "ADAPTER_CONFIG",
@@ -13,6 +16,7 @@ __all__ = [
     "NXD",
     "OPTIMUM_NEURON",
     "SHARDED_SAFETENSORS",
+    "check_no_checkpoint",
     "describe_kind",
     "kind_of",
 ]
@@ -71,6 +75,27 @@ def describe_kind(path: Path) -> dict[str, str]:
     if kind is None:
         return {"fix": "pass a directory of checkpoints, as shardwise.save_checkpoint writes them"}
     return {"why": f"it is {kind}", "fix": fix.format(path)}
+
+
+def check_no_checkpoint(path: str | os.PathLike[str], *, what: str = "a model") -> None:
+    """Raises `LoadError` where `path` is a checkpoint of ours, or a directory of them.
+
+    Args:
+        what: is read from there: "a model", or "an adapter".
+    """
+    root = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - pathlib raises: a name too long
+    if root is None or _any("model*.safetensors*")(root):
+        return
+    is_one = (root / "manifest.json").is_file() and (root / "tensors.json").is_file()
+    is_plain = (root / "config.json").exists() or (root / ADAPTER_CONFIG).exists()
+    if is_one or (not is_plain and _any("*/tensors.json")(root)):
+        option = "" if what == "a model" else " --adapter"
+        raise LoadError(
+            f"{os.fspath(path)!r} is {'one' if is_one else 'a directory'} of Shardwise's own checkpoints",
+            why=f"{what} is read from what save_pretrained or shardwise.export_pretrained writes",
+            fix="fill the model that was saved by shardwise.load_checkpoint (a run goes on by its checkpoint.dir), or\n"
+            f"convert it first: shardwise convert {os.fspath(path)}{option} --to hf OUT",
+        )
 
 
 def _find(path: Path) -> tuple[str | None, str]:

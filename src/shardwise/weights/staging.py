@@ -4,17 +4,18 @@
 Everything is written to a hidden directory next to the target and flushed to disk. Only then is the target moved out of
 the way and the new directory into its place. A failure before that leaves the target untouched; between the two moves
 the old directory is next to it, complete, under the name that `aside_of` gives: whoever looks for the target next puts
-it back, or reads it there.
+it back, or reads it there. A process that is killed leaves the hidden directory, which the next one removes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "is_url", "leftovers"]
@@ -38,7 +39,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
     What stood at `path` is replaced. An exception on the way, Ctrl-C included, removes what was written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = path.with_name(f".{path.name}.partial-{uuid.uuid4().hex}")  # processes of two machines have one id
     try:
         yield partial
         flush_path(partial)
@@ -73,14 +74,21 @@ class StagedDirectory:
         aside = aside_of(self.target)
         if aside.exists() and not self.target.exists():  # [Note: replacing a directory]
             aside.rename(self.target)
+        _remove_abandoned(self.target, ending)
         self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.{ending}")
         self.path.mkdir()
+        self._held = os.open(self.path, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._held, fcntl.LOCK_EX)
         if self.target.exists():
             shutil.copymode(self.target, self.path)
 
     def abort(self) -> None:
         """Throws away what was written. Nothing happens after `commit`."""
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
     def commit(self) -> None:
         """Flushes everything, and moves it into place of what is there.
@@ -104,6 +112,22 @@ class StagedDirectory:
                 raise
         flush_path(self.target.parent)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _remove_abandoned(target: Path, ending: str) -> None:
+    """Removes what writers of `target` have left that were killed: a living one holds its directory from before the
+    first file on. Where the file system has no locks, it stays.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.{ending}")
+    for path in [each for each in target.parent.iterdir() if pattern.fullmatch(each.name)]:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if any(path.iterdir()):
+                    shutil.rmtree(path)
+            finally:
+                os.close(descriptor)
 
 
 def aside_of(target: Path) -> Path:
