@@ -18,6 +18,7 @@ import torch
 import shardwise
 from shardwise.checkpoint import manifest as manifests
 from shardwise.errors import ConfigError, LoadError
+from shardwise.parallel.build import read_config
 from shardwise.ranks.spawn import spawn
 from tests.checkpoint.training import Training, differing
 
@@ -249,6 +250,9 @@ def test_a_checkpoint_is_neither_a_model_nor_an_adapter(training, root, place):
     for options in ({"source": root / place}, {"source": training.model.config, "adapter": root / place}):
         with pytest.raises(LoadError, match=says):
             shardwise.load(**options, mesh=shardwise.Mesh.open("tp1"))
+    if not place:  # the config of one is that of its model
+        with pytest.raises(LoadError, match=says):
+            read_config(root, {})
 
 
 def test_what_would_have_to_be_pickled_is_refused(training, root):

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
+from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
 
 __all__ = [
@@ -118,6 +119,7 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        check_no_checkpoint(source)
         why = "there is no such file" if path == Path(source) else "the directory has no config.json"
         fix = "point at a directory that save_pretrained wrote"
         raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
