@@ -35,6 +35,7 @@ __all__ = [
     "ShardwiseError",
     "UnsupportedError",
     "VerificationError",
+    "counted",
     "did_you_mean",
     "one_line",
 ]
@@ -105,6 +106,11 @@ class VerificationError(ShardwiseError, ArithmeticError):
 
 class RankError(ShardwiseError, RuntimeError):
     """Another rank failed."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`"1 rank"`, `"2 ranks"`, `"1,000 batches"`."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('ch', 's', 'x')) else 's'}"
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -113,6 +113,10 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("model.config={model_type: llama}", "model", "both are given"),
         ("data.path=null", "data", "neither is given"),
         ("data.subset=x", "data.subset", "only means something"),
+        ("data.split=test", "data.split", "only means something"),
+        ("export=''", "export", "is the text '', must be a path"),
+        ("steps=2026-13-45", "steps", "is the text '2026-13-45', must be an integer"),
+        ("2026-01-01=1", "2026-01-01", "unknown key"),
         ("data.include=[]", "data.include", "is empty"),
         ("data.include=[/etc/*]", "data.include", "no pattern below"),
         ("batch_size=9", "batch_size", "use a multiple of 4"),
@@ -144,6 +148,16 @@ def test_new_models_need_a_type_and_a_tokenizer():
     assert {problem.key for problem in problems} == {"model.tokenizer", "model.config"}
 
 
+NESTED_ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
+
+def test_what_several_keys_share_is_overridden_in_one_and_merged_under_what_stands_beside_it(tmp_path):
+    shared = "log: &place {dir: runs}\ncheckpoint: {<<: *place, dir: saved}\nevaluation: &none {}\nrecompute: *none\n"
+    text = f"{GOOD}\n{shared}"
+    config = read_config(write(tmp_path, text), ["log.dir=other", "evaluation.path=text"])
+    assert (config.log.dir, config.checkpoint.dir, config.evaluation.path) == ("other", "saved", "text")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -152,7 +166,9 @@ def test_new_models_need_a_type_and_a_tokenizer():
         ("steps: 010", "010 is a number to the base 8"),
         ("steps: 1:30", "1:30 is a number to the base 60"),
         ("a: " + "[" * 2000, "is not YAML"),
-        ("steps: 2026-13-45", "is not YAML"),
+        ("steps: 1 #" + "x" * 2**18, "no more than 262,144 bytes"),
+        (NESTED_ALIASES, "aliases make more than 100,000 values"),
+        ("a: &a [*a]", "aliases make more than 100,000 values"),
         ("- a", "not keys and values"),
     ],
 )

@@ -272,7 +272,7 @@ def test_losses_of_microbatches_are_returned_on_every_rank(on_ranks, layout):
     assert first == second
     problems, (forward, rows, targets) = first
     assert problems == []
-    assert "run_train" in forward and "3 rows do not divide into 4 microbatches" in rows
+    assert "run_train" in forward and "cannot divide 3 rows into 4 microbatches" in rows
     assert "a microbatch has no targets" in targets
 
 

@@ -397,7 +397,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(on_ranks, layout, tmp_path):
         "resized": "resize_token_embeddings on a split model",
         "neither": "as_regular=False and as_sharded=False",
         "steps": "a step of a lazy AdamW",
-        "mapping": "parameters of the optimizer are not said to have become any",
+        "mapping": "of the optimizer is not said",
         "ids": "a parameter is said to have become 2",
         "options": "leraning_rate",
         "class": "must be a torch.optim.Optimizer class",

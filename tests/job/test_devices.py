@@ -68,7 +68,7 @@ def test_a_rank_takes_its_device(machine, cards, place, device, expected):
             ["3 ranks on this machine but 2 GPUs", "SHARDWISE_DEVICE=cpu"],
         ),
         (0, {}, "cuda", ["cuda:0", "no GPU is visible"]),
-        (1, {}, "cuda:4", ["cuda:4", "1 GPU(s) are visible"]),
+        (1, {}, "cuda:4", ["cuda:4", "1 GPU visible here"]),
         (0, {"asked": "gpu"}, None, ["SHARDWISE_DEVICE is 'gpu'"]),
         (0, {}, "gpu", ["device is 'gpu'"]),
     ],

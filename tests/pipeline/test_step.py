@@ -345,7 +345,7 @@ def test_bad_steps_are_the_same_error_on_every_rank(on_ranks, layout):
     assert "output_hidden_states=True of a LlamaForCausalLM in stages" in states
     assert "a batch has num_items_in_batch" in number
     assert "a microbatch for each of 2 x 1 = 2 stages" in few
-    assert "3 rows do not divide into 2 microbatches" in uneven
+    assert "cannot divide 3 rows into 2 microbatches" in uneven
     assert "pp ranks were given different batches" in different
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from shardwise.api.prepare import decide
 from shardwise.api.rehearsal import Rehearsal
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError, counted
 from shardwise.estimate.memory import StateBytes, mib, state_bytes
 from shardwise.estimate.stages import describe_stages, schedule_of
 from shardwise.lora.inject import inject
@@ -118,7 +118,7 @@ def _explain_stages(
             steps = rehearsal.run_stages(num_rows=batch[0], seq_length=batch[1])
             found = {number: step.held_bytes for number, step in steps.items()}
             lines = [
-                f"over pp, a microbatch: stage {number} sends {step.num_sent} tensor{'s' if step.num_sent > 1 else ''} "
+                f"over pp, a microbatch: stage {number} sends {counted(step.num_sent, 'tensor')} "
                 f"of {mib(step.sent_bytes)}, and is sent the gradients"
                 for number, step in steps.items()
                 if step.num_sent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
 from shardwise.cli.importing import importing
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import Problem, TrainConfig
@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         num_ranks = shape.world_size
         if (warning := describe_crossing(shape, arguments.ranks_per_machine)) is not None:
             print(f"warning: {warning}", file=sys.stderr)
-        print(f"{arguments.config}: no problems found ({config.layout}, {num_ranks} ranks)")
+        print(f"{arguments.config}: no problems found ({config.layout}, {counted(num_ranks, 'rank')})")
         return 0
-    print(f"{arguments.config}: {len(problems)} problem{'s' if len(problems) > 1 else ''}")
+    print(f"{arguments.config}: {counted(len(problems), 'problem')}")
     for number, problem in enumerate(problems, start=1):
         print(f"{number:>3}. {str(problem).replace(chr(10), chr(10) + '     ')}")
     return 1

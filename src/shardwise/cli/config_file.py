@@ -6,6 +6,7 @@ Keys are declared in `train/run_config.py`; pydantic holds values against their 
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, counted, did_you_mean
 from shardwise.train.run_config import Problem, TrainConfig, check_config
 
 __all__ = [
@@ -30,11 +31,15 @@ __all__ = [
 ]
 
 _RUN = TypeAdapter(TrainConfig)
+MOST_BYTES = 2**18
+"""Of a run's file: more is another kind of file, or a device that never ends."""
+MOST_VALUES = 100_000
 _WORDS = {
     "an object": "a group of keys",
     "a valid array": "a list",
     "a valid integer": "an integer",
     "a valid": "a",
+    "String should have at least 1 character": "a path",
     r"String should match pattern '^(cpu|cuda(:\d+)?)$'": "cpu, cuda or cuda:N",
 }  # JSON's -> YAML's
 _OTHER_NAMES = {
@@ -109,7 +114,7 @@ def _leave_out(tree: Any, key: str) -> None:
 def config_error(place: str, problems: Iterable[Problem]) -> ConfigError:
     """One error that names every problem."""
     lines = [str(problem) for problem in problems]
-    count = "a problem" if len(lines) == 1 else f"{len(lines)} problems"
+    count = "a problem" if len(lines) == 1 else counted(len(lines), "problem")
     fix = "`shardwise train --help` lists the keys" if any("unknown key" in line for line in lines) else None
     return ConfigError(f"{place} has {count}", why="\n".join(lines), fix=fix)
 
@@ -196,19 +201,26 @@ def _similar(key: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error."""
+    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error, and aliases of
+    which a few lines make a billion values.
+    """
 
-    def construct_mapping(self, node: yaml.MappingNode, *args: Any, **options: Any) -> dict[Any, Any]:
-        """A dictionary; plain YAML would lose the first of two equal keys without a word."""
-        self.flatten_mapping(node)
-        keys: list[Any] = []
-        for each, _ in node.value:
-            if (key := self.construct_object(each, deep=True)) in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands there twice", each.start_mark
-                )
-            keys.append(key)
-        return dict(super().construct_mapping(node, deep=True))
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
+        """A node, which knows how many values it stands for. YAML would lose the first of two equal keys."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        seen, parts = set(), [] if isinstance(node, yaml.ScalarNode) else node.value
+        for key, _ in parts if isinstance(node, yaml.MappingNode) and not is_alias else ():
+            if (name := (key.tag, str(key.value))) in seen:
+                raise yaml.composer.ComposerError(None, None, f"the key {name[1]!r} stands there twice", key.start_mark)
+            seen.add(name)
+        if not is_alias:
+            nodes = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
+            node.size = 1 + sum(each.size for each in nodes)
+        if getattr(node, "size", math.inf) > MOST_VALUES:  # an alias within what it stands for has no size yet
+            said = f"aliases make more than {MOST_VALUES:,} values of it"
+            raise yaml.composer.ComposerError(None, None, said, node.start_mark)
+        return node
 
 
 def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -222,6 +234,7 @@ def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))  # no dates
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -229,7 +242,11 @@ _Loader.add_implicit_resolver(
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # a SafeLoader
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"a run's file has no more than {MOST_BYTES:,} bytes")
+        tree = yaml.load(text.decode("utf-8-sig"), _Loader)  # a SafeLoader
     except FileNotFoundError as error:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
@@ -239,11 +256,12 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         fix = "save it as UTF-8 text" if isinstance(error, UnicodeDecodeError) else "pass a YAML file"
         raise LoadError(f"cannot read the configuration file {path}", why=str(error), fix=fix) from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: 2026-13-45, 5,000 digits
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: too long, 2026-13-45, 5,000 digits
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
     if not isinstance(tree, dict | None):
         raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
-    return tree or {}
+    alone: dict[str, Any] = json.loads(json.dumps(tree or {}, default=str))  # an override of an alias changes no other
+    return alone
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import LoadError
+from shardwise.errors import LoadError, counted
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.stored_parts import StoredParts
@@ -66,17 +66,17 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
     print(f"  content    {'all parameters' if manifest.content == 'all' else 'the parameters that were trained'}")
     for kind, tensors in kinds.items():
         num_elements = sum(math.prod(each.shape) for each in tensors)
-        print(f"  {kind:<10} {len(tensors):,} tensors, {num_elements:,} elements")
+        print(f"  {kind:<10} {counted(len(tensors), 'tensor')}, {counted(num_elements, 'element')}")
     if index.optimizer is not None:
         groups = len(index.optimizer["groups"])
-        print(f"  states of  {index.optimizer['class']}, {groups} group(s) of options")
+        print(f"  states of  {index.optimizer['class']}, {counted(groups, 'group')} of options")
     print(f"  values     {', '.join(sorted(index.values))}")
     size = sum(each.num_bytes for each in manifest.files.values())
     print(f"  files      {len(manifest.files)}, {size / 1e6:,.1f} MB")
     print(f"  versions   {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}")
     for key, tensor in index.tensors.items() if with_tensors else ():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        print(f"  {key}  {list(tensor.shape)} {dtype}, {len(tensor.parts)} part(s)")
+        print(f"  {key}  {list(tensor.shape)} {dtype}, {counted(len(tensor.parts), 'part')}")
 
 
 def _verify(stored: StoredParts) -> int:

@@ -20,7 +20,7 @@ from shardwise.cli.places import check_place
 from shardwise.cli.tokenizer import build_encoder, load_tokenizer
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.rows import Apart
-from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError, one_line
 from shardwise.loss.label_use import check_label_use
 from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
@@ -155,14 +155,17 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
             if with_optimizer:
                 try:
                     make_optimizer(config.optimizer, model)
-                except (ShardwiseError, TypeError, ValueError) as error:  # a class refuses its options
+                except ShardwiseError as error:
                     problems.append(Problem("optimizer", str(error)))
+                except Exception as error:  # noqa: BLE001 - a class refuses its options
+                    what = f"{config.optimizer.name} cannot be built with what it is given: {one_line(error)}"
+                    problems.append(Problem("optimizer", what))
             if config.export is not None:
                 with problems.of("export"):
                     check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
     except ShardwiseError as error:
         usual = "recompute" if isinstance(error, ConfigError) else "model"
-        problems.append(Problem("pipeline" if error.at == "pipeline" else usual, str(error)))
+        problems.append(Problem(error.at if error.at in ("adapter", "pipeline") else usual, str(error)))
     except Exception as error:  # noqa: BLE001 - something cannot be rehearsed
         logger.info("cannot rehearse the run, which may work all the same: %s", error)
     return problems

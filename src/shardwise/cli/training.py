@@ -32,7 +32,7 @@ from shardwise.data.ahead import BatchesAhead
 from shardwise.data.config import DataConfig, held_out
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import Rows
-from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError
+from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError, counted
 from shardwise.job.gpu_defaults import bind_to_card
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
@@ -235,14 +235,15 @@ def _print_head(
     rows = batches.rows
     notes = f" ({rows.notes()})" if rows.notes() else ""
     passes = config.steps * config.batch_size / batches.num_rows
+    size = f"{counted(config.steps, 'step')} of {counted(config.batch_size, 'row')}"
     done = f": step {num_done:,} was reached before, nothing is left to train" if num_done >= config.steps else ""
     name = type(find_model(model)).__name__
     console.print(
         f"model   {name}, {num_full:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
         f"layout  {config.layout}{sequence}",
         *([f"adapter {_describe_trained(model)}"] if config.adapter is not None else []),
-        f"data    {rows.num_tokens:,} tokens, {rows.num_rows:,} rows of {rows.seq_length:,}{notes}",
-        f"run     {config.steps:,} steps of {config.batch_size:,} rows ({passes:.2g} passes over the data){done}",
+        f"data    {rows.num_tokens:,} tokens, {counted(rows.num_rows, 'row')} of {rows.seq_length:,}{notes}",
+        f"run     {size} ({passes:.2g} passes over the data){done}",
         f"logs    {Path(config.log.dir) / 'train.jsonl'}",
         sep="\n",
     )
@@ -252,4 +253,4 @@ def _describe_trained(model: torch.nn.Module) -> str:
     """How much of the model is trained, in words: on this rank, in full numbers."""
     trained = [entry for _, value, entry in find_parameters(model) if entry is not None and value.requires_grad]
     number = sum(math.prod(entry.layout.shape) for entry in trained)
-    return f"{number:,} parameters are trained, in {len(trained):,} tensors"
+    return f"{number:,} parameters are trained, in {counted(len(trained), 'tensor')}"

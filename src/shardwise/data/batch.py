@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import ModelOutput
 
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, counted
 from shardwise.loss.label_use import shifts_labels
 from shardwise.loss.shares import check_shares, share_targets
 from shardwise.plan.token_work import TokenWork
@@ -78,7 +78,7 @@ def check_rows(num_rows: int, num_microbatches: int) -> None:
     """Raises `BatchError` where rows do not divide into microbatches."""
     if num_rows == 0 or num_rows % num_microbatches:
         raise BatchError(
-            f"{num_rows} rows do not divide into {num_microbatches} microbatches",
+            f"cannot divide {counted(num_rows, 'row')} into {counted(num_microbatches, 'microbatch')}",
             why="every microbatch has the same number of rows, at least one",
             fix=f"use a multiple of {num_microbatches} rows, or another num_microbatches",
         )

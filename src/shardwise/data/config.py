@@ -13,7 +13,7 @@ __all__ = ["DataConfig", "EvaluationConfig", "Place", "Problem", "check_data", "
 
 TEXT_PATTERNS = ("**/*.txt", "**/*.md", "**/*.rst", "**/*.py", "**/*.jsonl")
 RECORD_PATTERNS = ("**/*.jsonl",)
-Place = Annotated[str, AfterValidator(os.path.expanduser)]
+Place = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Where files are; no shell has read a `~` in it."""
 Format = Literal["text", "prompt", "chat"]
 
@@ -132,8 +132,9 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[Probl
     if (data.path is None) == (data.dataset is None):
         given = "neither is given" if data.path is None else "both are given"
         yield Problem("data", f"takes either path (files) or dataset (the datasets library); {given}")
-    if data.dataset is None and data.subset is not None:
-        yield Problem("data.subset", "only means something with data.dataset")
+    for key in ("subset", "split") if data.dataset is None else ():
+        if getattr(data, key) != getattr(DataConfig, key):
+            yield Problem(f"data.{key}", "only means something with data.dataset")
     if data.include == ():
         yield Problem("data.include", "is empty, so no file would be read")
     for pattern in data.include or ():

@@ -69,9 +69,13 @@ def find_files(path: Path, include: Sequence[str]) -> tuple[Path, ...]:
     Raises:
         LoadError: there is no such path, or no file matches.
     """
-    if path.is_file():
-        return (path,)
-    if not path.is_dir():
+    try:
+        if path.is_file():
+            return (path,)
+        is_dir = path.is_dir()
+    except OSError as error:  # a name too long, a directory that one may not look into
+        raise LoadError(f"cannot read {path}", why=error.strerror) from error
+    if not is_dir:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
             f"there is no file or directory {path}{did_you_mean(path.name, siblings)}",

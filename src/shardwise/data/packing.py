@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from shardwise.data.rows import Rows
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 
 __all__ = ["PackedBatches"]
 
@@ -33,7 +33,7 @@ class PackedBatches:
     def __init__(self, rows: Rows, *, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0) -> None:
         if batch_size % data_size or not 0 <= data_rank < data_size:
             raise ConfigError(
-                f"a batch of {batch_size} rows has no share for data rank {data_rank} of {data_size}",
+                f"a batch of {counted(batch_size, 'row')} has no share for data rank {data_rank} of {data_size}",
                 why="every data-parallel rank takes the same number of rows",
                 fix=f"use a batch_size that is a multiple of {data_size}",
             )

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 from shardwise.plan.options import Pipeline, Recompute
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.structure import ModelFacts, parent_of, upwards
@@ -70,7 +70,7 @@ def smallest_schedule(pipeline: Pipeline, pp_size: int) -> Schedule:
             wanted = f"{pp_size * (pipeline.num_stages_per_rank or 1)} stages"
             wanted = wanted if pipeline.num_stages_per_rank else f"a multiple of {pp_size}"
             raise ConfigError(
-                f"Pipeline layers {pipeline.layers} makes {len(pipeline.layers)} stages",
+                f"Pipeline layers {pipeline.layers} makes {counted(len(pipeline.layers), 'stage')}",
                 why=f"{pp_size} ranks along pp hold as many stages each: {wanted}",
                 fix="give one number for each stage",
             )
@@ -123,7 +123,7 @@ def check_layers(pipeline: Pipeline, num_segments: int, *, pp_size: int) -> None
     num_stages = len(smallest_schedule(pipeline, pp_size).rank_of)
     if num_stages > num_segments:
         raise ConfigError(
-            f"{num_stages} stages for a model that runs {num_segments} layers",
+            f"{num_stages} stages for a model that runs {counted(num_segments, 'layer')}",
             at="pipeline",
             why=f"{pp_size} ranks along pp with {num_stages // pp_size} stages each; every stage runs a layer or more",
             fix=f"use a pp_size of at most {num_segments * pp_size // num_stages}, or fewer stages a rank",
@@ -253,7 +253,7 @@ def _given_starts(layers: tuple[int, ...], num_segments: int) -> tuple[int, ...]
             raise ConfigError(
                 f"Pipeline layers {layers} cut past the end",
                 at="pipeline",
-                why=f"the model runs {num_segments} layers, of which the last is {num_segments - 1}",
+                why=f"the model runs {counted(num_segments, 'layer')}, of which the last is {num_segments - 1}",
                 fix=f"use numbers up to {num_segments - 1}",
             )
         return layers

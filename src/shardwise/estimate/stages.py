@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from shardwise.errors import counted
 from shardwise.estimate.cuts import schedule_for
 from shardwise.estimate.memory import mib, state_bytes
 from shardwise.plan.decision import SplitPlan
@@ -46,7 +47,7 @@ def describe_stages(
         kept = state_bytes(layouts, plan.shape.coords(0) | {"pp": coord}, itemsize=itemsize).total
         size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)
         line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {mib(kept)} at rest; "
-        line += f"in flight: {count} activation{'s' if count > 1 else ''}"
+        line += f"in flight: {counted(count, 'activation')}"
         lines.append(f"{line} of {mib(held[coord])} together" if activations else line)
     return tuple(lines)
 
@@ -58,4 +59,4 @@ def _layers(plan: SplitPlan, stages: tuple[int, ...]) -> Iterator[str]:
         segments = plan.pipeline.segments(stage)
         first, last = calls[segments[0]], calls[segments[-1]]
         named = first if len(segments) == 1 else f"{first} to {last}"
-        yield f"stage {stage}: {len(segments)} layer{'s' if len(segments) > 1 else ''}, {named}"
+        yield f"stage {stage}: {counted(len(segments), 'layer')}, {named}"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import MeshError, did_you_mean
+from shardwise.errors import MeshError, counted, did_you_mean
 from shardwise.topology.axes import AXES, SIZE_NAMES
 from shardwise.topology.shape import MeshShape
 
@@ -88,7 +88,7 @@ def _checked_shape(ours: Mapping[str, str], sizes: Mapping[str, int], ranks: Ten
     world_size = dist.get_world_size()
     if sorted(ranks.flatten().tolist()) != list(range(world_size)):
         raise MeshError(
-            f"a mesh of {shape} over {world_size} ranks",
+            f"a mesh of {shape} over {counted(world_size, 'rank')}",
             why=f"it holds ranks {ranks.tolist()}; every rank of the job must stand at one place of it",
             fix="pass the mesh of the whole job, not a slice of it, with an axis for every dim",
         )

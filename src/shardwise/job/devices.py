@@ -8,7 +8,7 @@ import socket
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, counted
 from shardwise.job.rendezvous import Place
 
 __all__ = ["DEVICE_VARIABLE", "check_own_cards", "pick_device"]
@@ -43,14 +43,16 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     is_numbered = ":" in str(picked)
     if not is_numbered and 1 < available < local_world_size:
         raise MeshError(
-            f"{local_world_size} ranks on this machine but {available} GPUs",
+            f"{counted(local_world_size, 'rank')} on this machine but {counted(available, 'GPU')}",
             why="each rank takes one GPU",
-            fix=f"start at most {available} ranks here, or set {DEVICE_VARIABLE}=cpu",
+            fix=f"start at most {counted(available, 'rank')} here, or set {DEVICE_VARIABLE}=cpu",
         )
     if not is_numbered:
         picked = torch.device("cuda", 0 if available == 1 else local_rank)
     if picked.index >= available:
-        shown = f"{available} GPU(s) are visible here" if available else "no GPU is visible here, or torch has no CUDA"
+        shown = (
+            f"{counted(available, 'GPU')} visible here" if available else "no GPU is visible here, or torch has no CUDA"
+        )
         raise MeshError(
             f"rank of local rank {local_rank} asks for {picked}",
             why=shown,

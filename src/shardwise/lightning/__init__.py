@@ -1,6 +1,6 @@
 """Lightning: `ShardwiseStrategy` trains a LightningModule that holds a transformers model under any layout.
 
-Needs the extra `lightning` (`pip install 'shardwise[lightning]'`). See docs/lightning.md.
+Needs the extra `lightning` (`pip install -e '.[lightning]' in a clone`). See docs/lightning.md.
 """
 
 from shardwise.lightning.precision import ShardwisePrecision

@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.api.checkpoints import load_checkpoint, save_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.errors import LoadError, UnsupportedError
+from shardwise.errors import LoadError, UnsupportedError, counted
 from shardwise.lightning.exchange import broadcast_object
 from shardwise.mesh import Mesh
 
@@ -103,7 +103,7 @@ def _place_of(path: Any) -> Path:
 def _only(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     if len(optimizers) != 1:
         raise UnsupportedError(
-            f"a checkpoint with {len(optimizers)} optimizers",
+            f"a checkpoint with {counted(len(optimizers), 'optimizer')}",
             why="its states are kept by the names of parameters, for one optimizer",
             fix="use one with several parameter groups, or save weights only",
         )

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, counted
 from shardwise.lightning.exchange import count_true
 from shardwise.mesh import Mesh
 
@@ -81,7 +81,7 @@ class _EndsTogether:
             number += 1
 
     def _say_uneven(self, number: int) -> None:
-        what = f"a data rank has {number} batches and another more"
+        what = f"a data rank has {counted(number, 'batch')} and another more"
         if self._predicts:
             raise BatchError(
                 f"predictions of which {what}",

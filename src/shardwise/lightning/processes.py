@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, counted
 from shardwise.mesh import Mesh
 from shardwise.topology.shape import MeshShape
 
@@ -36,15 +36,15 @@ def check_devices(shape: MeshShape, *, num_devices: int, num_nodes: int, world_s
     if shape.world_size != ranks:
         nodes = num_nodes if shape.world_size % num_nodes == 0 else 1
         raise MeshError(
-            f"the layout {shape} has {shape.world_size} rank{'s' * (shape.world_size > 1)}, and the Trainer {ranks}",
+            f"the layout {shape} has {counted(shape.world_size, 'rank')}, and the Trainer {ranks}",
             why=f"devices={num_devices} on num_nodes={num_nodes}",
-            fix=f"use Trainer(devices={shape.world_size // nodes}, num_nodes={nodes}), or a layout of {ranks} ranks",
+            fix=f"use Trainer(devices={shape.world_size // nodes}, num_nodes={nodes}), or a layout of {ranks}",
         )
     if world_size is not None and world_size != ranks:
         raise MeshError(
-            f"the layout {shape} has {ranks} rank{'s' * (ranks > 1)}, and the launcher has started {world_size}",
+            f"the layout {shape} has {counted(ranks, 'rank')}, and the launcher has started {world_size}",
             why=f"WORLD_SIZE is {world_size}; devices={num_devices} on num_nodes={num_nodes}",
-            fix=f"start {num_devices} processes on each of {num_nodes} nodes",
+            fix=f"start {counted(num_devices, 'process')} on each of {counted(num_nodes, 'node')}",
         )
 
 

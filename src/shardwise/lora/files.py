@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.comm.operations import all_gather_objects
-from shardwise.errors import LoadError, one_line
+from shardwise.errors import LoadError, counted, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases
 from shardwise.parameters.at_rest import reshard
@@ -164,7 +164,7 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> Non
     if result.unexpected_keys or lost:
         raise LoadError(
             f"the adapter at {where!r} is none of this model",
-            why=f"it has {len(result.unexpected_keys)} tensors that have no place here, such as "
+            why=f"it has {counted(len(result.unexpected_keys), 'tensor')} without a place here, such as "
             f"{(result.unexpected_keys or ['none'])[0]}, and lacks {len(lost)}, such as {(lost or ['none'])[0]}",
             fix="load it with its own config and base model",
         )

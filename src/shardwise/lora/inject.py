@@ -76,6 +76,7 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise ConfigError(
             f"the adapter does not fit {type(model).__name__}",
+            at="adapter",
             why=one_line(error, limit=400),
             fix="name modules of this model in target_modules",
         ) from error

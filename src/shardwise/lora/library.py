@@ -20,5 +20,5 @@ def peft() -> Any:
         return importlib.import_module("peft")
     except ImportError as error:
         raise ConfigError(
-            "adapters need peft, which cannot be imported", why=str(error), fix="pip install 'shardwise[lora]'"
+            "adapters need peft, which cannot be imported", why=str(error), fix="pip install 'peft>=0.21'"
         ) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 from shardwise.plan.pipeline_plan import LayerOrder
 
 __all__ = ["Chain", "share_weights", "spread_evenly", "starts_of"]
@@ -61,7 +61,9 @@ def spread_evenly(layers: Sequence[nn.Module], num_stages: int) -> dict[nn.Modul
     """
     size = len(layers) // num_stages
     if not size:
-        raise ConfigError(f"{num_stages} stages for {len(layers)} layers", why="every stage has a layer or more")
+        raise ConfigError(
+            f"{counted(num_stages, 'stage')} for {counted(len(layers), 'layer')}", why="every stage has a layer or more"
+        )
     return {layer: min(number // size, num_stages - 1) for number, layer in enumerate(layers)}
 
 
@@ -74,7 +76,7 @@ def starts_of(layers: Sequence[nn.Module], num_stages: int, stages: Mapping[nn.M
     found: list[Any] = [stages.get(layer) for layer in layers]
     if set(found) != set(range(num_stages)) or found != sorted(found):
         raise ConfigError(
-            f"the stages of {len(layers)} layers are {found}",
+            f"the stages of {counted(len(layers), 'layer')} are {found}",
             why=f"each of {num_stages} stages has layers that follow one another, from the first layer to the last",
             fix=f"give every layer a stage from 0 to {num_stages - 1}, in ascending order",
         )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError, UnsupportedError, counted
 from shardwise.optim.elementwise import check_optimizer
 from shardwise.optim.optimizer import groups_of
 from shardwise.optim.plain_step import KEPT_BY_STEPS
@@ -93,7 +93,7 @@ def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor])
     entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
     if lost and (entry is None or entry.registry.mesh.size("pp") == 1):
         raise ConfigError(
-            f"{len(lost)} parameters of the optimizer are not said to have become any",
+            f"what became of {counted(len(lost), 'parameter')} of the optimizer is not said",
             why=f"of shapes {', '.join(str(list(each.shape)) for each in lost[:3])}",
             fix="map the id of every parameter that the optimizer was built with to the one of the same name",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.errors import VerificationError
+from shardwise.errors import VerificationError, counted
 from shardwise.plan.explain import table
 from shardwise.proof.parity import Difference, Measurement
 
@@ -60,7 +60,7 @@ class Report:
             rows += [_row(name, found)] if found[0] is not None else []
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
-        differing = f"{len(unequal)} unequal after {self.measurements[0].num_steps} steps"
+        differing = f"{len(unequal)} unequal after {counted(self.measurements[0].num_steps, 'step')}"
         rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
         rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, counted
 
 __all__ = ["check_room", "memory_bytes"]
 
@@ -21,7 +21,7 @@ def check_room(num_ranks: int) -> None:
     """Raises `ConfigError` where so many ranks cannot stand on this machine."""
     if num_ranks * RANK_BYTES > (memory := memory_bytes()):
         raise ConfigError(
-            f"{num_ranks:,} ranks on this machine",
+            f"{counted(num_ranks, 'rank')} on this machine",
             why=f"each takes {RANK_BYTES // 2**20} MiB or more, and it has {memory / 2**30:,.0f} GiB",
             fix="use a smaller layout, or start them on several machines with torchrun",
         )

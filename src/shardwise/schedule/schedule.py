@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from shardwise.errors import counted
 from shardwise.schedule.action import Action, Kind, Step
 
 __all__ = ["Schedule"]
@@ -33,7 +34,7 @@ class Schedule:
     def title(self) -> str:
         """Its name and sizes, in words."""
         stages = f"{len(self.rank_of)} stages on {self.pp_size} ranks"
-        return f"{self.name}: {self.num_microbatches} microbatches through {stages}"
+        return f"{self.name}: {counted(self.num_microbatches, 'microbatch')} through {stages}"
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from shardwise.errors import MeshError, did_you_mean
+from shardwise.errors import MeshError, counted, did_you_mean
 from shardwise.topology.axes import AXES, DATA_AXES, SIZE_NAMES, check_axis
 
 __all__ = ["MeshShape"]
@@ -107,8 +107,7 @@ class MeshShape:
         asked = tp_size * pp_size
         if world_size % asked:
             raise MeshError(
-                f"tp_size {tp_size} x pp_size {pp_size} = {asked} does not divide {world_size} "
-                f"rank{'s' * (world_size > 1)}",
+                f"tp_size {tp_size} x pp_size {pp_size} = {asked} does not divide {counted(world_size, 'rank')}",
                 fix=f"use sizes whose product divides {world_size}, or start a multiple of {asked} ranks",
             )
         data_size = world_size // asked
@@ -216,7 +215,7 @@ class MeshShape:
         needed = self.world_size
         if world_size == needed:
             return
-        fixes = [f"start {needed} ranks (torchrun --nproc-per-node {needed} on one machine)"]
+        fixes = [f"start {counted(needed, 'rank')} (torchrun --nproc-per-node {needed} on one machine)"]
         # Resize an axis the user chose: the remedy must not bring in a kind of parallelism nobody asked for.
         resized = SIZE_NAMES["fsdp" if self.fsdp_size > 1 else "tp"]
         sizes = {name: getattr(self, name) for name in SIZE_NAMES.values()}
@@ -224,8 +223,9 @@ class MeshShape:
         if world_size > 0 and world_size % fixed == 0:
             fixes.append(f'use the layout "{MeshShape(**{**sizes, resized: world_size // fixed})}"')
         product = " x ".join(f"{SIZE_NAMES[axis]} {size}" for axis, size in self._sizes() if size > 1)
+        running = f"{world_size} {'is' if world_size == 1 else 'are'} running"
         raise MeshError(
-            f"the layout {self} needs {needed} ranks, but {world_size} are running",
+            f"the layout {self} needs {counted(needed, 'rank')}, but {running}",
             why=f"{product} = {needed}" if product else "every size is 1",
             fix=", or ".join(fixes),
         )

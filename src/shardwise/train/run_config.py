@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from shardwise.data.config import DataConfig, EvaluationConfig, Place, Problem, check_data
-from shardwise.errors import ConfigError, MeshError
+from shardwise.errors import ConfigError, MeshError, counted
 from shardwise.estimate.cuts import check_pipeline, schedule_for
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
 from shardwise.topology.axes import UNSERVED_AXES
@@ -274,8 +274,8 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
     if config.batch_size % parts:
         yield Problem(
             "batch_size",
-            f"is {config.batch_size}, which does not divide into {shape.data_size} data-parallel part(s) "
-            f"of {config.num_microbatches} microbatch(es)",
+            f"is {config.batch_size}, which does not divide into {counted(shape.data_size, 'data-parallel part')} "
+            f"of {counted(config.num_microbatches, 'microbatch')}",
             f"use a multiple of {parts}",
         )
     if config.sequence_parallel and shape.tp_size == 1:
@@ -285,7 +285,11 @@ def _check_layout(config: TrainConfig) -> Iterator[Problem]:
 def _check_pipeline(config: TrainConfig, shape: MeshShape) -> Iterator[Problem]:
     chosen, timed = config.pipeline, config.log.timeline
     if timed is not None and (shape.pp_size == 1 or timed > config.steps):
-        why = f"there are {config.steps} steps" if shape.pp_size > 1 else f"the layout is {shape}, without pp"
+        why = (
+            f"the run has {counted(config.steps, 'step')}"
+            if shape.pp_size > 1
+            else f"the layout is {shape}, without pp"
+        )
         yield Problem("log.timeline", f"is {timed}, which is no step of a pipeline: {why}")
     if shape.pp_size == 1:
         if chosen != Pipeline():
