@@ -188,3 +188,8 @@ def test_the_reference_explains_every_key():
     for field in dataclasses.fields(TrainConfig):
         assert f"  {field.name}" in page
     assert "optimizer.schedule.warmup_steps" in page and "[0.0003]" in page
+    words = " ".join(page.split())
+    assert (
+        "One of constant, linear, cosine, warmup_stable_decay. [cosine]" in words and "One of default, reduce-" in words
+    )
+    assert "mode one of these" not in words and "those above" not in words

@@ -421,6 +421,10 @@ def test_ours_are_refused_by_torch_and_say_where_they_work():
             PARTS | {"model.layers.*.mlp.down_proj": RowwiseParallel()},
             ["contradict", "'model.layers.*.mlp.down_proj'", "Shard(1)"],
         ),
+        (
+            {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.1.mlp.up_proj": RowwiseParallel()},
+            ["contradict", "at:  model.layers.1.mlp.up_proj", "'model.layers.1.mlp.up_proj' says rowwise"],
+        ),
         ({"model.norm": object()}, ["object", "'model.norm'", "ColwiseParallel"]),
         (["colwise"], ["cannot be a list"]),
         ("tests.compat.nowhere.PLAN", ["cannot import", "nowhere"]),

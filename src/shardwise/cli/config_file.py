@@ -132,6 +132,8 @@ def config_reference() -> str:
     lines = ["keys of CONFIG.yaml, with their defaults:"]
     for key, about in rows.items():
         text, default = " ".join(about["description"].split()), about.get("default")
+        choices = next((each["enum"] for each in (about, *about.get("anyOf", ())) if "enum" in each), ())
+        text += f" One of {', '.join(map(str, choices))}." if choices else ""
         if default not in (None, []):
             text += f" [{' '.join(default) if isinstance(default, list) else yaml.safe_dump(default).split()[0]}]"
         first, others = f"  {key:<{width}}  ", " " * (width + 4)

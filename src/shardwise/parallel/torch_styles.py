@@ -157,10 +157,20 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
         )
     _check_sequence(plan)
     rules: list[Rule] = []
+    kinds: dict[str, str] = {}
     for pattern, style in plan.items():
+        styles = _styles(pattern, style, model, matched[pattern])
+        kind = styles[0][:7] if styles else ""
+        for name in matched[pattern] if kind in ("colwise", "rowwise") else ():
+            if kinds.setdefault(name, kind) != kind:  # others correct what stands before them
+                raise PlanError(
+                    "the styles of the plan contradict each other",
+                    at=name,
+                    why=f"{pattern!r} says {styles[0]}, and an entry before it {kinds[name]}",
+                    fix="split a module by its columns or by its rows",
+                )
         targets = [pattern] if _is_ours(pattern) else matched[pattern]
-        for target in targets or [pattern]:
-            rules += [Rule.of(target, each) for each in _styles(pattern, style, model, matched[pattern])]
+        rules += [Rule.of(target, each) for target in targets or [pattern] for each in styles]
     return Plan(tuple({(type(rule), rule.pattern): rule for rule in rules}.values())), any(
         map(_splits_sequence, plan.values())
     )

@@ -44,8 +44,8 @@ class FsdpPolicy:
 
     Attributes:
         zero_stage: 1, 2 or 3.
-        units: patterns of the names of the modules that are units, instead of those above; with none, `()`, the whole
-            model is one. Modules that share a parameter are one unit in any case.
+        units: patterns of the names of the modules that are units, instead of layers, embedding and head; with none,
+            `()`, the whole model is one. Modules that share a parameter are one unit in any case.
         keep_last_block: at stage 3, do not free the last block between its forward and its backward, which follow each
             other.
         prefetch: how many units ahead parameters are gathered, forward and backward. 1 is what FSDP2 does by itself.
@@ -141,7 +141,7 @@ class Recompute:
         "budget"      of what compiled blocks would keep, torch keeps as much as `budget` allows, and chooses what
 
     Attributes:
-        mode: one of these.
+        mode: none, full, attention, selective, alternate, offload or budget.
         every: recompute only every n-th block, from the first on.
         modules: instead of blocks, modules whose names match one of these patterns (`model.layers.*.mlp`), none
             of them inside another.
