@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from shardwise import errors
-from shardwise.errors import LoadError, PlanError, ShardwiseError, did_you_mean
+from shardwise.errors import LoadError, PlanError, ShardwiseError, counted, did_you_mean
 
 pytestmark = pytest.mark.pure
 
@@ -28,7 +28,7 @@ def test_all_names_every_class_and_the_docstring_draws_each():
         name for name, value in vars(errors).items() if isinstance(value, type) and value.__module__ == errors.__name__
     }
     assert classes == {"ShardwiseError", *KIN}
-    assert set(errors.__all__) == {*classes, "did_you_mean", "one_line"}
+    assert set(errors.__all__) == {*classes, "counted", "did_you_mean", "one_line"}
     for name, kin in KIN.items():
         drawn = [line.split() for line in errors.__doc__.splitlines() if name in line]
         assert drawn[0][1:3] == [name, f"({kin.__name__})"]
@@ -69,3 +69,8 @@ def test_did_you_mean():
     assert did_you_mean("colwize", ["colwise", "rowwise"]) == " (did you mean 'colwise'?)"
     assert did_you_mean("colwize", iter(["colwise"])) == " (did you mean 'colwise'?)"
     assert did_you_mean("zzz", ["colwise", "rowwise"]) == ""
+
+
+def test_numbers_are_counted_as_they_are_read():
+    found = [counted(1, "rank"), counted(0, "rank"), counted(2, "batch"), counted(1000, "process")]
+    assert found == ["1 rank", "0 ranks", "2 batches", "1,000 processes"]
