@@ -159,3 +159,8 @@ def test_a_step_of_the_pipeline_is_drawn(tmp_path, capsys, name):
 def test_what_cannot_be_drawn_is_an_error(tmp_path, name, layout):
     with pytest.raises(ConfigError, match="--timeline"):
         _check_timeline(tmp_path / name, MeshShape.parse(layout))
+
+
+def test_a_drawing_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written\n  why: No such file"):
+        _draw_step(tmp_path / "nowhere/steps.svg", MeshShape(pp_size=2), ParallelSpec(), 4)

@@ -64,7 +64,7 @@ def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) 
             raise ValueError("it is a URL")
         free = _free_bytes(path)
     except (OSError, ValueError) as error:  # a ValueError: a NUL in the name, a URL
-        why = f"{error.strerror}: {str(error.filename)[:100]!r}" if isinstance(error, OSError) else str(error)
+        why = " ".join(str(error).split("] ", 1)[-1].split())[:200]
         fix = "name a directory that can be made and written"
         raise LoadError(f"cannot write to {directory[:100]!r}", why=why, fix=fix) from error
     if free < num_bytes:

@@ -114,7 +114,10 @@ def _check_timeline(file: Path, shape: MeshShape) -> None:
 def _draw_step(file: Path, shape: MeshShape, spec: ParallelSpec, num_microbatches: int | None) -> None:
     """Draws a step of the pipeline to `file`, and prints it."""
     drawn = timeline(schedule_for(spec.pipeline, shape, num_microbatches))
-    file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
+    try:
+        file.write_text(draw_svg(drawn) if file.suffix == ".svg" else drawn.to_chrome_trace(), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--timeline {file} cannot be written", why=error.strerror) from error
     print(f"\n{describe_schedule(drawn)}")
 
 
