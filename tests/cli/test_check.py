@@ -106,6 +106,7 @@ def test_problems_of_every_kind_are_listed_at_once(run, tmp_path, capsys):
         ("adapter={target_modules: nothing}", "adapter: the adapter does not fit LlamaForCausalLM"),
         (f"data={{path: {'x' * 300}, seq_length: 8}}", "data.path: cannot read xxx"),
         ("data.state=nowhere.json", "data.state: cannot read nowhere.json"),
+        ("data.state=/dev/zero", "data.state: cannot read /dev/zero"),
         ("compilation.backend=indutcor", "compilation: Compile backend is 'indutcor' (did you mean 'inductor'?)"),
         ("compilation={backend: auto, options: {max_autotun: true}}", "did you mean 'max_autotune'"),
         ("optimizer.groups=[{params: '**.nothing', lr: 1}]", "fits no parameter"),
