@@ -294,6 +294,15 @@ def functional_gradients(pair):
     return []
 
 
+def second_derivatives(pair):
+    """What sums gradients over ranks has no derivative."""
+    loss = pair.split(**rows_of(pair.batches[0], pair.mesh)).loss
+    with pytest.raises(UnsupportedError, match="a backward with create_graph=True"):
+        loss.backward(create_graph=True)
+    pair.split.zero_grad()
+    return []
+
+
 def inner_backward(pair):
     """A loss on what an inner model puts out, past the outer model's own forward."""
     for model in (pair.full, pair.split):
@@ -528,7 +537,7 @@ def other_learning_rates(pair):
 EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
-    *(two_models, drifted_replicas, head_by_itself, transforms),
+    *(second_derivatives, two_models, drifted_replicas, head_by_itself, transforms),
     replaced_parameters,
     *(mask_for_each_head, trained_prefix, counted_parameters, nothing_to_train, untied_later),
     *(other_learning_rates, other_directories),

@@ -216,6 +216,12 @@ class Gradients:
         if task == self._task or (self.is_put_off and self._is_partial):
             return
         self._task = task
+        if torch.is_grad_enabled() and self.registry.mesh.shape.world_size > 1:
+            raise UnsupportedError(
+                "a backward with create_graph=True",
+                why="what sums gradients over ranks has no derivative",
+                fix="leave it out: second derivatives are the unsplit model's",
+            )
         self._begin_partial()
         if not self.is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.
