@@ -511,6 +511,24 @@ def nothing_to_train(pair):
     return []
 
 
+def autocast_around_steps(pair):
+    """Autocast keeps casts of parameters for what comes later: other microbatches, and other forwards."""
+    problems = []
+    for step in (shardwise.TrainStep(pair.split, pair.mesh, num_microbatches=2), None):
+        pair.full.zero_grad()
+        pair.split.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for number in (0, 1):
+                rows = rows_of(pair.batches[number], pair.mesh)
+                pair.full(**pair.batches[number]).loss.backward()
+                step(rows) if step is not None else pair.split(**rows).loss.backward()
+        found = shardwise.full_gradients(pair.split)
+        for name, value in pair.full.named_parameters():
+            if float((found[name] - value.grad).norm()) > 0.05 * float(value.grad.norm()):
+                problems.append(f"{name}, {'by hand' if step is None else 'microbatches'}")
+    return problems
+
+
 def untied_later(pair):
     """What was found for one parameter does not hold for two."""
     model = shardwise.parallelize(tiny_model("qwen3", tie_word_embeddings=True, num_hidden_layers=1), pair.mesh)
@@ -550,6 +568,7 @@ CASES = {
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
         *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled, other_calls),
+        autocast_around_steps,
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

@@ -147,6 +147,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
         _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
     _shard((root,), registry, kept_replicated, frees=False)
     root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
+    root.register_forward_pre_hook(_drop_casts)
     if registry.stages is None:  # a stage is a root that computes several microbatches
         root.register_forward_pre_hook(lambda root, _: forget_interrupted(root), prepend=True)
         root.register_forward_hook(free_after_evaluation, always_call=True)
@@ -162,6 +163,7 @@ def _parts(root: nn.Module, units: Units, registry: Registry) -> Iterator[nn.Mod
     for module in root.modules():
         if module not in inside and next(module.parameters(), None) is not None:
             module.register_forward_hook(_own_output)
+            module.register_forward_pre_hook(_drop_casts)
             yield module
 
 
@@ -178,6 +180,14 @@ def _shard(unit: Unit, registry: Registry, kept_replicated: set[nn.Parameter], *
         fully_shard(modules, reshard_after_forward=frees, **options)
     else:
         replicate(modules, **options)
+
+
+def _drop_casts(module: nn.Module, args: Any) -> None:
+    """Autocast keeps a parameter's cast for all forwards inside of it. The node of an earlier one runs last in a later
+    backward, where FSDP2 has reduced that parameter's gradient already: it would be lost.
+    """
+    if not torch.compiler.is_compiling():
+        torch.clear_autocast_cache()
 
 
 def _own_output(module: nn.Module, args: Any, output: Any) -> Any:
