@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from shardwise.data.batch import count_targets, share_among, split_rows
+from shardwise.errors import UnsupportedError
+from shardwise.train.division import Division
 
 pytestmark = pytest.mark.single
 
@@ -37,3 +40,25 @@ def test_numbers_beside_labels_count_by_rows(measure):
         model(**part) * count / sum(counts) for part, count in zip(share_among(model, parts), counts, strict=True)
     ]
     assert float(sum(losses)) == pytest.approx(float(model(**batch)), abs=1e-6)
+
+
+class Spoken(nn.Module):
+    """Looks like one of transformers' heads of CTC."""
+
+    loss_type = "ForCTC"
+
+    def __init__(self, reduction):
+        super().__init__()
+        self.config = transformers.Wav2Vec2Config(ctc_loss_reduction=reduction)
+
+    def forward(self, labels):
+        raise NotImplementedError
+
+
+def test_rows_of_ctc_count_alike_and_a_sum_of_them_is_not_divided():
+    labels = torch.tensor([[1, 2, 3], [1, -100, -100]])
+    assert count_targets(Spoken("mean"), {"labels": labels}) == 2
+    Division(Spoken("mean"), 2, torch.device("cpu")).check()
+    Division(Spoken("sum"), 1, torch.device("cpu")).check()
+    with pytest.raises(UnsupportedError, match="in 2 parts, with a loss that is a sum over rows"):
+        Division(Spoken("sum"), 2, torch.device("cpu")).check()

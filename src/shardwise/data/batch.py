@@ -134,7 +134,7 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = F
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
     """As `count_targets`, on the labels' device; None where the batch has no targets."""
     labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or _is_regression(find_model(model)):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or _counts_rows(find_model(model)):
         targets = {name: batch[name] for name in target_names(model) if isinstance(batch.get(name), Tensor)}
         first = next((name for name, target in targets.items() if target.ndim), None)
         if first in _SPANS and not targets[first].is_floating_point():
@@ -147,9 +147,11 @@ def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | Non
     return (labels != IGNORED).sum()
 
 
-def _is_regression(model: Any) -> bool:
-    """Whether the loss compares labels as numbers, of which it ignores none: as transformers' losses find out."""
+def _counts_rows(model: Any) -> bool:
+    """Whether the loss is a mean over rows: of CTC, or of labels that are numbers, as transformers' losses find out."""
     config = getattr(model, "config", None)
+    if getattr(model, "loss_type", None) == "ForCTC":
+        return True
     problem = getattr(config, "problem_type", None)
     if problem is None and LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForSequenceClassificationLoss:
         return getattr(config, "num_labels", None) == 1

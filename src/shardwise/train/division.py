@@ -44,7 +44,16 @@ class Division:
                 why="they take the mean and variance of a part, and every data rank would keep others",
                 fix="put them in eval mode after model.train(): for each in model.modules() that is one, each.eval()",
             )
-        own = getattr(self._model, "_loss_function", None)
+        own, config = getattr(self._model, "_loss_function", None), getattr(self._model, "config", None)
+        if (
+            getattr(self._model, "loss_type", None) == "ForCTC"
+            and getattr(config, "ctc_loss_reduction", "mean") != "mean"
+        ):
+            raise UnsupportedError(
+                f"{what}, with a loss that is a sum over rows",
+                why="a step's loss is the mean over its parts",
+                fix='set config.ctc_loss_reduction = "mean"',
+            )
         if own is not None and own is not self._tried and not _is_mean(own, self._model, self._device):
             raise UnsupportedError(
                 f"{what}, with a loss_function that is no mean over targets",
