@@ -15,7 +15,8 @@ import torch.distributed as dist
 import shardwise
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.comm import agree
-from shardwise.errors import ConfigError, LoadError, ShardwiseError, UnsupportedError
+from shardwise.errors import ConfigError, LayoutError, LoadError, ShardwiseError, UnsupportedError
+from shardwise.parameters.registry import local_part
 from shardwise.ranks.spawn import spawn
 from shardwise.weights.kinds import describe_kind
 from tests.checkpoint.training import Training, differing
@@ -318,6 +319,29 @@ def disagree(base):
         with pytest.raises(ShardwiseError, match=says):
             training.load(base) if mesh.rank else training.steps(1)
         return found
+
+
+def drift(base, layouts):
+    """Every fault is told by the first save of a division, and by one after it; equal copies are saved."""
+    for layout in layouts:
+        with shardwise.Mesh.open(layout) as mesh:
+            training = Training(mesh, "llama-1kv")
+            training.steps(1)
+            norm = next(value for name, value in training.model.named_parameters() if name.endswith("norm.weight"))
+            for number, state in enumerate((None, "exp_avg", None)):
+                value = local_part(training.optimizer.state[norm][state] if state else norm).detach()
+                kept = value.clone()
+                value.view(-1)[-1:] += mesh.position * 1e-6
+                name = r"the optimizer's exp_avg of \S*norm.weight" if state else r"\S*norm.weight"
+                with pytest.raises(LayoutError, match=f"(?m)the ranks hold different copies of {name}"):
+                    training.save(base / layout, tag=f"{number}")
+                value.copy_(kept)
+                training.save(base / layout, tag=f"{number}", async_save=True).wait()
+
+
+@pytest.mark.parametrize("layouts", [("tp2", "ddp2"), ("ddp2.tp2", "ddp2.fsdp2", "fsdp2.tp2", "pp2.tp2")])
+def test_copies_that_have_drifted_apart_are_not_saved(tmp_path, layouts):
+    spawn(drift, 4 if "." in layouts[0] else 2, tmp_path, layouts)
 
 
 class Told(logging.Handler):

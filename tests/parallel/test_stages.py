@@ -39,6 +39,10 @@ SHRUNK = {
     "zamba2": (transformers.Zamba2Config, transformers.Zamba2ForCausalLM),
     "gemma3n": (transformers.Gemma3nTextConfig, transformers.Gemma3nForCausalLM),
     "gemma4": (transformers.Gemma4TextConfig, transformers.Gemma4ForCausalLM),
+    "openai-gpt": (  # one layer, so cut around the model inside, whose code asks its first parameter for its dtype
+        lambda: transformers.OpenAIGPTConfig(n_layer=1),
+        transformers.OpenAIGPTLMHeadModel,
+    ),
 }
 FROM_FAMILIES = ("llama", "gpt2", "mixtral", "bert")
 

@@ -4,8 +4,10 @@ import itertools
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
+from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import (
     Chunk,
     Replicate,
@@ -62,6 +64,20 @@ def test_even_is_torch_chunk():
     assert split_even(0, 4, parts=3).pieces == (((0, 2),), ((2, 4),), ())
     assert split_even(1, 4, parts=3).local_sizes[2] == 0
     assert Chunk(0).interval(3, size=2, parts=4) == (2, 2)
+
+
+@given(size=st.integers(0, 60), parts=st.integers(1, 60))
+def test_the_extents_of_chunks_are_those_of_all_their_coords(size, parts):
+    intervals = (Chunk(0).interval(coord, size=size, parts=parts) for coord in range(parts))
+    assert Chunk(0).extents(size=size, parts=parts) == {stop - start for start, stop in intervals}
+
+
+def test_chunks_of_a_million_parts_are_not_counted_one_by_one(monkeypatch):
+    counted = []
+    real = Chunk.interval
+    monkeypatch.setattr(Chunk, "interval", lambda *args, **sizes: counted.append(1) or real(*args, **sizes))
+    Layout((64,), (Step("fsdp", 10**6, Chunk(0)),))
+    assert len(counted) <= 3
 
 
 def test_blocks_are_whole_and_the_first_coords_hold_one_more():

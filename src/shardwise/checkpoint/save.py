@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import operator
 import platform
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +28,8 @@ from shardwise.checkpoint.tree import encode_tree
 from shardwise.comm.agree import check_same, compare_later, gather_from_all
 from shardwise.errors import ConfigError
 from shardwise.parameters.at_rest import reshard
-from shardwise.parameters.registry import Registry, registry_of
+from shardwise.parameters.registry import Registry, local_part, registry_of
+from shardwise.parameters.replicas import Copies, balance_of, check_replicas
 from shardwise.runtime.adapters import is_adapter
 from shardwise.sharding.boxes import full_box, volume
 from shardwise.sharding.division import Portion, divide_boxes
@@ -80,6 +82,7 @@ def prepare_save(
 
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
+        LayoutError: ranks hold different copies of a parameter, or of an optimizer's state of one.
 
     Communicates: one all-gather of 16 bytes over all ranks, while `meanwhile` works; where ranks hold something else
         than at the last save, or do not agree, one gather of a small object.
@@ -106,19 +109,23 @@ def prepare_save(
         if known is not None and look() != known.described:
             known = None
     same = json.dumps(_describe_request(seen[0])) if seen and known is not None else None
-    agree = compare_later(mesh.group(), same, device=mesh.device, doing="save_checkpoint")
+    balance = seen[0].balance if same else 0
+    agree = compare_later(mesh.group(), same, device=mesh.device, doing="save_checkpoint", balance=balance)
     if same is not None and known is not None:
         job = make(known)
     if agree() and job is not None:
         return job
-    everyone: list[dict[str, Any]] = gather_from_all(
-        mesh.group(),
-        "preparing the checkpoint",
-        lambda: {"held": look(), "rank": mesh.position, "same": _describe_request(seen[0])},
+    everyone = gather_from_all(
+        mesh.group(), "preparing the checkpoint", lambda: {"held": look(), **_described(seen[0], mesh.position)}
     )
     check_same(everyone, what="ranks ask for different checkpoints")
-    everyone.sort(key=lambda each: each["rank"])
-    return make(_divide(registry, seen[0].held, everyone))
+    if sum(each["balance"] for each in everyone) % 2**64:
+        check_replicas(model, seen[0].copies())
+    return make(_divide(registry, seen[0].held, sorted(everyone, key=operator.itemgetter("rank"))))
+
+
+def _described(seen: _Seen, rank: int) -> dict[str, Any]:
+    return {"rank": rank, "same": _describe_request(seen), "balance": seen.balance}
 
 
 def _make_job(
@@ -160,6 +167,22 @@ class _Seen:
     optimizer: OptimizerContent | None
     values: dict[str, Any]
     tensors: dict[str, Tensor]
+
+    def copies(self) -> Copies:
+        """What has been trained: parameters, and states of the optimizer that have their shape."""
+        for held in self.held.values():
+            if held.entry is not None and held.value.requires_grad:
+                yield held.name, held.entry, local_part(held.value)
+        states = self.optimizer.tensors if self.optimizer is not None else {}
+        for (name, state), value in states.items():
+            entry = self.held[name].entry
+            if entry is not None and value.shape == local_part(self.held[name].value).shape:
+                yield f"the optimizer's {state} of {name}", entry, value
+
+    @functools.cached_property
+    def balance(self) -> int:
+        """See `balance_of`."""
+        return balance_of(self.copies())
 
 
 def _look(

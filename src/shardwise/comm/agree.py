@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -225,12 +226,15 @@ def _difference(
     return error(what, at=name, why=why, fix=fix)
 
 
-def compare_later(group: Group | None, text: str | None, *, device: torch.device, doing: str) -> Callable[[], bool]:
+def compare_later(
+    group: Group | None, text: str | None, *, device: torch.device, doing: str, balance: int = 0
+) -> Callable[[], bool]:
     """Begins to compare `text` over the group. What is returned waits for the answer: whether all ranks have one, and
-    the same. While some do not come, a rank that waits says who.
+    the same, and their numbers `balance` add up to zero. While some do not come, a rank that waits says who.
 
     Args:
         text: None is the same as nothing.
+        balance: of 64 bits, and so is the sum.
         device: where a group that knows no host tensors communicates.
         doing: what all of the ranks are expected to do, for the message.
 
@@ -238,9 +242,10 @@ def compare_later(group: Group | None, text: str | None, *, device: torch.device
     """
     if group is None:
         return lambda: text is not None
-    own = bytearray(hashlib.sha256(text.encode(errors="replace")).digest()[:16] if text is not None else bytes(16))
-    word = torch.frombuffer(own, dtype=torch.int64).to(host_device(group, device))
-    words = word.new_empty(2 * group.size())
+    own = hashlib.sha256(text.encode(errors="replace")).digest()[:8] if text is not None else bytes(8)
+    own += (balance % 2**64).to_bytes(8, sys.byteorder)
+    word = torch.frombuffer(bytearray(own), dtype=torch.int64).to(host_device(group, device))
+    words = word.new_empty(2 * group.size())  # as `check_equal`: a rank may be there instead
     work = all_gather_later(words, word, group)
 
     def is_same() -> bool:
@@ -251,7 +256,8 @@ def compare_later(group: Group | None, text: str | None, *, device: torch.device
             with _saying_who_is_missing(group, doing):
                 work.wait()
         work.wait()
-        return text is not None and bool((words.view(-1, 2) == word).all())
+        texts, balances = words.view(-1, 2).unbind(1)
+        return text is not None and bool((texts == word[0]).all()) and not balances.sum()
 
     return is_same
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.operations import all_gather_objects
+from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import LayoutError
+from shardwise.mesh import Mesh
 from shardwise.parameters.registry import ParameterEntry, find_parameters, local_part, registry_of
 from shardwise.sharding.placement import Held, Placement, Replicate
 
-__all__ = ["check_replicas", "find_unequal_replicas"]
+__all__ = ["Copies", "balance_of", "check_replicas", "find_unequal_replicas"]
+
+Copies = Iterable[tuple[str, ParameterEntry, Tensor]]
+"""What this rank holds, whether others do or not: names, how they are stored over the ranks, and the local tensors."""
 
 
 def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
@@ -23,13 +28,22 @@ def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
 
     Communicates: over all ranks, one gather of a digest of everything that others hold too.
     """
+    return _find_unequal(_parameters(model), registry_of(model).mesh.group())
+
+
+def _parameters(model: nn.Module) -> Copies:
+    for name, parameter, entry in find_parameters(model):  # a tied one has one name on all stages
+        if entry is not None:
+            yield name, entry, local_part(parameter.detach())
+
+
+def _find_unequal(copies: Copies, group: Group | None) -> tuple[str, ...]:
     digests = {
-        (name, part): hashlib.sha256(_bytes(value)).digest()
-        for name, parameter, entry in find_parameters(model)  # a tied one has one name on all stages
-        if entry is not None
-        for part, value in _shared_values(entry, local_part(parameter.detach()))
+        (name, place): hashlib.sha256(_bytes(value)).digest()
+        for name, entry, local in copies
+        for place, _, value in _shared_values(entry, local)
     }
-    everyone = all_gather_objects(digests, registry_of(model).mesh.group())
+    everyone = all_gather_objects(digests, group)
     return tuple(
         sorted(
             {
@@ -41,15 +55,15 @@ def find_unequal_replicas(model: nn.Module) -> tuple[str, ...]:
     )
 
 
-def check_replicas(model: nn.Module) -> None:
-    """Raises the same error on every rank where ranks hold different copies of a parameter.
+def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
+    """Raises the same error on every rank where ranks hold different copies of a parameter, or of `copies`.
 
     Raises:
         LayoutError: with the name of the first.
 
     Communicates: as `find_unequal_replicas`.
     """
-    names = find_unequal_replicas(model)
+    names = _find_unequal(_parameters(model) if copies is None else copies, registry_of(model).mesh.group())
     if names:
         raise LayoutError(
             f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
@@ -58,24 +72,58 @@ def check_replicas(model: nn.Module) -> None:
         )
 
 
-def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """What this rank holds together with others, each with what it is: equal keys on all who hold it."""
+def balance_of(copies: Copies) -> int:
+    """A number of 64 bits whose sum over all ranks is zero, modulo 2**64, where they hold equal copies, and as good as
+    never otherwise: of what n ranks hold, the first adds n - 1 times the sum of its bits, the others take theirs away.
+
+    Reads what others hold too, once, and from its device a single number.
+    """
+    sums: list[Tensor] = []
+    for _, entry, local in copies:
+        for _, factor, value in _shared_values(entry, local):
+            bits = _bits(value)
+            sums.append(factor * (bits.sum(dtype=torch.int64) + _ODD * bits[::3].sum(dtype=torch.int64)))
+    return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) if sums else 0
+
+
+def _shared_values(entry: ParameterEntry, local: Tensor) -> Iterator[tuple[tuple[Any, ...], int, Tensor]]:
+    """What this rank holds together with others, each with what it is, equal keys on all n ranks that hold it, and with
+    a factor: n - 1 on the first of these, -1 on the others.
+    """
     mesh = entry.registry.mesh
-    copied = {axis for axis in mesh.coords if mesh.size(axis) > 1} - {
-        step.axis for step in entry.layout.steps if not _is_copied(step.placement)
+    placed = {step.axis: step.placement for step in entry.layout.steps}
+    holders_of = {
+        axis: _coords_that_hold(placed.get(axis), mesh.size(axis)) for axis in mesh.coords if mesh.size(axis) > 1
     }
+    copied = {axis: coords for axis, coords in holders_of.items() if len(coords) > 1}
     place = tuple((axis, coord) for axis, coord in mesh.coords.items() if axis not in copied)
     if copied:
-        yield place, local
+        yield place, _factor(mesh, copied), local
     seen: Counter[tuple[int, ...]] = Counter()
     for holders, part in entry.shared_parts(local):
         seen[holders] += 1
-        yield (*((axis, coord) for axis, coord in place if axis != "tp"), holders, seen[holders]), part
+        key = (*((axis, coord) for axis, coord in place if axis != "tp"), holders, seen[holders])
+        yield key, _factor(mesh, {**copied, "tp": holders}), part
 
 
-def _is_copied(placement: Placement) -> bool:
-    """Whether several coords hold the same."""
-    return isinstance(placement, Replicate) or (isinstance(placement, Held) and len(placement.coords) > 1)
+def _factor(mesh: Mesh, holders: Mapping[str, Sequence[int]]) -> int:
+    is_first = all(mesh.coord(axis) == min(coords) for axis, coords in holders.items())
+    return math.prod(map(len, holders.values())) - 1 if is_first else -1
+
+
+def _coords_that_hold(placement: Placement | None, size: int) -> Sequence[int]:
+    """The coords of an axis that hold the same; none where each holds its own."""
+    if isinstance(placement, Held):
+        return placement.coords
+    return range(size) if placement is None or isinstance(placement, Replicate) else ()
+
+
+def _bits(value: Tensor) -> Tensor:
+    flat = value.detach().contiguous().view(-1).view(torch.uint8)
+    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
+
+
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # as good as random bits, as 64-bit arithmetic wraps around
 
 
 def _bytes(value: Tensor) -> bytes:

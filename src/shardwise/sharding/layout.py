@@ -143,8 +143,7 @@ def _check_step(step: Step, extents: list[set[int]], *, layout: Layout) -> None:
         raise _misfit(layout, f"{placement} on a tensor of {len(extents)} dims", why="dims are counted from 0")
     arriving = extents[placement.dim]
     if isinstance(placement, Chunk):
-        ends = [placement.interval(c, size=size, parts=step.size) for size in arriving for c in range(step.size)]
-        extents[placement.dim] = {stop - start for start, stop in ends}
+        extents[placement.dim] = set().union(*(placement.extents(size=size, parts=step.size) for size in arriving))
         return
     if placement.parts != step.size:
         raise _misfit(layout, f"{placement} on axis {step.axis!r} of size {step.size}", why="one part per coord")

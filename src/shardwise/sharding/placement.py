@@ -75,6 +75,12 @@ class Chunk:
         run = -(-size // parts)
         return min(coord * run, size), min((coord + 1) * run, size)
 
+    def extents(self, *, size: int, parts: int) -> set[int]:
+        """The sizes of what coords hold: that of a whole run, of the shorter one behind them, of the last."""
+        num_runs = size // max(1, -(-size // parts))
+        ends = (self.interval(coord, size=size, parts=parts) for coord in {0, min(num_runs, parts - 1), parts - 1})
+        return {stop - start for start, stop in ends}
+
     def __str__(self) -> str:
         return f"chunk dim {self.dim}"
 

@@ -6,7 +6,7 @@ See [Note: a stage's forward].
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,6 +66,12 @@ class Emptied:
     def dtype(self) -> torch.dtype:
         """That of the first parameter, here or not."""
         return _first_parameter(self).dtype  # type: ignore[arg-type]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: FBT001, FBT002 - as torch has it
+        """Those that are here; while its code runs and none is, the first one, absent: foreign code asks its dtype."""
+        here = list(super().parameters(recurse))  # type: ignore[misc]
+        running = getattr(self, "_stages", None) if not here else None
+        return iter(here or ([_first_parameter(self)] if running and running.current else []))  # type: ignore[arg-type]
 
 
 class Watched:
