@@ -16,7 +16,7 @@ from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
 
-LAYOUTS = ("tp2", "fsdp2", "fsdp2.tp2", "ddp2.tp2")
+LAYOUTS = ("tp2", "fsdp2", "fsdp2.tp2", "ddp2.tp2", "pp2", "pp2.fsdp2")
 SECONDS = 20.0  # far less than a collective waits for a rank that never comes, far more than an error takes
 
 
@@ -37,7 +37,7 @@ def load_on_fresh_mesh(layout, directory):
 
 def parallelize_on_fresh_mesh(layout):
     mesh = shardwise.Mesh.open(layout, timeout_seconds=2 * SECONDS)
-    model = tiny_model("llama", num_hidden_layers=1)
+    model = tiny_model("llama", num_hidden_layers=2)
     if mesh.rank == 1:
         model.to = full_device
     return outcome_of(lambda: shardwise.parallelize(model, mesh, dtype=torch.float64))
@@ -55,7 +55,7 @@ def check_all_raise(outcomes, kind, part):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_file_that_one_rank_finds_damaged_is_every_ranks_error(layout, tmp_path):
-    model = tiny_model("llama", num_hidden_layers=1)
+    model = tiny_model("llama", num_hidden_layers=2)
     for name in ("intact", "cut"):
         model.save_pretrained(tmp_path / name)
     weights = tmp_path / "cut/model.safetensors"

@@ -1,4 +1,4 @@
-"""Nine random configurations: each is right under its layout, or refused in words."""
+"""Two dozen random configurations: each is right under its layout, or refused in words."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import pytest
 # Which configurations of each layout, of architectures that take a second or two; those of one line share their ranks.
 # `make coverage` proves hundreds of all.
 TOGETHER = (
-    ("tp2", False, range(3)),
-    ("pp2", False, range(2)),
-    ("tp4", False, range(1, 2)),
-    ("tp2", True, range(2)),
-    ("fsdp2.tp2", False, range(1)),
+    ("tp2", False, range(8)),
+    ("pp2", False, range(5)),
+    ("tp4", False, range(1, 4)),
+    ("tp2", True, range(5)),
+    ("fsdp2.tp2", False, range(3)),
 )
 
 MODEL_TYPES = (

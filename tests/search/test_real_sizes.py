@@ -26,9 +26,14 @@ from tests.families import FULL_PRODUCT
 # Hybrids, with the kind of layer that all of theirs are here. They cannot build a cache for it.
 LINEAR = {
     "bailing_hybrid": ("layer_types", "linear_attention", "BailingHybridForCausalLM"),
+    "bamba": ("layer_types", "linear_attention", "BambaForCausalLM"),
     "granitemoehybrid": ("layer_types", "linear_attention", "GraniteMoeHybridForCausalLM"),
+    "jamba": ("layer_types", "linear_attention", "JambaForCausalLM"),
     "kimi_linear": ("layer_types", "linear_attention", "KimiLinearForCausalLM"),
+    "lfm3": ("layer_types", "conv", "Lfm3ForCausalLM"),
+    "qwen3_5_text": ("layer_types", "linear_attention", "Qwen3_5ForCausalLM"),
     "qwen3_next": ("layer_types", "linear_attention", "Qwen3NextForCausalLM"),
+    "qwen4_exp_text": ("layer_types", "indexed_attention", "Qwen4ExpForCausalLM"),
     "recurrent_gemma": ("block_types", "recurrent", "RecurrentGemmaForCausalLM"),
 }
 

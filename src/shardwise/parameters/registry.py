@@ -175,7 +175,8 @@ class ParameterEntry:
 
 @dataclass(eq=False)
 class Registry:
-    """Everything Shardwise knows of one split model that does not change while it trains.
+    """Everything Shardwise knows of one split model. The last four change after the split; a forward's state and the
+    gradients' are elsewhere.
 
     Attributes:
         entries: canonical FQN of every parameter to its entry.
@@ -186,10 +187,12 @@ class Registry:
             computation, with that.
         data_root: the module whose FSDP2 state is the root of all others; None where nothing is managed.
         stage_roots: what FSDP2 gathers and reduces together for each stage of a pipeline, where it manages anything.
-        mapped: FQNs of parameters that are still stored in private pages of the files they came from.
         casting: what reads parameters in the dtype of computation, where FSDP2 does not cast them.
         model: the split model, once it is attached.
+        local_state: whether `state_dict` and optimizers' states are this rank's parts, as who split it by hand expects.
         stages: what runs this rank's stages of a pipeline; None without one.
+        mapped: FQNs of parameters that are still stored in private pages of the files they came from.
+        reads_names: whether the names of the model's state are being read, of parts too.
         uses: what backward has used of the units of FSDP2 that ranks may use differently.
         idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
     """
@@ -204,12 +207,12 @@ class Registry:
     frozen: dict[str, torch.dtype] = field(default_factory=dict)
     data_root: nn.Module | None = None
     stage_roots: dict[int, nn.Module] = field(default_factory=dict)
-    mapped: set[str] = field(default_factory=set)
     casting: Casting | None = None
     model: Callable[[], nn.Module | None] = lambda: None
-    reads_names: bool = False
     local_state: bool = False
     stages: Stages | None = None
+    mapped: set[str] = field(default_factory=set)
+    reads_names: bool = False
     uses: Uses = field(default_factory=Uses)
     idle_stages: tuple[int, ...] = ()
 

@@ -88,8 +88,8 @@ class ForwardState:
         keep_logits_split: whether the forward computes its loss inside, so that logits stay split.
         defer_embedding: whether the vocabulary embedding, if it is called now, returns its partial sums for the entry
             of the stack to reduce: only on the way there, never for a caller from outside.
-        hands_out_hidden: whether the caller is given the hidden states of all layers.
         holds_partial_rows: whether it has done so (not where a caller passes `inputs_embeds`).
+        hands_out_hidden: whether the caller is given the hidden states of all layers.
         entered: what has entered regions lately and what they were given for it (see [Note: entered once]).
         sums: what row-split linears have summed in the region under way (see [Note: after the sum]); None outside.
         pending_sum: the partial sum of a region that is left to a later one of the same layer.
