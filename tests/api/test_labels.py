@@ -15,6 +15,7 @@ from shardwise.loss.label_use import LabelUse
 from shardwise.ranks.spawn import spawn
 from shardwise.search import kept, label_use
 from shardwise.search.label_use import find_label_use, probe_label_use
+from shardwise.tiny.models import shrink_config
 from tests.families import COMMON, MOE, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
@@ -31,7 +32,7 @@ CASES = {
     "xlnet, rows of two kinds": (
         "xlnet",
         {"n_layer": 2, "d_model": 64, "n_head": 4, "d_inner": 96, "bi_data": True},
-        LabelUse(shifts=False, sees_target=False, mixes_rows=True),
+        LabelUse(shifts=False, sees_target=False, divides=False),
     ),
     "llama": ("llama", {}, FINE),
     "gpt2": ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 4}, FINE),
@@ -135,6 +136,23 @@ def count_labels():
         expected = {name: each.grad for name, each in unsplit.named_parameters() if each.grad is not None}
         problems = differing("loss", result.loss, loss.detach(), 1e-5)
         return problems + differing_gradients(shardwise.full_gradients(model), expected), result.num_tokens
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(
+    ("name", "divides"),
+    [
+        ("ElectraForPreTraining", False),  # where the mask is 1 alone
+        ("SplinterForPreTraining", False),  # positions but that of the padding token's number
+        ("BertForPreTraining", True),
+        ("BertForNextSentencePrediction", True),
+        ("BertForMultipleChoice", True),
+    ],
+)
+def test_a_loss_that_its_class_does_not_tell_is_tried_in_parts(name, divides):
+    kind = getattr(transformers, name)
+    model = kind(shrink_config(kind.config_class()))
+    assert probe_label_use(model) == LabelUse(shifts=False, sees_target=False, divides=divides)
 
 
 @pytest.mark.spawn

@@ -16,13 +16,14 @@ from shardwise.runtime.arguments import Arguments, edit_arguments
 
 __all__ = [
     "LabelUse",
+    "check_divides",
     "check_label_use",
-    "check_rows_apart",
     "claims_to_shift",
     "label_use_of",
+    "may_divide",
     "may_shift",
-    "mixes_rows",
     "note_label_use",
+    "says_nothing",
     "shifts_labels",
 ]
 
@@ -36,12 +37,12 @@ class LabelUse:
     Attributes:
         shifts: whether the loss compares each position with the label after it.
         sees_target: whether it does, and what is computed at a position depends on the token after it.
-        mixes_rows: whether what is computed of a row depends on the other rows, or on its place among them.
+        divides: whether what is computed of a batch, its loss included, is what its parts are put together.
     """
 
     shifts: bool
     sees_target: bool
-    mixes_rows: bool = False
+    divides: bool = True
 
 
 def note_label_use(model: nn.Module, use: LabelUse) -> None:
@@ -73,18 +74,19 @@ def check_label_use(model: nn.Module) -> None:
         )
 
 
-def mixes_rows(model: nn.Module) -> bool:
-    """Whether rows depend on each other, as far as is known."""
+def may_divide(model: nn.Module) -> bool:
+    """Whether batches may be computed in parts, as far as is known."""
     use = label_use_of(model)
-    return use is not None and use.mixes_rows
+    return use is None or use.divides
 
 
-def check_rows_apart(model: nn.Module, num_parts: int) -> None:
+def check_divides(model: nn.Module, num_parts: int) -> None:
     """Raises `UnsupportedError` where parts of a batch compute something else than the batch."""
-    if num_parts > 1 and mixes_rows(model):
+    if num_parts > 1 and not may_divide(model):
         raise UnsupportedError(
             f"batches of {type(find_model(model)).__name__} in {num_parts} parts",
-            why="what it computes of a row depends on its place in the batch, or on other rows: tried on a tiny model",
+            why="what it computes of a row depends on its place in the batch, or on other rows, or its loss leaves out "
+            "other targets than labels of -100: tried on a tiny model",
             fix="use one microbatch and a layout without fsdp and ddp, or a config with which rows are independent",
         )
 
@@ -99,8 +101,13 @@ def claims_to_shift(model: nn.Module) -> bool:
 
 def may_shift(model: nn.Module) -> bool:
     """Whether only the model's forward tells: its class says that its loss shifts labels, or says nothing."""
-    unknown = getattr(model, "loss_type", "") is None and "labels" in inspect.signature(model.forward).parameters
-    return claims_to_shift(model) or unknown or _shifts_by_loss(model)
+    return claims_to_shift(model) or says_nothing(model) or _shifts_by_loss(model)
+
+
+def says_nothing(model: nn.Module) -> bool:
+    """Whether the model's class does not say which of transformers' losses it has, and its forward takes targets."""
+    takes = inspect.signature(model.forward).parameters
+    return getattr(model, "loss_type", "") is None and not takes.keys().isdisjoint(("labels", "start_positions"))
 
 
 def _shifts_by_loss(model: nn.Module) -> bool:

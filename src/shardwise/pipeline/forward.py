@@ -27,7 +27,7 @@ from transformers import Cache
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import count_targets, make_up_targets, share_among, split_rows, target_names
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.loss.label_use import mixes_rows
+from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.agreement import agree_over_data
@@ -237,7 +237,7 @@ class _Forward:
         rows = self.arguments[self.targets[0]].shape[0]
         full = {name: _detached_leaf(value) for name, value in self.arguments.items()}
         is_callers = hasattr(self.model, "_loss_function")  # maybe no mean over targets
-        if not self.model.training or is_callers or mixes_rows(self.model):
+        if not self.model.training or is_callers or not may_divide(self.model):
             return [full], [1.0], rows
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
         numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]

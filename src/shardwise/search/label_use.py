@@ -1,7 +1,8 @@
-"""How a causal language model uses its labels: found out once by a tiny model, and kept on disk."""
+"""How a model uses its labels: found out once by a tiny model, and kept on disk."""
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
@@ -10,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.data.batch import split_rows
-from shardwise.loss.label_use import LabelUse, claims_to_shift, may_shift
+from shardwise.data.batch import count_targets, share_among, split_rows, target_names
+from shardwise.loss.label_use import LabelUse, claims_to_shift, may_shift, note_label_use, says_nothing
 from shardwise.search.kept import keep, path_of, read_kept
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import build_tiny_model, shrink_config
 
 __all__ = ["find_label_use", "probe_label_use"]
 
-_PROBE = 2
+_PROBE = 3
 """Raised with every change of what is found."""
 _IGNORED = -100
 _NOTICEABLE = 1e-4  # of the largest logit: rounding is a thousand times smaller, what is attended to is larger
@@ -53,11 +54,13 @@ def probe_label_use(model: nn.Module) -> LabelUse | None:
         tiny = build_tiny_model(shrink_config(model.config, without_dropout=True), type(model), seed=0).eval()
         batch = make_batch(tiny, seed=0)
         with torch.no_grad():
-            shifts = not _uses_first_label(tiny, batch)
+            shifts = "labels" in batch and not _uses_first_label(tiny, batch)
+            note_label_use(tiny, LabelUse(shifts=shifts, sees_target=False))
+            divides = not says_nothing(model) or _adds_up(tiny)
             if not claims_to_shift(model):  # it may see images as a whole
-                return LabelUse(shifts=shifts, sees_target=False)
+                return LabelUse(shifts=shifts, sees_target=False, divides=divides)
             sees_target = shifts and _sees_next_token(tiny, batch)
-            return LabelUse(shifts=shifts, sees_target=sees_target, mixes_rows=_mixes_rows(tiny))
+            return LabelUse(shifts=shifts, sees_target=sees_target, divides=divides and not _mixes_rows(tiny))
     except Exception:  # noqa: BLE001 - the model's own code, on inputs that it may not be made for: then nothing is known
         return None
 
@@ -65,7 +68,7 @@ def probe_label_use(model: nn.Module) -> LabelUse | None:
 def _uses_first_label(model: nn.Module, batch: dict[str, Tensor]) -> bool:
     """Whether the loss depends on the first label, where there is no other."""
     losses = []
-    for label in (1, 2):
+    for label in (0, 1):
         labels = torch.full_like(batch["labels"], _IGNORED)
         labels[..., 0] = label
         losses.append(model(**batch | {"labels": labels}).loss)
@@ -89,6 +92,39 @@ def _mixes_rows(model: nn.Module) -> bool:
     with suppress(Exception):  # it takes no such batch
         return _differ(torch.cat([model(**part).logits for part in split_rows(full, 4, 2)]), model(**full).logits)
     return False
+
+
+def _adds_up(model: PreTrainedModel) -> bool:
+    """Whether the loss of a batch is that of its halves, each weighted by its targets, some of which count nothing."""
+    with suppress(Exception):  # it takes no such batch
+        batch = _make_uneven(model)
+        parts = split_rows(batch, 4, 2)
+        counts = [count_targets(model, part) for part in parts]
+        losses = [float(model(**part).loss) for part in share_among(model, parts)]
+        found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+        return math.isclose(found, float(model(**batch).loss), rel_tol=_NOTICEABLE)
+    return True
+
+
+def _make_uneven(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Four rows of which some are padded, with targets there too, and with targets of -100 and of the padding token."""
+    batch = make_batch(model, batch_size=4, seed=0)
+    if "attention_mask" in batch:
+        batch["attention_mask"] = make_batch(model, batch_size=4, seed=0, padding="right")["attention_mask"]
+    padding = getattr(model.config, "pad_token_id", None) or 0
+    for name in target_names(model):
+        target = batch.get(name)
+        if not isinstance(target, Tensor) or target.is_floating_point():
+            continue
+        batch[name] = target = target.clone()
+        if name.endswith("_positions"):
+            target[0] = min(padding, int(target.max()))
+        elif target.ndim == 1:
+            target[1] = _IGNORED
+        else:
+            target[1, ..., :2] = min(padding, int(target.max()))
+            target[0, ..., 3:] = target[2, ..., :2] = _IGNORED
+    return batch
 
 
 def _differ(found: Tensor, expected: Tensor) -> bool:

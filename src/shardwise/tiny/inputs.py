@@ -113,10 +113,12 @@ def _labels(
     takes = _takes(model)
     batch_size, sequence_length = mask.shape
     if "start_positions" in takes:
-        return {
+        spans = {
             name: torch.randint(1, sequence_length, (batch_size,), generator=generator)
             for name in ("start_positions", "end_positions")
         }
+        asks = "question_positions" in takes and _is_listed(model, "MODEL_FOR_PRETRAINING_MAPPING_NAMES")
+        return spans | ({"question_positions": torch.zeros(batch_size, 1, dtype=torch.long)} if asks else {})
     if "labels" not in takes or "list[dict]" in str(takes["labels"].annotation):
         return {}  # boxes of every image are no tensor; without them there is no loss
     if _is_listed(model, *_YES_OR_NO):

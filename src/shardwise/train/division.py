@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.data.batch import IGNORED
 from shardwise.errors import UnsupportedError
-from shardwise.loss.label_use import check_rows_apart, shifts_labels
+from shardwise.loss.label_use import check_divides, shifts_labels
 from shardwise.runtime.adapters import find_model
 
 __all__ = ["Division"]
@@ -26,7 +26,7 @@ class Division:
     """
 
     def __init__(self, model: nn.Module, num_parts: int, device: torch.device) -> None:
-        check_rows_apart(model, num_parts)
+        check_divides(model, num_parts)
         self._model, self._num_parts, self._device = find_model(model), num_parts, device
         self._norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
         self._tried: Any = None
