@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
+from bench.sweep.known import default_config, model_class
 from shardwise.plan.rule import InputRule, ParameterRule
 from shardwise.plan.spec import Plan
-from shardwise.search.generalize import generalize
+from shardwise.search.generalize import generalize, with_every_kind
+from shardwise.tiny.models import shrink_config
+from shardwise.tiny.shrink import keep_layers
+from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.single
 
@@ -65,6 +71,69 @@ def test_rules_of_all_experts_are_for_any_number_of_them(depth):
     rules = {rule.pattern: rule.style for rule in generalize(Plan.of(found), Choosing(2, 2), Choosing(5, depth)).rules}
     layer = "*" if depth > 1 else "0"
     assert rules == {f"layers.{layer}.experts.*.up": "colwise", f"layers.{layer}.experts.0.down": "rowwise"}
+
+
+def test_experts_of_a_dictionary_are_as_many_as_the_model_has():
+    def named(number):
+        model = Choosing(number, 1)
+        model.layers[0].experts = nn.ModuleDict({f"expert_{i}": each for i, each in enumerate(model.layers[0].experts)})
+        model.layers[0].linear_1, model.layers[0].norm = nn.Linear(2, 2), nn.LayerNorm(2)
+        return model
+
+    found = {f"layers.0.experts.expert_{each}.up": "colwise" for each in range(2)} | {"layers.0.linear_1": "colwise"}
+    rules = {rule.pattern: rule.style for rule in generalize(Plan.of(found), named(2), named(5)).rules}
+    assert rules == {"layers.0.experts.*.up": "colwise", "layers.0.linear_1": "colwise"}
+
+
+def test_only_what_all_experts_have_is_for_any_number_of_them():
+    """An expert that gets no token on the tiny model shows no structure; its outputs are gathered, without a region."""
+    rules = {f"layers.0.experts.{each}.up": "colwise" for each in (0, 2)} | {"layers.0.experts.1.up": "colwise_rep"}
+    rules |= {f"layers.0.experts.{each}": "region" for each in (0, 2)}
+    inputs = [InputRule(f"layers.0.experts.{each}.act.input", "split(2)") for each in (0, 2)]
+    plan = Plan((*Plan.of(rules).rules, *inputs))
+
+    def acting(number):
+        model = Choosing(number, 1)
+        for expert in model.layers[0].experts:
+            expert["act"] = nn.SiLU()
+        return model
+
+    assert {rule.pattern for rule in generalize(plan, acting(3), acting(5)).rules} == {r.pattern for r in plan.rules}
+
+
+PATTERNED = (
+    ("switch_transformers", "SwitchTransformersForConditionalGeneration"),  # every n-th is sparse, the first has biases
+    ("nllb-moe", "NllbMoeForConditionalGeneration"),
+    ("deepseek_v3", "DeepseekV3ForCausalLM"),
+    ("jamba", "JambaForCausalLM"),
+    ("zamba2", "Zamba2ForCausalLM"),
+    ("qwen3_next", "Qwen3NextForCausalLM"),
+    ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    ("modernbert-decoder", "ModernBertDecoderForCausalLM"),
+    ("nemotron_h", "NemotronHForCausalLM"),
+    ("lfm2_moe", "Lfm2MoeForCausalLM"),
+    ("llama4_text", "Llama4ForCausalLM"),
+    ("t5", "T5ForConditionalGeneration"),
+)
+
+
+@pytest.mark.parametrize(("model_type", "name"), PATTERNED if FULL_PRODUCT else PATTERNED[:6])
+@pytest.mark.parametrize("shrink", [keep_layers, shrink_config])
+def test_the_few_layers_that_are_tried_are_of_every_kind(model_type, name, shrink):
+    config = default_config(model_type)
+    with torch.device("meta"):
+        model = model_class(name)(config)
+        few = with_every_kind(lambda number: model_class(name)(shrink(config, num_layers=number)), model)
+
+    def kinds(model):  # by stack and what is in a layer, as its items are called
+        found = set()
+        for stack, layers in model.named_modules():
+            if isinstance(layers, nn.ModuleList) and stack.rpartition(".")[2] in ("block", "layers"):
+                named = [{re.sub(r"\d+", "*", each) for each, _ in layer.named_parameters()} for layer in layers]
+                found |= {(stack, frozenset(each)) for each in named}
+        return found
+
+    assert kinds(few) == kinds(model)
 
 
 class Gated(nn.Module):

@@ -142,6 +142,20 @@ def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, 
 
 
 @pytest.mark.single
+def test_layers_that_the_tiny_model_of_two_layers_lacks_are_split_too(monkeypatch):
+    """Dense layers without a table of biases, and experts of which the tiny model has fewer; they run with values."""
+    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    fields = {"num_layers": 4, "encoder_sparse_step": 4, "num_decoder_layers": 4, "decoder_sparse_step": 4}
+    fields |= {"num_heads": 12, "num_experts": 6}
+    found = planned("switch_transformers", "SwitchTransformersForConditionalGeneration", tp_size=3, **fields)
+    split = {fqn for fqn, each in found.parameters.items() if isinstance(each.placement, Split)}
+    attention = {
+        f"{stack}.block.{i}.layer.0.SelfAttention.q.weight" for stack in ("encoder", "decoder") for i in range(4)
+    }
+    assert split >= attention | {f"decoder.block.1.layer.2.mlp.experts.expert_{each}.wi.weight" for each in range(6)}
+
+
+@pytest.mark.single
 def test_torch_logs_nothing_of_what_fails_on_fake_tensors(monkeypatch):
     logged = []
     monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "handle", logged.append)

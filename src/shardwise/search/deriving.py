@@ -23,7 +23,7 @@ from shardwise.plan.spec import Plan
 from shardwise.proof.draws import set_dropout
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import fuse_reductions
-from shardwise.search.generalize import generalize
+from shardwise.search.generalize import generalize, with_every_kind
 from shardwise.search.given_full import num_stacks, repaired
 from shardwise.search.influence import find_row_products
 from shardwise.search.real_sizes import RealSizes
@@ -105,7 +105,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         search = _Search(tiny, trial, portable=not own_size, sequence_parallel=sequence_parallel)
         best, verdicts = search.best(declared)
         if best is not None and not own_size:
-            confirm = functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny)
+            confirm = functools.cache(functools.partial(RealSizes(model, tp_size=tp_size).run, tiny=tiny))
             if not confirm(best.plan, sequence_parallel=sequence_parallel).passed:  # the best that fits, then
                 trial.confirm = confirm
                 best, verdicts = search.best(declared)
@@ -156,10 +156,13 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
         perturb_parameters(tiny, torch.Generator().manual_seed(0))
         return tiny
     if own_size:
-        config = apply_repeatable(copy.deepcopy(model.config))
-    else:
-        config = shrink_config(model.config, without_dropout=True, **shrinking)
-    return build_tiny_model(config, type(model), seed=0).eval()
+        return build_tiny_model(apply_repeatable(copy.deepcopy(model.config)), type(model), seed=0).eval()
+
+    def build(num_layers: int) -> PreTrainedModel:
+        config = shrink_config(model.config, without_dropout=True, **{"num_layers": num_layers, **shrinking})
+        return build_tiny_model(config, type(model), seed=0).eval()
+
+    return with_every_kind(build, model)
 
 
 class _Search:

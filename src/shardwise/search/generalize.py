@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
+from typing import TypeVar
 
 from torch import nn
 
-from shardwise.parallel.facts import read_facts
-from shardwise.plan.match import star_numbers
+from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.plan.match import match, star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, Shape, is_within, outermost_layers
 
-__all__ = ["generalize"]
+__all__ = ["generalize", "with_every_kind"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _Suffixed = tuple[str, Rule]
 """A rule of a layer, and what follows the layer's name in its pattern."""
+
+_ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")
+"""The name of an item of a list, or of a dictionary of experts: "0", "expert_0"."""
+
+_MAX_LAYERS = 6  # with which a few layers are tried to be of every kind
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
@@ -30,6 +39,10 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     """
     tiny_facts, facts = read_facts(tiny), read_facts(model)
     tiny_layers = {layer: _names(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
+    modules = {
+        layer: frozenset(f".{name}" for name, _ in tiny.get_submodule(layer).named_modules(remove_duplicate=False))
+        for layer in tiny_layers
+    }
     layers = {layer: _names(model, layer) for layer in outermost_layers(facts.stacks)}
     inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
     outside: list[Rule] = []
@@ -42,17 +55,35 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
             layer: [(rule.pattern[len(layer) :], rule) for rule in rules if isinstance(rule, kind)]
             for layer, rules in inside.items()
         }
-        found += _for_layers(own, tiny_layers, layers, _Sections(tiny_facts, facts))
+        found += _for_layers(own, tiny_layers, modules, layers, _Sections(tiny_facts, facts))
     return Plan(tuple(outside)) | Plan(tuple(found))
+
+
+def with_every_kind(build: Callable[[int], Model], model: nn.Module) -> Model:
+    """What `build` makes of the fewest layers that are of every kind of `model`'s; of two where no few are.
+
+    Args:
+        build: a model like `model`, of that many layers if they are all alike.
+    """
+    wanted, tried = _kinds(model), map(build, range(2, _MAX_LAYERS + 1))
+    first = next(tried)
+    return next((few for few in itertools.chain((first,), tried) if wanted <= _kinds(few)), first)
+
+
+def _kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
+    return {_kind(layer, _names(model, layer)) for layer in outermost_layers(read_stacks(model))}
 
 
 def _for_layers(
     inside: dict[str, list[_Suffixed]],
     tiny_layers: dict[str, frozenset[str]],
+    modules: dict[str, frozenset[str]],
     layers: dict[str, frozenset[str]],
     sections: _Sections,
 ) -> Iterator[Rule]:
-    """The rules of one section for `layers`, from those of the tiny model's layers; both with what they hold."""
+    """The rules of one section for `layers`, from those of the tiny model's layers; both with what they hold, the
+    latter with their modules, too.
+    """
     examples: dict[tuple[str, frozenset[str]], list[str]] = {}
     for layer, names in tiny_layers.items():
         examples.setdefault(_kind(layer, names), []).append(layer)
@@ -63,7 +94,7 @@ def _for_layers(
         if is_known:
             own = inside[layer]
         else:
-            own = _merged([_for_any_length(inside[each], tiny_layers[each]) for each in alike])
+            own = _merged([_for_any_length(inside[each], tiny_layers[each] | modules[each]) for each in alike])
         owned = frozenset[str]().union(*(tiny_layers[each] for each in alike))
         own = _with_inputs(own, [inside[each] for each in alike], owned, is_known=is_known)
         example = layer if is_known else next(iter(alike), layer)
@@ -121,12 +152,15 @@ def _first(name: str) -> str:
 
 def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suffixed]:
     """The rules of a layer, with `*` for the number in a list all of whose items have the same rule."""
+    arguments = {suffix.rpartition(".")[2] for suffix, rule in rules if isinstance(rule, InputRule)}
+    held = names | {f"{name}.{argument}" for name in names for argument in arguments}
+    without_rule = held.difference(suffix for suffix, _ in rules)
     for position in range(max((suffix.count(".") for suffix, _ in rules), default=0) + 1):
         styles = {suffix: rule.style for suffix, rule in rules}
         folded: dict[str, Rule] = {}
         for suffix, rule in rules:
             wild = _starred(suffix, position)
-            items = [name for name in (*names, *styles) if _starred(name, position) == wild]
+            items = [name for name in (*without_rule, *styles) if match(wild, name)]
             same = wild != suffix and all(styles.get(item) == rule.style for item in items)
             folded.setdefault(wild if same else suffix, rule)
         rules = list(folded.items())
@@ -134,9 +168,9 @@ def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suff
 
 
 def _starred(suffix: str, position: int) -> str:
-    """`suffix` with `*` for the component at `position`, if it is a number."""
+    """`suffix` with `*` for the component at `position`, if it is an item's."""
     parts = suffix.split(".")
-    if position < len(parts) and parts[position].isdigit():
+    if position < len(parts) and _ITEM.fullmatch(parts[position]):
         parts[position] = "*"
     return ".".join(parts)
 
@@ -187,7 +221,7 @@ def _generic(pattern: str, other: str) -> str:
 
 def _kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
     """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
-    return layer.rpartition(".")[0], frozenset(map(star_numbers, names))
+    return layer.rpartition(".")[0], frozenset(_ITEM.sub(r"\1*", name) for name in names)
 
 
 def _names(model: nn.Module, layer: str) -> frozenset[str]:

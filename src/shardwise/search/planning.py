@@ -32,7 +32,7 @@ __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 8
+_SEARCH = 9
 """Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
 
 _MAX_SHOWN = 4

@@ -26,12 +26,12 @@ from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.search.generalize import generalize
+from shardwise.search.generalize import generalize, with_every_kind
 from shardwise.search.trial import Verdict, failed
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
 from shardwise.tiny.objective import objective_of
-from shardwise.tiny.shrink import keep_layers
+from shardwise.tiny.shrink import apply_repeatable, keep_layers
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 
@@ -41,8 +41,8 @@ logger = logging.getLogger("shardwise.plan")
 
 
 _SMALL = 1 << 30
-"""Bytes of parameters in float32 up to which few layers are run with values, where fake tensors do not do; a rank's
-copy and its gradients come on top."""
+"""Bytes of parameters in float32 up to which few layers are run with values, where fake tensors do not do; the part
+of a rank comes on top."""
 
 
 class RealSizes:
@@ -59,7 +59,10 @@ class RealSizes:
         unsplit: Verdict | None
         try:
             with torch.device("meta"):
-                self.model = type(model)(keep_layers(model.config)).train(model.training)
+                self.model = with_every_kind(
+                    lambda number: type(model)(keep_layers(model.config, num_layers=number)).train(model.training),
+                    model,
+                )
         except Exception as error:  # noqa: BLE001 - the model's own code fails in any way where layers are left out
             unsplit = failed(error)
         else:
@@ -98,7 +101,7 @@ class RealSizes:
         if size > _SMALL:
             return None
         try:
-            model = build_tiny_model(keep_layers(self.model.config), type(self.model), seed=0)
+            model = build_tiny_model(apply_repeatable(copy.deepcopy(self.model.config)), type(self.model), seed=0)
         except Exception:  # noqa: BLE001 - as above
             return None
         unsplit = self._verdict(None, choose_mode(model, make_batch(model, seed=0)))
@@ -114,7 +117,7 @@ class RealSizes:
             None where only values tell.
         """
         for rank in (0, self._tp_size - 1) if decided is not None and _uneven(decided) else (0,):
-            model, mesh = copy.deepcopy(valued or self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
+            model, mesh = _copied(valued or self.model), SimulatedMesh(LoneGroup(rank, self._tp_size))
             try:
                 with ExitStack() as stack:
                     if valued is None:
@@ -123,6 +126,8 @@ class RealSizes:
                         materialize_fake(model)
                     if decided is not None:
                         apply_plan(model, mesh, decided, ParallelSpec())
+                    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
+                        parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
                     batch = make_batch(model, seed=0)
                     batch.pop("attention_mask", None)  # full rows need none, but only values could tell that they are
                     objective_of(model(**batch)).backward()
@@ -131,6 +136,12 @@ class RealSizes:
             except Exception as error:  # noqa: BLE001 - the model's own code fails in any way on a wrong split
                 return failed(error)
         return Verdict(passed=True)
+
+
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose parameters share the memory of the model's: nothing writes to them."""
+    shared = {id(each): nn.Parameter(each.detach(), each.requires_grad) for each in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 def _uneven(decided: SplitPlan) -> list[str]:

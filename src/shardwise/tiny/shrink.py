@@ -70,11 +70,15 @@ def shrink_config(
     return tiny
 
 
-def keep_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time."""
+def keep_layers(config: PreTrainedConfig, *, num_layers: int = 2) -> PreTrainedConfig:
+    """A copy of `config` with few layers, of every kind, at its own sizes, set to compute the same every time.
+
+    Args:
+        num_layers: of a stack whose layers are all alike.
+    """
     short = copy.deepcopy(config)
     for original, part in zip(sub_configs(config), list(sub_configs(short)), strict=True):
-        shrink = _Shrink(original, set(), num_layers=2, vocab_size=0, tp_size=1)
+        shrink = _Shrink(original, set(), num_layers=num_layers, vocab_size=0, tp_size=1)
         vars(part).update(shrink.layers())
         if shrink.overrides:
             part.per_layer_config = shrink.kept_overrides()
