@@ -29,6 +29,7 @@ from shardwise.parallel.apply import apply_plan, check_axes, check_unsplit
 from shardwise.parallel.compiled import check_compilation
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.parameters.local_parameter import guard_parameters
 from shardwise.parameters.registry import Registry, is_split
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
@@ -82,6 +83,7 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
     track_gradients(model, registry)
     apply_pipeline(model, registry)
     watch_optimizers()
+    guard_parameters(model)
     if registry.mesh.shape.world_size > 1:
         refuse_wrapping(model)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.at_rest import held_parameters
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
+from shardwise.parameters.local_parameter import hidden
 from shardwise.parameters.registry import ParameterEntry, Registry, entry_of, local_part, registry_of
 
 __all__ = ["clip_grad_norm_"]
@@ -46,7 +47,8 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
-    chosen, registry = _gradients(parameters)
+    with hidden():
+        chosen, registry = _gradients(parameters)
     total = norm_of_owned(chosen, norm_type)
     if registry is not None:
         total = complete_norms(total, registry, norm_type)

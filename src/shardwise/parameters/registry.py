@@ -48,6 +48,7 @@ __all__ = [
     "entries_of",
     "entry_of",
     "find_parameters",
+    "has_entries",
     "is_split",
     "local_part",
     "mark",
@@ -293,6 +294,11 @@ def entries_of(owner: nn.Module) -> Mapping[str, ParameterEntry]:
     """The entries of the parameters that a module owns by their own names, also those that other stages hold."""
     entries: Mapping[str, ParameterEntry] = owner.__dict__.get(_ENTRIES, {})
     return entries
+
+
+def has_entries(module: nn.Module) -> bool:
+    """Whether a module was in the model when it was split."""
+    return _ENTRIES in module.__dict__
 
 
 def mark(value: Tensor, entry: ParameterEntry) -> None:

@@ -33,6 +33,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
 from shardwise.optim.summing import multiply_gradients, time_reduction
+from shardwise.parameters.local_parameter import hidden
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import runner_of
@@ -175,7 +176,7 @@ class TrainStep:
             the data ranks, one all-reduce of the loss.
         """
         self.mesh.note_step()
-        with self._pipeline.within_step() if self._pipeline is not None else nullcontext():
+        with hidden(), self._pipeline.within_step() if self._pipeline is not None else nullcontext():
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, Any]) -> StepResult:

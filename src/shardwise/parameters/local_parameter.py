@@ -1,0 +1,314 @@
+"""Parameters that know to be parts of full ones, so that numbers made of them outside of the model are refused.
+
+# [Note: parameters outside of the model]
+Inside of a model's forward a part is an ordinary parameter, and costs nothing more: while the model or a step runs, its
+class has no functions of its own. Outside, `p.pow(2).sum()` would be another number on every rank, `F.linear(x, p)` a
+part of a product, and `nn.init.normal_(p)` would draw the same numbers for different parts. These are refused, of
+parameters that tp splits and of what was computed from them element by element. Whatever else is done with them is
+torch's business, and so is all that our code asks, PEFT's, torch's own engines and the modules of the model, when they
+are called by themselves. Gradients have rules of their own (see [Note: gradients that know]).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from shardwise.errors import UnsupportedError
+from shardwise.parameters.registry import find_parameters, has_entries
+
+__all__ = ["guard_parameters", "hidden", "hide", "show"]
+
+
+class _Part:
+    """A part of a parameter, or what was computed from it element by element."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = copy.deepcopy(self.plain(), memo)
+        return nn.Parameter(copied, cast(Tensor, self).requires_grad) if isinstance(self, nn.Parameter) else copied
+
+    def detach(self) -> Any:
+        """As torch's; for `nn.Parameter`, which demands it, of the same class."""
+        if sys._getframe(1).f_code is not nn.Parameter.__new__.__code__:
+            return Tensor.detach(cast(Tensor, self))
+        found: Any = _plainly(Tensor.detach, self)
+        if not isinstance(found, DTensor):
+            return found.as_subclass(type(self))
+        found.__class__ = type(self)  # type: ignore[assignment]
+        return found
+
+    def plain(self) -> Tensor:
+        """The same of torch's class, without a gradient."""
+        found: Any = _plainly(Tensor.detach, self)
+        return found if isinstance(found, DTensor) else found.as_subclass(Tensor)
+
+
+class _Value(_Part, Tensor):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class _DValue(_Part, DTensor):
+    """The same over data ranks."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+class _LocalParameter(_Part, nn.Parameter):
+    pass
+
+
+class _LocalDParameter(_Part, DTensor):
+    """The same over data ranks."""
+
+
+_CLASSES: tuple[Any, ...] = (_Value, _DValue, _LocalParameter, _LocalDParameter)
+
+
+def _plainly(func: Any, *args: Any, **options: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **options)
+
+
+def _answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    kwargs = kwargs or {}
+    kind = _KINDS.get(func)
+    if kind is None or torch.compiler.is_compiling() or _is_of_the_model(sys._getframe(1)):
+        return _plainly(func, *args, **kwargs)
+    if kind in ("whole", "index", "empty"):
+        is_lookup = kind == "index" and isinstance(args[1], Tensor) and not args[1].is_floating_point()
+        if kind == "whole" or (is_lookup and args[1].dtype is not torch.bool) or (kind == "empty" and _is_drawn()):
+            raise _refused(getattr(func, "__name__", str(func)))
+        return _plainly(func, *args, **kwargs)
+    if kind == "number" and not any(isinstance(each, Tensor) for each in (*args[1:], kwargs.get("other"))):
+        raise _refused(func.__name__)  # not `max`, which is also that of two
+    found = _plainly(func, *args, **kwargs)
+    first = args[0] if args else None
+    is_made_of_part = kind != "form" or isinstance(first, _Part | list | tuple)
+    return _as_value(found) if is_made_of_part else found
+
+
+def _as_value(found: Any) -> Any:
+    if isinstance(found, tuple | list):
+        return type(found)(map(_as_value, found))
+    if type(found) is Tensor:
+        return found.as_subclass(_Value)
+    if type(found) is DTensor:
+        found.__class__ = _DValue
+    return found
+
+
+def _is_drawn() -> bool:
+    """Whether `nn.init` asks for an empty tensor, as it does to draw in it."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
+
+
+def _is_of_the_model(frame: FrameType | None) -> bool:
+    """Whether our code asks, or one that knows of parts or asks nothing of their values, or a module of the model runs.
+
+    The one who asks is the first whose code is not of torch's functions.
+    """
+    asks = True
+    while frame is not None:
+        if asks:
+            name = frame.f_globals.get("__name__", "")
+            if not name.startswith(_FUNCTIONS):
+                if name.startswith(_MAY_ASK):
+                    return True
+                asks = False
+        if frame.f_code.co_name == "_call_impl":
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and has_entries(module):
+                return True
+        frame = frame.f_back
+    return False
+
+
+_FUNCTIONS = (
+    __name__,
+    *("torch.nn.init", "torch.nn.functional", "torch.functional", "torch._tensor", "torch.nn.utils", "torch._jit"),
+    *("torch.linalg", "torch.overrides", "torch.utils._contextlib"),
+)
+_MAY_ASK = ("shardwise.", "peft.", "torch.")
+
+_running: list[object] = []
+
+
+def hide(owner: object = None) -> None:
+    """From here on the model runs, or another `owner`, and parameters are ordinary ones; without one until the next
+    `show`.
+    """
+    if owner is not None:
+        _end(owner)  # of what Ctrl-C has interrupted
+        _running.append(owner)
+    for each in _CLASSES:
+        each.__torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def show(owner: object = None) -> None:
+    """It has ended."""
+    _end(owner)
+    if not _running:
+        for each in _CLASSES:
+            each.__torch_function__ = _ANSWER
+
+
+def _end(owner: object) -> None:
+    for place, each in enumerate(_running):
+        if each is owner:
+            del _running[place:]
+            return
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Inside, parameters are ordinary ones."""
+    owner = object()
+    hide(owner)
+    try:
+        yield
+    finally:
+        show(owner)
+
+
+def guard_parameters(model: nn.Module) -> None:
+    """Has parameters that tp splits refuse numbers that are made of them while the model does not run."""
+    found = [
+        parameter for _, parameter, entry in find_parameters(model) if entry is not None and entry.split is not None
+    ]
+    for parameter in found:
+        if type(parameter) in (nn.Parameter, DTensor):
+            known: Any = parameter
+            known.__class__ = _LocalDParameter if isinstance(parameter, DTensor) else _LocalParameter
+    if found:
+        model.register_forward_pre_hook(_enter, prepend=True)
+        model.register_forward_hook(_leave, always_call=True)
+
+
+def _enter(module: nn.Module, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        hide(module)
+
+
+def _leave(module: nn.Module, *_: Any) -> None:
+    if not torch.compiler.is_compiling():
+        show(module)
+
+
+def _named(*names: str) -> list[Any]:
+    return [
+        getattr(owner, name)
+        for owner in (torch, Tensor, F, torch.linalg, nn.init)
+        for name in names
+        if hasattr(owner, name)
+    ]
+
+
+_KINDS: Mapping[Any, str] = {
+    **dict.fromkeys(
+        _named(
+            *(
+                "add",
+                "sub",
+                "subtract",
+                "rsub",
+                "mul",
+                "multiply",
+                "div",
+                "divide",
+                "true_divide",
+                "pow",
+                "float_power",
+            ),
+            *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
+            *("__pow__", "__rpow__", "__neg__", "__abs__", "abs", "absolute", "neg", "negative", "square", "sqrt"),
+            *("rsqrt", "reciprocal", "exp", "log", "log1p", "sign", "tanh", "sigmoid", "relu", "gelu", "softplus"),
+            *(
+                "clamp",
+                "clip",
+                "lerp",
+                "addcmul",
+                "addcdiv",
+                "maximum",
+                "minimum",
+                "nan_to_num",
+                "where",
+                "gt",
+                "lt",
+                "ge",
+                "le",
+            ),
+            *("__gt__", "__lt__", "__ge__", "__le__"),
+        ),
+        "elements",
+    ),
+    **dict.fromkeys(
+        _named(
+            *("clone", "detach", "contiguous", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "view"),
+            *("reshape", "flatten", "ravel", "t", "transpose", "permute", "unsqueeze", "squeeze", "cat", "concat"),
+            *("concatenate", "stack", "swapaxes", "movedim"),
+        )
+        + [getattr(Tensor, name).__get__ for name in ("data", "T", "mT")],
+        "form",
+    ),
+    **dict.fromkeys(
+        _named(
+            *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "std_mean", "var_mean", "median", "max", "min"),
+            *("amax", "amin", "aminmax", "argmax", "argmin", "quantile", "logsumexp", "softmax", "log_softmax"),
+            *(
+                "cumsum",
+                "sort",
+                "argsort",
+                "topk",
+                "kthvalue",
+                "count_nonzero",
+                "histc",
+                "trace",
+                "norm",
+                "vector_norm",
+                "matrix_norm",
+                "svdvals",
+            ),
+        ),
+        "number",
+    ),
+    **dict.fromkeys(
+        _named(
+            *("_foreach_norm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "einsum", "dot"),
+            *("vdot", "inner", "outer", "linear", "bilinear", "embedding", "embedding_bag", "index_select", "conv1d"),
+            *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity", "normalize", "svd"),
+            *("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "bernoulli_", "eye"),
+            *("exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
+        ),
+        "whole",
+    ),
+    **dict.fromkeys(_named("__getitem__"), "index"),
+    **dict.fromkeys(_named("new_empty"), "empty"),
+}
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} of a part of a parameter, outside of the model",
+        why="other ranks hold the rest of it: every rank would have another number, or draw the same for other parts",
+        fix="use the optimizer's weight_decay for a penalty, the module for a product (model.lm_head(hidden)),\n"
+        "shardwise.full_state_dict(model) for statistics, and draw values before the split (docs/own-loop.md)",
+    )
+
+
+for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+    _types.extend(_CLASSES)  # as Parameter is
+_ANSWER = classmethod(_answer)
+show()
