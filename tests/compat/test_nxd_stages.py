@@ -327,5 +327,5 @@ def not_cut(mesh):
 def test_what_cannot_be_cut_says_so_on_every_rank(on_ranks, layout):
     first, second = on_ranks(not_cut)
     assert first == second
-    parts = ["by hand", "of the inputs", "follow one another", "2 stages for 1 layers", "(3, 2) and (2, 3)"]
+    parts = ["by hand", "of the inputs", "follow one another", "2 stages for 1 layer", "(3, 2) and (2, 3)"]
     assert len(first) == len(parts) and all(part in text for part, text in zip(parts, first, strict=True)), first

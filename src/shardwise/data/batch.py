@@ -126,9 +126,13 @@ def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = F
     assert count is not None, "check_batch has passed"
     if not isinstance(count, Tensor):
         return count
-    if count.device.type == "cpu":
+    if _is_on_host(count):
         return int(count.numpy())
     return count if stays else int(count)
+
+
+def _is_on_host(value: Tensor) -> bool:
+    return value.device.type == "cpu"
 
 
 def targets_of(model: nn.Module, batch: Mapping[str, Any]) -> int | Tensor | None:
