@@ -132,6 +132,21 @@ def test_hooks_are_refused_where_they_would_see_parts_of_the_sequence_or_of_feat
         assert ends <= refused.keys() and "output_hidden_states=True" in refused[layer]
 
 
+def hook_another():
+    """OpenAI GPT's file holds one activation for all models."""
+    with shardwise.Mesh.open("tp2") as mesh:
+        config = transformers.OpenAIGPTConfig(vocab_size=64, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+        model, other = (transformers.OpenAIGPTLMHeadModel(config) for _ in range(2))
+        shardwise.parallelize(model, mesh)
+        other.transformer.h[0].mlp.act.register_forward_hook(lambda *_: None).remove()
+        with pytest.raises(UnsupportedError, match="a hook on"):
+            model.transformer.h[0].mlp.act.register_forward_hook(lambda *_: None)
+
+
+def test_models_that_share_a_module_with_a_split_one_take_hooks():
+    spawn(hook_another, 2)
+
+
 def watch_embedding():
     """What differs from the unsplit embedding's output where somebody looks at it."""
     with shardwise.Mesh.open("tp2") as mesh:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -132,6 +134,8 @@ def guard_hooks(model: nn.Module, registry: Registry) -> None:
     During a forward they accept them: transformers installs its own there, for what `install_outputs` makes full.
     """
     plan, sequence = registry.plan, registry.plan.sequence
+    if plan.tp_size > 1:
+        _own_copies(model)
     regions = tuple(f"{region.fqn}." for region in plan.regions)
     for name, module in model.named_modules() if plan.tp_size > 1 else ():
         part = ""
@@ -145,6 +149,19 @@ def guard_hooks(model: nn.Module, registry: Registry) -> None:
             module.__dict__[_BACKWARD_HOOK] = MethodType(_guarded_backward(name, registry.context), module)
         if plan.direct and name == plan.embedding:
             module.__dict__["register_forward_hook"] = MethodType(_register_on_full_rows, module)
+
+
+def _own_copies(model: nn.Module) -> None:
+    """Puts copies in place of modules that the file of a parent's class holds for every model (OpenAI GPT's
+    activations): what is installed on them would be on those of unsplit models, too.
+    """
+    files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__} - {"__main__"}
+    values = [value for file in files if file in sys.modules for value in vars(sys.modules[file]).values()]
+    values += [each for value in values if isinstance(value, dict) for each in value.values()]
+    modules = {value for value in values if isinstance(value, nn.Module) and not (value._parameters or value._modules)}
+    copies = {module: copy.deepcopy(module) for module in modules}
+    for parent in list(model.modules()) if copies else ():
+        parent._modules.update({name: copies[child] for name, child in parent._modules.items() if child in copies})
 
 
 def _guarded(method: str, name: str, part: str, context: SplitContext) -> Callable[..., Any]:
