@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -50,6 +51,51 @@ def count_layout_work(mesh):
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
 def test_a_step_works_out_no_layout_anew(on_ranks, layout):
     assert set(on_ranks(count_layout_work)) == {(0, 0)}
+
+
+CHANGES = {
+    "Registry": {"mapped", "reads_names", "uses", "idle_stages"},
+    "SplitContext": {
+        *("state", "_around", "drops_output", "batch_compared"),  # of the step or forward under way
+        *("gathered_for", "last_look", "steps"),  # of all so far
+    },
+}
+
+
+def changed(mesh):
+    """What of the state of a split model is not what it was, after it was trained and written out."""
+    model = shardwise.parallelize(tiny_model("llama"), mesh)
+    states = [registry_of(model), registry_of(model).context]
+    before = [{name: (value, _copied(value)) for name, value in _fields(state)} for state in states]
+    batch = rows_of(tiny_batch(model), mesh)
+    optimizer = shardwise.build_optimizer(model, torch.optim.AdamW)
+    shardwise.TrainStep(model, mesh)(batch)
+    shardwise.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    model(input_ids=batch["input_ids"]).logits.sum().item()
+    shardwise.full_state_dict(model)
+    assert sum(map(len, before)) == 34
+    return {
+        type(state).__name__: {
+            name for name, value in _fields(state) if value is not known[name][0] or value != known[name][1]
+        }
+        for state, known in zip(states, before, strict=True)
+    }
+
+
+def _fields(state):
+    return [(each.name, getattr(state, each.name)) for each in dataclasses.fields(state)]
+
+
+def _copied(value):
+    return copy.copy(value) if isinstance(value, dict | set) else value
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2.tp2"])
+def test_what_the_split_has_decided_stays(on_ranks, layout):
+    for found in on_ranks(changed):
+        assert all(names <= CHANGES[state] for state, names in found.items()), found
 
 
 def find(mesh):
