@@ -207,96 +207,42 @@ def _leave(module: nn.Module, *_: Any) -> None:
         show(module)
 
 
-def _named(*names: str) -> list[Any]:
-    return [
-        getattr(owner, name)
-        for owner in (torch, Tensor, F, torch.linalg, nn.init)
-        for name in names
-        if hasattr(owner, name)
-    ]
+def _named(names: str) -> list[Any]:
+    """The functions of these names, wherever torch has them."""
+    owners = (torch, Tensor, F, torch.linalg, nn.init)
+    return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
 
 
 _KINDS: Mapping[Any, str] = {
-    **dict.fromkeys(
-        _named(
-            *(
-                "add",
-                "sub",
-                "subtract",
-                "rsub",
-                "mul",
-                "multiply",
-                "div",
-                "divide",
-                "true_divide",
-                "pow",
-                "float_power",
-            ),
-            *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__"),
-            *("__pow__", "__rpow__", "__neg__", "__abs__", "abs", "absolute", "neg", "negative", "square", "sqrt"),
-            *("rsqrt", "reciprocal", "exp", "log", "log1p", "sign", "tanh", "sigmoid", "relu", "gelu", "softplus"),
-            *(
-                "clamp",
-                "clip",
-                "lerp",
-                "addcmul",
-                "addcdiv",
-                "maximum",
-                "minimum",
-                "nan_to_num",
-                "where",
-                "gt",
-                "lt",
-                "ge",
-                "le",
-            ),
-            *("__gt__", "__lt__", "__ge__", "__le__"),
-        ),
-        "elements",
-    ),
-    **dict.fromkeys(
-        _named(
-            *("clone", "detach", "contiguous", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "view"),
-            *("reshape", "flatten", "ravel", "t", "transpose", "permute", "unsqueeze", "squeeze", "cat", "concat"),
-            *("concatenate", "stack", "swapaxes", "movedim"),
-        )
-        + [getattr(Tensor, name).__get__ for name in ("data", "T", "mT")],
-        "form",
-    ),
-    **dict.fromkeys(
-        _named(
-            *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "std_mean", "var_mean", "median", "max", "min"),
-            *("amax", "amin", "aminmax", "argmax", "argmin", "quantile", "logsumexp", "softmax", "log_softmax"),
-            *(
-                "cumsum",
-                "sort",
-                "argsort",
-                "topk",
-                "kthvalue",
-                "count_nonzero",
-                "histc",
-                "trace",
-                "norm",
-                "vector_norm",
-                "matrix_norm",
-                "svdvals",
-            ),
-        ),
-        "number",
-    ),
-    **dict.fromkeys(
-        _named(
-            *("_foreach_norm", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "einsum", "dot"),
-            *("vdot", "inner", "outer", "linear", "bilinear", "embedding", "embedding_bag", "index_select", "conv1d"),
-            *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "cosine_similarity", "normalize", "svd"),
-            *("normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_", "bernoulli_", "eye"),
-            *("exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
-        ),
-        "whole",
-    ),
-    **dict.fromkeys(_named("__getitem__"), "index"),
-    **dict.fromkeys(_named("new_empty"), "empty"),
-}
+    function: kind
+    for kind, names in {
+        "elements": """
+            add sub subtract rsub mul multiply div divide true_divide pow float_power __add__ __radd__
+            __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ __abs__ abs
+            absolute neg negative square sqrt rsqrt reciprocal exp log log1p sign tanh sigmoid relu gelu
+            softplus clamp clip lerp addcmul addcdiv maximum minimum nan_to_num where gt lt ge le __gt__
+            __lt__ __ge__ __le__
+        """,
+        "form": """
+            clone detach contiguous to float double half bfloat16 cpu cuda view reshape flatten ravel t
+            transpose permute unsqueeze squeeze cat concat concatenate stack swapaxes movedim
+        """,
+        "number": """
+            sum nansum mean nanmean prod std var std_mean var_mean median max min amax amin aminmax argmax
+            argmin quantile logsumexp softmax log_softmax cumsum sort argsort topk kthvalue count_nonzero
+            histc trace norm vector_norm matrix_norm svdvals
+        """,
+        "whole": """
+            _foreach_norm matmul __matmul__ __rmatmul__ mm bmm mv addmm einsum dot vdot inner outer linear
+            bilinear embedding embedding_bag index_select conv1d mse_loss l1_loss smooth_l1_loss huber_loss
+            cosine_similarity normalize svd normal_ uniform_ trunc_normal_ kaiming_normal_ kaiming_uniform_
+            bernoulli_ eye exponential_ cauchy_ log_normal_ geometric_ random_
+        """,
+        "index": "__getitem__",
+        "empty": "new_empty",
+    }.items()
+    for function in _named(names)
+} | dict.fromkeys((getattr(Tensor, name).__get__ for name in ("data", "T", "mT")), "form")
 
 
 def _refused(what: str) -> UnsupportedError:
