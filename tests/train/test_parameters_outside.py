@@ -82,6 +82,19 @@ VALUES = {
     "moved": lambda w: torch.lerp(w, torch.zeros_like(w), 0.5).norm(),
     "hist": lambda w: torch.histc(w.detach(), 4),
     "item": lambda w: torch.tensor(w.sum().item()),
+    "row": lambda w: w[5],
+    "rows": lambda w: w[:3] * 2,
+    "rows by list": lambda w: w[[1, 70]],
+    "column": lambda w: w[:, 0],
+    "element": lambda w: w[5, 5],
+    "select": lambda w: w.select(0, 5),
+    "narrow": lambda w: w.narrow(0, 2, 3),
+    "unbind": lambda w: torch.stack(list(w)),
+    "chunk": lambda w: w.chunk(2)[0],
+    "split": lambda w: w.split(3)[0],
+    "gather": lambda w: w.gather(0, torch.tensor([[5]])),
+    "noise": lambda w: w + torch.randn_like(w),
+    "dropout": lambda w: F.dropout(w, 0.5),
 }
 """Of the head's weight, with gradients and without."""
 
@@ -96,6 +109,11 @@ DRAWS = {
     "sparse": lambda w: nn.init.sparse_(w, 0.5),
     "data": lambda w: w.data.normal_(),
     "detached": lambda w: w.detach().uniform_(),
+    "row": lambda w: w.data[5].zero_(),
+    "assigned row": lambda w: w.data.__setitem__(5, 0.0),
+    "assigned rows": lambda w: w.__setitem__(slice(2), 0.0),
+    "index_fill_": lambda w: w.index_fill_(0, torch.tensor([5]), 0.0),
+    "noise": lambda w: w.add_(torch.randn_like(w)),
 }
 """Writes into it."""
 
@@ -110,6 +128,8 @@ KEPT = {
     "addcmul": lambda w: w.addcmul_(w.clone(), w.detach(), value=0.5),
     "foreach": lambda w: torch._foreach_mul_([w], 0.5),
     "copied": lambda w: w.copy_(copy.deepcopy(w) * 3),
+    "mask": lambda w: w.masked_fill_(w > 0.01, 0.0),
+    "all of it": lambda w: w.data.__setitem__(slice(None), w[...] * 2),
     "in another form": lambda w: w.data.copy_((w.view(-1) * 2).view_as(w)),
 }
 """Element by element: what every part takes as the full one does."""

@@ -88,8 +88,7 @@ def _answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str
     if kind is None or torch.compiler.is_compiling() or _is_of_the_model(sys._getframe(1)):
         return _plainly(func, *args, **kwargs)
     if kind in ("whole", "index", "empty"):
-        is_lookup = kind == "index" and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-        if kind == "whole" or (is_lookup and args[1].dtype is not torch.bool) or (kind == "empty" and _is_drawn()):
+        if kind == "whole" or (kind == "index" and _counts(args[1])) or (kind == "empty" and _is_drawn()):
             raise _refused(getattr(func, "__name__", str(func)))
         return _plainly(func, *args, **kwargs)
     if kind == "number" and not any(isinstance(each, Tensor) for each in (*args[1:], kwargs.get("other"))):
@@ -108,6 +107,15 @@ def _as_value(found: Any) -> Any:
     if type(found) is DTensor:
         found.__class__ = _DValue
     return found
+
+
+def _counts(index: Any) -> bool:
+    """Whether an index says which elements by their numbers, which are others in the full tensor: no mask does."""
+    if isinstance(index, tuple):
+        return any(map(_counts, index))
+    if isinstance(index, Tensor):
+        return index.dtype is not torch.bool
+    return index is not None and index is not Ellipsis and index != slice(None)
 
 
 def _is_drawn() -> bool:
@@ -236,9 +244,11 @@ _KINDS: Mapping[Any, str] = {
             _foreach_norm matmul __matmul__ __rmatmul__ mm bmm mv addmm einsum dot vdot inner outer linear
             bilinear embedding embedding_bag index_select conv1d mse_loss l1_loss smooth_l1_loss huber_loss
             cosine_similarity normalize svd normal_ uniform_ trunc_normal_ kaiming_normal_ kaiming_uniform_
-            bernoulli_ eye exponential_ cauchy_ log_normal_ geometric_ random_
+            bernoulli_ eye exponential_ cauchy_ log_normal_ geometric_ random_ rand_like randn_like randint_like
+            bernoulli dropout select narrow unbind split chunk tensor_split take gather scatter scatter_
+            index_fill_ index_copy_ index_add_ index_put_
         """,
-        "index": "__getitem__",
+        "index": "__getitem__ __setitem__",
         "empty": "new_empty",
     }.items()
     for function in _named(names)
