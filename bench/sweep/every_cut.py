@@ -7,7 +7,7 @@ import time
 
 from torch import Tensor
 
-from shardwise.proof.parity import Tolerance
+from shardwise.proof.rounding import Tolerance
 from shardwise.search.layer_order import find_layer_order
 from shardwise.search.staged import train_in_stages
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config

@@ -296,20 +296,76 @@ def off_by(bias, only):
     ("bias", "only", "passes"), [(2e-4, torch.float32, True), (2e-4, None, False), (1e-2, torch.float32, False)]
 )
 def test_what_may_be_rounding_is_measured_in_float64(bias, only, passes):
-    full = tiny_model("llama")
-    options = {
-        "split": off_by(bias, only),
-        "step": lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
-    }
+    trained, found = measured(tiny_model("llama"), off_by(bias, only))
+    assert (trained.passed, found.passed) == (passes, passes)
+    for each in (trained, found.gradient):
+        assert each.name.endswith(", in float64") == (bias < 1e-2)
+
+
+def measured(full, split):
+    """Both measurements of one part, without dropout."""
+    options = {"split": split, "step": lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss}
     with shardwise.Mesh.open("tp1") as mesh:
         batch = make_batch(full, seed=0)
         trained = measure_in_training(
             full, batch, mesh, loss_of=lambda model, batch, given: model(**batch).loss, drops=False, **options
         )
-        found = measure(full, batch, mesh, num_steps=3, **options)
+        return trained, measure(full, batch, mesh, num_steps=3, **options)
+
+
+def add_kink(model, *, start, rounding):
+    """Has the last block depend on a ReLU at whose edge its first weight is, left of it but for `rounding`."""
+
+    def scale(block, _, out):
+        weight = block.down_proj.weight[0, 0]
+        return out * (1 + 10 * torch.relu(weight - start - 1e-12 + rounding * torch.finfo(weight.dtype).eps))
+
+    model.model.layers[-1].mlp.register_forward_hook(scale)
+    return model
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(("bias", "passes"), [(0.0, True), (1e-2, False)])
+def test_a_kink_is_measured_in_float64_and_with_other_weights(bias, passes):
+    full = tiny_model("llama")
+    start = full.model.layers[-1].mlp.down_proj.weight[0, 0].item()
+    faulty = off_by(bias, torch.float32)
+    trained, found = measured(
+        add_kink(full, start=start, rounding=0.0),
+        lambda model, mesh: add_kink(faulty(without_hooks(model), mesh), start=start, rounding=1e-2),
+    )
     assert (trained.passed, found.passed) == (passes, passes)
     for each in (trained, found.gradient):
-        assert each.name.endswith(", in float64") == (bias < 1e-2)
+        assert each.name.endswith(", in float64, and with other weights") == passes
+
+
+def without_hooks(model):
+    model.model.layers[-1].mlp._forward_hooks.clear()
+    return model
+
+
+@pytest.mark.single
+def test_a_fault_that_comes_and_goes_is_no_kink():
+    splits = [off_by(1e-2, None)]
+
+    def split(model, mesh):
+        return (splits.pop() if splits else shardwise.parallelize)(model, mesh)
+
+    trained, found = measured(tiny_model("llama"), split)
+    assert not trained.passed and found.passed, "the first of all is split wrongly"
+
+
+@pytest.mark.single
+def test_what_runs_in_float32_alone_keeps_its_difference():
+    def refuse(_, given):
+        if given[0].dtype is torch.float64:
+            raise RuntimeError("expected scalar type Float but found Double")
+
+    full = tiny_model("llama")
+    full.model.layers[-1].mlp.register_forward_pre_hook(refuse)
+    trained, found = measured(full, off_by(2e-4, None))
+    for each in (trained, found.gradient):
+        assert not each.passed and "float64" not in each.name
 
 
 @pytest.mark.spawn

@@ -29,8 +29,9 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
 from shardwise.proof.draws import Redraws
-from shardwise.proof.parity import Measurement, Tolerance, measure, measure_in_training, measure_narrow
+from shardwise.proof.parity import Measurement, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
+from shardwise.proof.rounding import Tolerance
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout

@@ -24,10 +24,11 @@ from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, in_order, problems_of, seeded, training_copy
+from shardwise.proof.rounding import Difference, Tolerance, all_passed, without_rounding
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["Difference", "Measurement", "Tolerance", "measure", "measure_in_training", "measure_narrow"]
+__all__ = ["Measurement", "measure", "measure_in_training", "measure_narrow"]
 
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "eps": 1e-6}
 """Of the compared AdamW steps. With its default `eps` Adam blows gradients that are zero but for rounding (a key bias:
@@ -37,46 +38,11 @@ _COMPARED_STEPS = 3
 
 _OUTPUTS = ("last_hidden_state", "pooler_output")
 
-_ROUNDING = 4.0
-"""More than this many times what is allowed is no rounding."""
-
 _TIMES, _FLOOR = 2.0, 2e-3
 """In a narrow dtype the split's error may be twice the unsplit model's, plus a floor of what is compared."""
 
 Split = Callable[[nn.Module, Mesh], nn.Module]
 Step = Callable[[nn.Module, Mesh, Mapping[str, Any]], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """How far a split model may be from the unsplit one, in float32.
-
-    Attributes:
-        loss: absolute.
-        logits: absolute.
-        gradient: relative to the largest entry of the gradient in question, plus `gradient_floor` absolute.
-        parameter: absolute, after the optimizer's steps.
-    """
-
-    loss: float = 1e-5
-    logits: float = 1e-4
-    gradient: float = 1e-4
-    gradient_floor: float = 1e-6
-    parameter: float = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The largest difference found over named tensors: where, how large, and what would have been allowed."""
-
-    error: float
-    allowed: float
-    name: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether it is allowed; NaN never is."""
-        return self.error <= self.allowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,21 +80,14 @@ class Measurement:
     narrow: Difference | None = None
 
     @property
-    def may_be_rounding(self) -> bool:
-        """Whether all that differs are parameters after steps, and gradients by little."""
-        equal = self.loss.passed and self.logits.passed and not self.missing and not self.unequal_replicas
-        little = self.gradient.error <= _ROUNDING * self.gradient.allowed
-        return equal and little and not (self.gradient.passed and self.parameter.passed)
+    def differences(self) -> dict[str, Difference]:
+        """All that were measured, by attribute."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Difference)}
 
     @property
     def passed(self) -> bool:
         """Whether the split model computes what the unsplit one does."""
-        differences = (self.loss, self.logits, self.gradient, self.parameter, self.in_training, self.narrow)
-        return (
-            all(each.passed for each in differences if each is not None)
-            and not self.unequal_replicas
-            and not self.missing
-        )
+        return all_passed(self.differences) and not self.unequal_replicas and not self.missing
 
 
 def measure(
@@ -139,7 +98,7 @@ def measure(
     split: Split,
     step: Step,
     reference_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
-    tolerance: Tolerance = Tolerance(),
+    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
     num_steps: int = 20,
 ) -> Measurement:
     """Trains `unsplit` and a split copy of it on the same `batch`; every rank of `mesh` calls this with equal
@@ -161,19 +120,8 @@ def measure(
     with counted_layers(model, mesh) as collectives:
         loss = step(model, mesh, copied(batch))
     gradients, expected = _gradients(model), _own_gradients(reference)
-    unsplit_optimizer = torch.optim.AdamW(reference.parameters(), **OPTIMIZER)
-    optimizers = unsplit_optimizer, build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
-    parameter = Difference(error=0.0, allowed=tolerance.parameter)
-    for number in range(num_steps):
-        if number:
-            step(model, mesh, copied(batch))
-            if number < _COMPARED_STEPS:
-                loss_of(reference, copied(batch)).backward()
-        for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
-            optimizer.step()
-            optimizer.zero_grad()
-        if number + 1 == _COMPARED_STEPS:
-            parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, tolerance.parameter)
+    steps = functools.partial(step, model, mesh), lambda batch: loss_of(reference, batch).backward()
+    parameter = _parameters_apart(model, reference, batch, steps, num_steps, tolerance.parameter)
     found = Measurement(
         loss=Difference(error=abs(float(loss) - float(expected_loss.detach())), allowed=tolerance.loss),
         logits=_worst(outputs, expected_outputs, 0.0, tolerance.logits),
@@ -188,37 +136,43 @@ def measure(
         num_steps=num_steps,
         split_seconds=split_seconds,
     )
-    exact = functools.partial(measure, split=split, step=step, reference_loss=reference_loss, tolerance=tolerance)
-    return _without_rounding(found, exact, unsplit, batch, mesh)
-
-
-def _without_rounding(
-    found: Measurement,
-    measured: Callable[..., Measurement],
-    unsplit: nn.Module,
-    batch: Mapping[str, Any],
-    mesh: Mesh,
-) -> Measurement:
-    """`found`, with the differences in float64 of gradients and parameters that rounding may explain, where the model
-    runs so: AdamW makes full steps of gradients that are next to zero, and norms over few features blow rounding up.
-    """
-    is_exact = next(value.dtype for value in unsplit.parameters()) is torch.float64
-    if not all(all_gather_objects(found.may_be_rounding, mesh.group())) or is_exact:
-        return found
-    try:
-        exact = measured(*_in_float64(unsplit, batch), mesh, num_steps=_COMPARED_STEPS)
-    except RuntimeError:  # it computes some of it in float32 in any case
-        return found
-    gradient, parameter = (
-        old if old.passed else replace(new, name=f"{new.name}, in float64")
-        for old, new in ((found.gradient, exact.gradient), (found.parameter, exact.parameter))
+    again = functools.partial(
+        measure, mesh=mesh, split=split, step=step, reference_loss=reference_loss, num_steps=_COMPARED_STEPS
     )
-    return replace(found, gradient=gradient, parameter=parameter)
+    differences: dict[str, Any] = without_rounding(
+        found.differences,
+        lambda model, **options: again(model, **options).differences,
+        unsplit,
+        batch,
+        mesh,
+        tolerance,
+    )
+    return replace(found, **differences)
 
 
-def _in_float64(unsplit: nn.Module, batch: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    floats = {name: x.double() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return copy.deepcopy(unsplit).double(), {**batch, **floats}
+def _parameters_apart(
+    model: nn.Module,
+    reference: nn.Module,
+    batch: Mapping[str, Any],
+    steps: Sequence[Callable[[Mapping[str, Any]], Any]],
+    num_steps: int,
+    allowed: float,
+) -> Difference:
+    """Of both models after three AdamW steps; the split one goes on to `num_steps`. Both have gradients."""
+    reference_optimizer = torch.optim.AdamW(reference.parameters(), **OPTIMIZER)
+    optimizers = reference_optimizer, build_optimizer(model, torch.optim.AdamW, **OPTIMIZER)
+    parameter = Difference(error=0.0, allowed=allowed)
+    for number in range(num_steps):
+        if number:
+            steps[0](copied(batch))
+            if number < _COMPARED_STEPS:
+                steps[1](copied(batch))
+        for optimizer in optimizers[: 2 if number < _COMPARED_STEPS else None]:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number + 1 == _COMPARED_STEPS:
+            parameter = _worst(_parameters(model), dict(reference.named_parameters()), 0.0, allowed)
+    return parameter
 
 
 def measure_in_training(
@@ -230,12 +184,11 @@ def measure_in_training(
     step: Step,
     loss_of: Callable[[nn.Module, Mapping[str, Any], Sequence[Redraws]], Tensor],
     drops: bool = True,
-    tolerance: Tolerance = Tolerance(),
+    tolerance: Tolerance = Tolerance(),  # noqa: B008 - frozen
 ) -> Difference | None:
     """Trains a split copy of `full` with dropout for one step, and `full` with what the ranks dropped, put together;
     the largest difference of loss and gradients, or where ranks drop what the full model could not. None where `full`
-    cannot be trained on `batch`; without dropout where it cannot be trained with it. Where that is little more than is
-    allowed, it is the difference in float64: dropout may leave sums so small that rounding alone is as much.
+    cannot be trained on `batch`; without dropout where it cannot be trained with it.
 
     Args:
         batch: one row for each forward.
@@ -245,9 +198,7 @@ def measure_in_training(
 
     Communicates: what was drawn, over pp, tp and the data ranks.
     """
-    again = functools.partial(
-        measure_in_training, split=split, step=step, loss_of=loss_of, drops=drops, tolerance=tolerance
-    )
+    again = functools.partial(measure_in_training, mesh=mesh, split=split, step=step, loss_of=loss_of, drops=drops)
     reference = training_copy(full, batch, drops=drops)
     if reference is None:
         return None
@@ -273,14 +224,11 @@ def measure_in_training(
     if problems := problems_of(given, expected, train):
         return Difference(error=float("inf"), allowed=tolerance.gradient, name=problems[0])
     worst = _worst({"loss": loss, **_gradients(model)}, expected, tolerance.gradient, tolerance.gradient_floor)
-    is_close = worst.allowed < worst.error <= _ROUNDING * worst.allowed
-    if next(full.parameters()).dtype is torch.float64 or not all(all_gather_objects(is_close, mesh.group())):
-        return worst
-    try:
-        exact = again(*_in_float64(full, batch), mesh)
-    except RuntimeError:  # it computes some of it in float32 in any case
-        return worst
-    return exact and replace(exact, name=f"{exact.name}, in float64")
+
+    def measured(model: nn.Module, **options: Any) -> dict[str, Difference]:
+        return {"in_training": again(model, **options) or worst}  # where it cannot be trained so
+
+    return without_rounding({"in_training": worst}, measured, reference, batch, mesh, tolerance)["in_training"]
 
 
 def measure_narrow(

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from shardwise.errors import VerificationError, counted
 from shardwise.plan.explain import table
-from shardwise.proof.parity import Difference, Measurement
+from shardwise.proof.parity import Measurement
+from shardwise.proof.rounding import Difference
 
 __all__ = ["Report"]
 
