@@ -179,8 +179,15 @@ def own_losses(whole, split, mesh):
     del split._loss_function
     norm = split.get_submodule("model").norms = torch.nn.BatchNorm1d(4, affine=False)
     step = shardwise.TrainStep(split, mesh, num_microbatches=2)
-    with pytest.raises(UnsupportedError, match="in 2 parts, of a Qwen3ForCausalLM with batch norms in training mode"):
-        step(batch)
+    step(batch)  # it does not run
+
+    def run_norm():
+        norm(torch.ones(2, 4))
+
+    for heard in ({"heard": torch.ones(len(batch["input_ids"]))}, {}):
+        with pytest.raises(UnsupportedError, match="2 parts, of a Qwen3ForCausalLM with batch norms in training mode"):
+            step(batch | heard)
+        split.model.norm.register_forward_pre_hook(lambda *_: run_norm())
     norm.eval()
     step(batch)
     return found

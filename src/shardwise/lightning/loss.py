@@ -100,7 +100,7 @@ class LossHooks:
         if count is None:
             return None
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
-        self._division.check()
+        self._division.check(batch)
         changed = self._shared(model, batch)
         if isinstance(count, Tensor):
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,22 +28,22 @@ class Division:
     def __init__(self, model: nn.Module, num_parts: int, device: torch.device) -> None:
         check_divides(model, num_parts)
         self._model, self._num_parts, self._device = find_model(model), num_parts, device
-        self._norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+        self._norms = [each for each in model.modules() if isinstance(each, _BatchNorm) and num_parts > 1]
         self._tried: Any = None
+        for norm in self._norms:
+            norm.register_forward_pre_hook(self._refuse_training)
 
-    def check(self) -> None:
+    def check(self, batch: Mapping[str, Any]) -> None:
         """Raises `UnsupportedError` where the model, as it is now, computes something else of parts than of the batch.
-        Every rank comes to the same.
+        Every rank comes to the same. Batch norms of what sees or hears are no fault where `batch` is text alone: those
+        that run raise then.
         """
         if self._num_parts == 1:
             return
         what = f"a batch in {self._num_parts} parts"
-        if any(each.training for each in self._norms):
-            raise UnsupportedError(
-                f"{what}, of a {type(self._model).__name__} with batch norms in training mode",
-                why="they take the mean and variance of a part, and every data rank would keep others",
-                fix="put them in eval mode after model.train(): for each in model.modules() that is one, each.eval()",
-            )
+        if any(isinstance(value, Tensor) and value.is_floating_point() for value in batch.values()):
+            for norm in self._norms:
+                self._refuse_training(norm)
         own, config = getattr(self._model, "_loss_function", None), getattr(self._model, "config", None)
         if (
             getattr(self._model, "loss_type", None) == "ForCTC"
@@ -61,6 +61,15 @@ class Division:
                 fix="use one microbatch, no fsdp and no ddp (with pp call the model), or a mean over labels but -100",
             )
         self._tried = own
+
+    def _refuse_training(self, norm: nn.Module, *_: Any) -> None:
+        if norm.training:
+            name = type(self._model).__name__
+            raise UnsupportedError(
+                f"a batch in {self._num_parts} parts, of a {name} with batch norms in training mode",
+                why="they take the mean and variance of a part, and every data rank would keep others",
+                fix="put them in eval mode after model.train(): for each in model.modules() that is one, each.eval()",
+            )
 
 
 def _is_mean(loss_function: Callable[..., Any], model: Any, device: torch.device) -> bool:

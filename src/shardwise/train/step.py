@@ -255,7 +255,7 @@ class TrainStep:
 
     def _check_arguments(self, batch: Mapping[str, Any]) -> None:
         """Raises for what a step cannot do with several microbatches or ranks."""
-        self._division.check()
+        self._division.check(batch)
         if self._pipeline is not None:
             check_asked_outputs(find_model(self.model), batch, self._pipeline.asked_outputs)
         if batch.get("num_items_in_batch") is not None and self.num_microbatches * self.mesh.data_size > 1:
