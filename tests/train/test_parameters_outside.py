@@ -242,6 +242,33 @@ def others(mesh):
     return found
 
 
+def _restore(weight):
+    """As optimizers do that look at gradients elsewhere (SAM)."""
+    old = weight.data.clone()
+    weight.add_(1.0)
+    weight.data = old.mul_(0.5)
+
+
+ASSIGNED = {
+    "scaled": lambda w: setattr(w, "data", w.data * 0.5),
+    "zeros": lambda w: setattr(w, "data", torch.zeros_like(w)),
+    "restored": _restore,
+    "full": lambda w: setattr(w, "data", torch.zeros(96, 64)),
+}
+
+
+def assigned(mesh):
+    """What is assigned to `data`, and what the forward makes of it then."""
+    pair = Pair(mesh)
+    batch = tiny_batch(pair.full, rows=4, length=9)
+    with torch.no_grad():
+        found = {name: pair.outcome(_head(call)) for name, call in ASSIGNED.items()}
+        for model in (pair.split, pair.full):
+            model.model.norm.weight.data = model.model.norm.weight.data * 3
+        found["norm"] = pair.outcome(lambda model: model(**batch).loss, returns=True)
+    return found
+
+
 def _fail(*_):
     raise RuntimeError("in the forward")
 
@@ -282,3 +309,10 @@ def test_penalties_are_refused(on_ranks, layout):
 def test_what_surrounds_parameters_is_right(on_ranks, layout):
     found = _agreed(on_ranks(others, layout=layout))
     assert set(found.values()) == {"right"}, found
+
+
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2", "fsdp2.tp2"])
+def test_what_is_assigned_is_taken_or_refused(on_ranks, layout):
+    found = _agreed(on_ranks(assigned, layout=layout))
+    assert {name for name, outcome in found.items() if outcome == "refused"} == {"full"}
+    assert not _wrong(found)

@@ -66,14 +66,48 @@ class _DValue(_Part, DTensor):
         return self.plain().__reduce_ex__(protocol)
 
 
-class _LocalParameter(_Part, nn.Parameter):
+class _Assigned:
+    """A parameter that takes what is assigned to `data`, or says why not. A `DTensor` would go on with what it had."""
+
+    @property
+    def data(self) -> Any:
+        """As torch's."""
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        own = cast(Tensor, self)
+        if not isinstance(own, DTensor) and value.shape == own.shape:
+            _DATA.__set__(own, value)
+            return
+        if not isinstance(own, DTensor) or not isinstance(value, DTensor) or not _is_alike(own, value):
+            kind = type(value).__name__ if isinstance(value, DTensor) else "Tensor"
+            raise UnsupportedError(
+                f"p.data = a {kind} of {list(value.shape)}, of a parameter of which this rank holds a part",
+                why=f"that is {tuple(getattr(own, '_local_tensor', own).shape)} of {own.dtype}, split as before",
+                fix="assign what was made of p (p.data * 0.5, a clone of p), or load full tensors by load_state_dict",
+            )
+        with torch.no_grad():
+            own.to_local().copy_(value.to_local())
+
+
+def _is_alike(one: DTensor, two: DTensor) -> bool:
+    return (one.shape, one.dtype, one.placements) == (two.shape, two.dtype, two.placements)
+
+
+class _LocalParameter(_Assigned, _Part, nn.Parameter):
     pass
 
 
-class _LocalDParameter(_Part, DTensor):
+class _LocalDParameter(_Assigned, _Part, DTensor):
     """The same over data ranks."""
 
 
+class _DParameter(_Assigned, _Part, DTensor):
+    """One that the data ranks alone have parts or copies of: numbers made of it are right."""
+
+
+_DATA: Any = Tensor.data
 _CLASSES: tuple[Any, ...] = (_Value, _DValue, _LocalParameter, _LocalDParameter)
 
 
@@ -192,15 +226,19 @@ def hidden() -> Iterator[None]:
 
 
 def guard_parameters(model: nn.Module) -> None:
-    """Has parameters that tp splits refuse numbers that are made of them while the model does not run."""
-    found = [
-        parameter for _, parameter, entry in find_parameters(model) if entry is not None and entry.split is not None
-    ]
-    for parameter in found:
-        if type(parameter) in (nn.Parameter, DTensor):
-            known: Any = parameter
-            known.__class__ = _LocalDParameter if isinstance(parameter, DTensor) else _LocalParameter
-    if found:
+    """Has parameters that tp splits refuse numbers that are made of them while the model does not run, and all that are
+    parts what would not be assigned.
+    """
+    has_parts = False
+    for _, parameter, entry in find_parameters(model):
+        is_part = entry is not None and entry.split is not None
+        has_parts = has_parts or is_part
+        known: Any = parameter
+        if type(known) is DTensor:
+            known.__class__ = _LocalDParameter if is_part else _DParameter
+        elif type(known) is nn.Parameter and is_part:
+            known.__class__ = _LocalParameter
+    if has_parts:
         model.register_forward_pre_hook(_enter, prepend=True)
         model.register_forward_hook(_leave, always_call=True)
 
@@ -265,6 +303,6 @@ def _refused(what: str) -> UnsupportedError:
 
 
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types.extend(_CLASSES)  # as Parameter is
+    _types.extend((*_CLASSES, _DParameter))  # as Parameter is
 _ANSWER = classmethod(_answer)
 show()
