@@ -20,7 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.data_axes import find_units
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime import uses
-from shardwise.tiny.models import build_tiny_model, shrink_config
+from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -155,12 +155,42 @@ def test_units_may_be_chosen():
 
 @pytest.mark.single
 def test_an_embedding_stays_with_the_model_where_the_head_gives_no_logits():
-    """DeBERTa's newer head multiplies with the weight of the embedding, outside of the embedding's forward."""
+    """DeBERTa's newer head multiplies with the weight of the embedding, outside of the embedding's forward, and what it
+    names as output embedding is the product before.
+    """
     config = shrink_config(default_config("deberta"))
     config.legacy = False
     facts = read_facts(build_tiny_model(config, transformers.DebertaForMaskedLM, seed=0))
     assert (facts.embedding,) not in find_units(facts)
-    assert (facts.head,) in find_units(facts)
+    assert facts.head is None
+
+
+def train_deberta(layout):
+    """DeBERTa's newer head, with relative positions that layers are given and do not use: they have no gradient, not
+    one of zeros.
+    """
+    config = shrink_config(default_config("deberta"))
+    config.relative_attention, config.pos_att_type, config.legacy = True, [], False
+    with shardwise.Mesh.open(layout) as mesh:
+        whole = build_tiny_model(config, transformers.DebertaForMaskedLM, seed=0).eval()
+        model = shardwise.parallelize(copy.deepcopy(whole), mesh, plan="derived")
+        batch = make_batch(whole, seed=0)
+        shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
+        whole(**batch).loss.backward()
+        assert whole.deberta.encoder.rel_embeddings.weight.grad is None
+        gradients = shardwise.full_gradients(model)
+        expected = {name: value.grad for name, value in whole.named_parameters() if value.grad is not None}
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+        model.train()
+        shardwise.TrainStep(model, mesh)(rows_of(batch, mesh))
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
+def test_a_head_that_gives_no_logits_and_inputs_that_are_not_used(layout):
+    spawn(train_deberta, 2, layout)
 
 
 class Choosing(torch.nn.Module):

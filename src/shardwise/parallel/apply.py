@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.loss.deferred_logits import apply_deferral
@@ -12,6 +11,7 @@ from shardwise.mesh import Mesh
 from shardwise.parallel.adapters import apply_adapters
 from shardwise.parallel.caches import train_without_cache
 from shardwise.parallel.compiled import apply_compilation
+from shardwise.parallel.facts import output_head
 from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.precision import apply_precision
 from shardwise.parallel.recompute import apply_recomputation
@@ -54,13 +54,13 @@ def apply_plan(
     registry = Registry(mesh=mesh, plan=plan, context=context, tied=plan.tied)
     note_parameters(model, registry)
     apply_stages(model, registry)
+    head = output_head(find_model(model))
     split_parameters(model, registry)
     if plan.tp_size > 1:
         apply_tensor_parallelism(model, registry)
         apply_sequence_parallelism(model, registry, embedding=plan.embedding if plan.direct else None)
     # FSDP2 keeps the head gathered until its backward, but not in pipelines, nor in units that were asked for.
     if mesh.size("fsdp") == 1 or (plan.pipeline is None and spec.fsdp.units is None):
-        head = _head_of(model)
         apply_deferral(head, context, _most_classes(head, context))
     apply_adapters(model, registry)
     attach_registry(model, registry)
@@ -81,12 +81,6 @@ def apply_plan(
     fit_absent(registry, compute_dtype=compute_dtype)
     guard_hooks(model, registry)
     return registry
-
-
-def _head_of(model: nn.Module) -> nn.Module | None:
-    """The output head, where the model says what it is."""
-    found = find_model(model)
-    return found.get_output_embeddings() if isinstance(found, PreTrainedModel) else None
 
 
 def _most_classes(head: nn.Module | None, context: SplitContext) -> int | None:

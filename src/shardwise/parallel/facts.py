@@ -23,6 +23,7 @@ __all__ = [
     "QUERY_HEAD_NAMES",
     "counts_of",
     "names_read",
+    "output_head",
     "read_facts",
     "read_stacks",
     "read_windows",
@@ -60,13 +61,15 @@ def read_facts(model: nn.Module) -> ModelFacts:
             first = canonical.setdefault(id(module._parameters[own]), fqn)
             if first != fqn:
                 tied[fqn] = first
+    head = output_head(model)
     return ModelFacts(
         model_type=getattr(getattr(model, "config", None), "model_type", "") or "",
         modules=modules,
         stacks=read_stacks(model),
         tied=tied,
-        head=_name_of(model, "get_output_embeddings"),
-        embedding=_name_of(model, "get_input_embeddings"),
+        head=_name_of(model, head),
+        embedding=_name_of(model, _embedding(model, "get_input_embeddings")),
+        embedding_gives_logits=head is None and _embedding(model, "get_output_embeddings") is not None,
         adapters=read_adapters(model),
     )
 
@@ -210,11 +213,24 @@ def _first_int(owner: object, names: tuple[str, ...]) -> int | None:
     return next((value for value in (_read(owner, name) for name in names) if _is_count(value)), None)
 
 
-def _name_of(model: nn.Module, getter: str) -> str | None:
-    """FQN of the module that one of transformers' embedding getters returns, None where the model has none."""
+def output_head(model: nn.Module) -> nn.Module | None:
+    """What computes the logits of an unsplit model, where it says so. DeBERTa names the product before them, which has
+    as many features as its input and is no vocabulary.
+    """
+    head, embedding = (_embedding(model, f"get_{side}_embeddings") for side in ("output", "input"))
+    size = tuple(head.weight.shape) if head is not None else ()
+    is_vocabulary = embedding is not None and size[:1] == tuple(embedding.weight.shape)[:1]
+    return head if is_vocabulary or len(set(size)) == len(size) else None
+
+
+def _embedding(model: nn.Module, getter: str) -> Any:
+    """The module that one of transformers' embedding getters returns; None where it has none, or none with a weight."""
     try:
         found = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
-    has_weight = isinstance(getattr(found, "weight", None), torch.Tensor)
-    return next((name for name, module in model.named_modules() if has_weight and module is found), None)
+    return found if isinstance(getattr(found, "weight", None), torch.Tensor) else None
+
+
+def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
+    return next((name for name, module in model.named_modules() if module is part), None)

@@ -27,6 +27,7 @@ from shardwise.plan.structure import nearest, outermost, outermost_layers, paren
 from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
 from shardwise.runtime.gathered import follow_requires_grad, forget_interrupted, free_after_evaluation
+from shardwise.runtime.uses import keep_absent
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
 
@@ -229,6 +230,7 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
             registry.uses.watch(modules[0])
     for module in root.modules():
         if isinstance(module, FSDPModule):
+            keep_absent(module)
             if policy.gradient_divide_factor is not None:
                 module.set_gradient_divide_factor(policy.gradient_divide_factor)
                 module.set_force_sum_reduction_for_comms(registry.mesh.device.type != "cuda")  # gloo only sums

@@ -155,10 +155,10 @@ def _chosen(patterns: Sequence[str], modules: Sequence[str]) -> list[str]:
 def _ends(facts: ModelFacts) -> Iterator[str]:
     """The input embedding and the output head.
 
-    A head that gives something else than logits leaves those to the embedding's weight, which is then used where no
-    call of the embedding gathers it: it stays with the model.
+    An embedding whose weight gives the logits, too, is used where no call of it gathers it: it stays with the model. So
+    does one that has other rows than the head.
     """
-    ends = [end for end in (facts.embedding, facts.head) if end]
+    ends = [end for end in (not facts.embedding_gives_logits and facts.embedding, facts.head) if end]
     rows = {facts.modules[end].parameters["weight"][0] for end in ends if "weight" in facts.modules[end].parameters}
     yield from ends if len(rows) < 2 else ends[1:]
 

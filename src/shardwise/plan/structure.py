@@ -146,6 +146,7 @@ class ModelFacts:
         tied: alias parameter FQN to the FQN under which the parameter comes first.
         head: FQN of the output embedding (`lm_head`), None where the model has none.
         embedding: FQN of the input embedding, None where the model has none.
+        embedding_gives_logits: whether logits are made of the embedding's weight, in no module's forward.
         adapters: what adapters change; None where there are none.
     """
 
@@ -155,6 +156,7 @@ class ModelFacts:
     tied: Mapping[str, str] = field(default_factory=dict)
     head: str | None = None
     embedding: str | None = None
+    embedding_gives_logits: bool = False
     adapters: AdapterFacts | None = None
 
     @cached_property

@@ -7,20 +7,26 @@ optimizer leaves the parameter as it is; zeros it would decay, and move by momen
 before it is reduced, and the gradient phase tells the ranks of each other's (`optim/summing.py`): a gradient that was
 None before, and that nobody contributed to, becomes None again.
 
+A tensor that a unit is given and does not use has no gradient either; FSDP2, which hands all of them through a function
+of its own, would make it zeros, and so of the parameters that it was made of (`keep_absent`).
+
 FSDP2 may hold a gradient back over several backwards before it reduces: a note is kept until the parameter has its sum.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
 from shardwise.runtime.gathered import param_groups
 
-__all__ = ["Uses"]
+__all__ = ["Uses", "keep_absent"]
 
 _REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # torch 2.13
 
@@ -89,3 +95,19 @@ class Uses:
         self._used = {number for number in self._used if self._fsdp_params[number].sharded_param.grad is None}
         self._absent.clear()
         self.has_reduced = False
+
+
+def keep_absent(unit: FSDPModule) -> None:
+    """Leaves gradients of a unit's inputs absent where it makes none."""
+    for group in param_groups(unit):
+        group._register_post_backward_hook = functools.partial(_pass_through, group._register_post_backward_hook)
+
+
+def _pass_through(register: Callable[..., Any], *inputs: Any) -> Any:
+    passed = register(*inputs)
+    for each in tree_leaves(passed):
+        made_by: Any = each.grad_fn if isinstance(each, Tensor) else None
+        if type(made_by).__name__ == "RegisterPostBackwardFunctionBackward":
+            made_by.set_materialize_grads(False)  # of all inputs: one function took them
+            break
+    return passed
