@@ -183,8 +183,9 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert "rows of 65 tokens\n  why: the model sees 64 positions" in capsys.readouterr().err
     assert main(["plan", str(config), "--layout", "tp2", "--batch", f"{10**20}x64"]) == 1
     assert "tokens on a data rank" in capsys.readouterr().err
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
     for kind, named in (("t5", "T5ForConditionalGeneration"), ("vit", None)):
-        config.write_text(json.dumps({"model_type": kind, "architectures": named and [named]}))
+        config.write_text(json.dumps({"model_type": kind, "architectures": named and [named], **sizes}))
         assert main(["plan", str(config), "--layout", "tp2"]) == (0 if named else 1)
     assert "no class is known for a model of type 'vit'" in capsys.readouterr().err
     config.write_text(json.dumps({**MODEL, "vocab_size": 64}))
