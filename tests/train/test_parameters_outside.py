@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -269,6 +270,21 @@ def assigned(mesh):
     return found
 
 
+def replaced(mesh):
+    """Parameters that are put in place of others after the split, before the first step and after it."""
+    full = tiny_model("llama")
+    batch = rows_of(tiny_batch(full, rows=4), mesh)
+    for name, trains in itertools.product(("lm_head", "model.norm"), (False, True)):
+        model = shardwise.parallelize(copy.deepcopy(full), mesh)
+        step = shardwise.TrainStep(model, mesh)
+        if trains:
+            step(batch)
+        module = model.get_submodule(name)
+        module.weight = nn.Parameter(torch.zeros(full.get_submodule(name).weight.shape))
+        with pytest.raises(UnsupportedError, match=f"another parameter in place of {name}.weight"):
+            step(batch)
+
+
 def _fail(*_):
     raise RuntimeError("in the forward")
 
@@ -316,3 +332,8 @@ def test_what_is_assigned_is_taken_or_refused(on_ranks, layout):
     found = _agreed(on_ranks(assigned, layout=layout))
     assert {name for name, outcome in found.items() if outcome == "refused"} == {"full"}
     assert not _wrong(found)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2"])
+def test_replaced_parameters_are_refused(on_ranks, layout):
+    on_ranks(replaced, layout=layout)

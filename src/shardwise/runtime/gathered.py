@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import UnsupportedError
 
@@ -25,6 +26,7 @@ __all__ = [
     "free_after_evaluation",
     "gathered_parameters",
     "param_groups",
+    "refuse_replaced",
 ]
 
 
@@ -97,6 +99,25 @@ def param_groups(unit: FSDPModule) -> list[Any]:
     state = unit._get_fsdp_state()
     found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in found if group is not None]
+
+
+def refuse_replaced(root: nn.Module) -> None:
+    """Raises `UnsupportedError` where a module has another parameter than FSDP2 gathers for it: that one would be lost.
+    Before the first forward FSDP2 takes another `DTensor`, as `load_state_dict(assign=True)` puts in.
+    """
+    for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+        for group in param_groups(unit):
+            for fsdp_param in group.fsdp_params if group.is_sharded else ():
+                owner, name = fsdp_param._module_info.module, fsdp_param._module_info.param_name
+                own = getattr(owner, name)
+                if own is fsdp_param.sharded_param or (isinstance(own, DTensor) and not group._reset_sharded_params):
+                    continue
+                path = next(path for path, module in root.named_modules() if module is owner)
+                raise UnsupportedError(
+                    f"another parameter in place of {path}.{name}, after the split",
+                    why="FSDP2 gathers and reduces the one that it was given, and would go on with that",
+                    fix="replace it before the split, or write into it: load_state_dict, or p.data = what is made of p",
+                )
 
 
 def _follow(unit: FSDPModule) -> None:
