@@ -71,7 +71,7 @@ def without_rounding(
     Little ones are its own: AdamW makes full steps of gradients that are next to zero, norms over few features blow it
     up, and dropout may leave sums as small as it. Others may come of a kink: it puts the input of a ReLU, or the choice
     of a router, on the other side. Those are the same when measured again, and gone in float64, and in float32 with
-    slightly other weights, with which a kink is elsewhere, and a fault of float32 alone where it was.
+    slightly other weights, each time, with which a kink is elsewhere, and a fault of float32 alone where it was.
 
     Args:
         again: measures a model on a batch, with a `tolerance`.
@@ -96,7 +96,7 @@ def without_rounding(
         once = functools.partial(again, batch=batch, tolerance=replace(tolerance, num_others=0))
         others = (once(_nudged(full, seed)) for seed in range(num_others))
         is_rounding = all(agreed(all_passed(exact))) and all(agreed(once(full) == found))
-        if not is_rounding or not any(all(agreed(all_passed(each))) for each in others):
+        if not is_rounding or not all(all(agreed(all_passed(each))) for each in others):
             return found
     said = "in float64" if is_little else "in float64, and with other weights"
     return {
