@@ -85,8 +85,11 @@ coverage: $(READY)
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q -m pure
 	SHARDWISE_FULL_PRODUCT=1 $(PY) -m pytest -q tests/proof/test_parity.py tests/comm/test_simulated.py \
 		tests/train/test_data_parallel.py tests/parallel/test_compiled.py tests/search/test_real_sizes.py tests/search/test_sequence_rules.py tests/compat/test_optimum_neuron.py \
-		tests/lora/test_product.py tests/lightning/test_curves.py tests/pipeline tests/cli/test_train.py tests/runtime/test_outputs.py \
-		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py
+		tests/lora tests/lightning/test_curves.py tests/pipeline tests/cli/test_train.py tests/runtime/test_outputs.py \
+		tests/parallel/test_pipeline_state.py tests/optim/test_unused.py tests/compat/test_nxd_adapters.py \
+		tests/parallel/test_shapes.py tests/parallel/test_materialize.py tests/data/test_packed_rows.py tests/proof/test_draws.py \
+		tests/search/test_generalize.py tests/search/test_fuse_reductions.py tests/parallel/test_regions.py \
+		tests/compat/test_nxd_stages.py tests/compat/test_nemo_automodel.py tests/schedule/test_torch.py
 	for layout in tp2 tp4 fsdp2.tp2; do $(PY) bench/architectures.py --layout $$layout --tasks $(TASKS); done
 	for layout in pp2 pp2.tp2 pp2.fsdp2; do $(PY) bench/architectures.py --layout $$layout; done
 	$(PY) bench/architectures.py --layout pp2 --tasks sequence_classification

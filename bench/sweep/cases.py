@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
+from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
@@ -29,7 +31,7 @@ from sweep.checkpoints import reload_elsewhere
 from sweep.every_cut import prove_every_cut
 from sweep.known import architectures, default_config, model_class
 
-__all__ = ["GROUPS", "Case", "Variant", "cases_of", "one_line", "prove"]
+__all__ = ["GROUPS", "Case", "Variant", "cases_of", "measured_again", "one_line", "prove"]
 
 GROUPS = {
     "text": ("causal_lm", "masked_lm", "seq2seq_lm"),
@@ -157,6 +159,7 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         "collectives_per_layer": found.collectives_per_layer and [round(n, 2) for n in found.collectives_per_layer],
         "whole": found.replicated,
         "split_seconds": round(found.split_seconds, 3),
+        "again": measured_again(report.measurements),
     }
 
 
@@ -236,6 +239,12 @@ def _failures(report: Report) -> str:
         names = sorted({fqn for each in report.measurements for fqn in getattr(each, name)})
         found += [f"{word}: {', '.join(names[:3])}"] * bool(names)
     return "; ".join(found)
+
+
+def measured_again(measurements: Iterable[Measurement]) -> dict[str, str]:
+    """How differences that rounding had put over what is allowed were measured again, by what differed."""
+    found = (difference for each in measurements for difference in each.differences.items())
+    return {name: each.again for name, each in found if each.again}
 
 
 def one_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ from shardwise.ranks.spawn import spawn
 from shardwise.search import deriving, planning
 from shardwise.tiny.models import build_tiny_model
 from shardwise.topology.shape import MeshShape
-from sweep.cases import GROUPS, one_line
+from sweep.cases import GROUPS, measured_again, one_line
 from sweep.configs import random_config
 from sweep.known import architectures, model_class
 
@@ -141,6 +141,7 @@ def _judged(case: FuzzCase, found: Sequence[Measurement | ShardwiseError]) -> di
         "result": "ok" if report.passed else "wrong",
         "cause": "" if report.passed else str(report),
         "block_share": round(measured[0].block_share, 4),
+        "again": measured_again(measured),
     }
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 # Which configurations of each layout, of architectures that take a second or two; those of one line share their ranks.
-# `make coverage` proves hundreds of all.
+# A plan is derived for some of each that splits over tp, which is most of what a configuration costs, and four ranks
+# prove few. `make coverage` proves hundreds of all.
 TOGETHER = (
-    ("tp2", False, range(8)),
+    ("tp2", False, (0, 1, 3, 4, 5, 6, 15, 16, 19, 20)),
     ("pp2", False, range(5)),
-    ("tp4", False, range(1, 4)),
-    ("tp2", True, range(5)),
-    ("fsdp2.tp2", False, range(3)),
+    ("tp4", False, (2, 4)),
+    ("tp2", True, (1, 2, 3, 10, 11)),
+    ("fsdp2.tp2", False, (1, 2)),
 )
 
 MODEL_TYPES = (
@@ -26,8 +27,8 @@ MODEL_TYPES = (
 def test_random_configurations_are_right_or_refused(layout, sequence_parallel, numbers):
     from sweep.fuzz import draw_cases, prove_together
 
-    drawn = draw_cases(numbers.stop, layout=layout, sequence_parallel=sequence_parallel, seed=2026, of=MODEL_TYPES)
-    for row in prove_together(drawn[numbers.start :], timeout_seconds=100):
+    drawn = draw_cases(21, layout=layout, sequence_parallel=sequence_parallel, seed=2026, of=MODEL_TYPES)
+    for row in prove_together([drawn[number] for number in numbers], timeout_seconds=100):
         assert row["result"] in ("ok", "refused", "no tiny model"), f"{row}\n{row['cause']}"
         if row["result"] == "refused":
             assert any(letter.isdigit() for letter in row["cause"]), row

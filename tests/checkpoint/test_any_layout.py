@@ -26,25 +26,25 @@ NEXT = 5 if DRILL else 3  # steps that are compared after a checkpoint was loade
 
 
 CHOSEN = {
-    "tp2": ("llama", "qwen3"),
-    "tp2+sp": ("llama-1kv",),
-    "fsdp2": ("phi3",),
-    "pp2": ("mixtral",),
-    "ddp2": ("llama",),
-    "tp4": ("t5",),
-    "fsdp4": ("phi3",),
-    "fsdp2.tp2": ("qwen3",),
-    "ddp2.fsdp2": ("bert",),
-    "pp2.tp2": ("gpt2",),
-    "pp2.fsdp2": ("mixtral",),
+    "tp2": "phi3",
+    "tp2+sp": "llama",
+    "fsdp2": "gpt2",
+    "pp2": "t5",
+    "ddp2": "bert",
+    "tp4": "llama-1kv",
+    "fsdp2.tp2": "qwen3",
+    "ddp2.fsdp2": "llama",
+    "pp2.tp2": "phi3",
+    "pp2.fsdp2": "mixtral",
 }
-"""With these, every layout has a family, and each family, optimizer, and ZeRO stage has a layout."""
+"""With these, every layout (fsdp4 is fsdp2's kind) has a family, and each family, optimizer, and ZeRO stage has a
+layout; those whose plans are derived are where none is needed."""
 
 
 def cases():
     """Every layout with some families, optimizers and ZeRO stages; with every family in `make drill`."""
     for (i, layout), (j, family) in itertools.product(enumerate(LAYOUTS), enumerate(FAMILIES)):
-        if DRILL or family in CHOSEN[layout]:
+        if DRILL or family == CHOSEN.get(layout):
             yield layout, family, OPTIMIZERS[(i + j) % len(OPTIMIZERS)], STAGES[(i + j) % 3]
 
 

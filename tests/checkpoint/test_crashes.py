@@ -25,7 +25,7 @@ from shardwise.weights import staging
 from tests.checkpoint.training import Training, differing
 from tests.families import tiny_model
 
-NUM_KILLS = 200 if "SHARDWISE_DRILL" in os.environ else 4
+NUM_KILLS = 200 if "SHARDWISE_DRILL" in os.environ else 3
 MOST_KILLS = 50  # of one test
 WRITING = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod", "os.link"}
 ALLOWED = {".lock", "latest"}

@@ -23,6 +23,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
 from shardwise.compat.neuronx_distributed.pipeline import NxDPPModel
 from shardwise.compat.neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule
 from shardwise.errors import ShardwiseError
+from tests.families import FULL_PRODUCT
 from tests.oracle import differing
 
 pytestmark = pytest.mark.spawn
@@ -215,7 +216,7 @@ def trained(mesh, kind, tp, zero, options, directory):
     [
         ("layers", 1, True, {"shares": True}),
         ("layers", 2, False, {"manual_pp_stage_partition_fn": uneven}),
-        ("words", 2, False, {}),
+        *([("words", 2, False, {})] if FULL_PRODUCT else []),
         ("words", 1, True, {"transformer_layer_cls": Block, "pipeline_cuts": ["layers.0"], "num_microbatches": 1}),
         ("bert", 2, False, {"virtual_pipeline_size": 1}),
     ],

@@ -44,13 +44,13 @@ def expected_history(whole, loss_of, steps, optimizer_class):
 
 
 def sample(mesh, directory):
-    """The document's sample: config, model, optimizer with ZeRO-1; five steps, save; five more at other degrees."""
+    """The document's sample: config, model, optimizer with ZeRO-1; three steps, save; three more at other degrees."""
     whole = tiny_model("llama").train()
     expected = expected_history(
-        copy.deepcopy(whole), lambda model, ids: model(input_ids=ids, labels=ids).loss, batches(), torch.optim.AdamW
+        copy.deepcopy(whole), lambda model, ids: model(input_ids=ids, labels=ids).loss, batches()[:6], torch.optim.AdamW
     )
     found, contents = [], []
-    for tp, steps in ((2, slice(0, 5)), (4, slice(5, 10))):
+    for tp, steps in ((2, slice(0, 3)), (4, slice(3, 6))):
         nxd_config = nxd.neuronx_distributed_config(
             tensor_parallel_size=tp,
             optimizer_config=ZERO,
@@ -77,7 +77,7 @@ def sample(mesh, directory):
                 model=model,
                 optimizer=optimizer,
                 scheduler=scheduler,
-                user_content={"total_steps": 5},
+                user_content={"total_steps": 3},
                 num_kept_ckpts=1,
             )
         names = [name for name, _ in model.named_parameters()]
@@ -97,7 +97,7 @@ def test_the_documents_sample_continues_at_other_degrees(on_ranks, layout, tmp_p
     known = (True, "torch.float32", "llama")
     for problems, contents in on_ranks(sample, directory=str(tmp_path)):
         assert problems == []
-        assert contents == [known, {"total_steps": 5}, known]
+        assert contents == [known, {"total_steps": 3}, known]
 
 
 def by_hand(mesh, tp, zero, recomputed, directory):
@@ -141,7 +141,7 @@ def by_hand(mesh, tp, zero, recomputed, directory):
 
 
 @pytest.mark.parametrize("layout", ["tp4"])
-@pytest.mark.parametrize(("tp", "zero", "recomputed"), [(2, True, True), (2, False, False), (4, False, True)])
+@pytest.mark.parametrize(("tp", "zero", "recomputed"), [(2, True, True), (4, False, False)])
 def test_hand_written_models_and_their_checkpoints(on_ranks, layout, tp, zero, recomputed, tmp_path):
     assert on_ranks(by_hand, directory=str(tmp_path)) == [[]] * 4
 

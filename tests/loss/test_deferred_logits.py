@@ -150,7 +150,6 @@ def compare(mesh, family, sp):
         ("tp1", "llama", False),
         ("tp2", "gemma2", False),
         ("tp2", "llama", True),
-        ("fsdp2", "llama", False),
         ("fsdp2", "gemma2", False),
         ("pp2", "llama", False),
         ("fsdp2.tp2", "llama", False),

@@ -26,7 +26,7 @@ def compare(layout):
         )
         worst = {}
         for case in itertools.product(
-            (5, 99, 257), ("mean", "sum", "none"), (0.0, 0.1), (False, True), (-100, 2), (1.0, 1e4)
+            (5, 99), ("mean", "sum", "none"), (0.0, 0.1), (False, True), (-100, 2), (1.0, 1e4)
         ):
             worst[case] = compare_one(context, *case)
         return worst

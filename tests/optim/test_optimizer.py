@@ -210,8 +210,8 @@ def update(layout):
     worst = {}
     with shardwise.Mesh.open(layout) as mesh:
         for name in CLASSES if layout == "tp2" else set(CLASSES) - {"Rprop"}:
-            cls, whole = getattr(torch.optim, name), tiny_model("llama")
-            model = shardwise.parallelize(tiny_model("llama"), mesh)
+            cls, whole = getattr(torch.optim, name), tiny_model("llama", num_hidden_layers=1)
+            model = shardwise.parallelize(copy.deepcopy(whole), mesh)
             options = {"lr": 1e-3, **({"eps": 1e-4} if "eps" in cls.__init__.__code__.co_varnames else {})}
             optimizers = cls(whole.parameters(), **options), shardwise.build_optimizer(model, cls, **options)
             batch = tiny_batch(whole)

@@ -85,9 +85,8 @@ def draw(layout):
 @pytest.mark.spawn
 def test_random_weights_do_not_depend_on_the_layout():
     expected = spawn(draw, 1, "tp1")[0]
-    for layout in ("fsdp2", "fsdp2.tp2"):
-        for state in spawn(draw, MeshShape.parse(layout).world_size, layout):
-            assert all(torch.equal(state[name], value) for name, value in expected.items())
+    for state in spawn(draw, 4, "fsdp2.tp2"):
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def turn_knobs(mesh, options):

@@ -13,9 +13,10 @@ from tests.families import tiny_model
 pytestmark = pytest.mark.spawn
 
 # transformers' own auxiliary loss of mixtral does not bear generating with a mask.
+NUM_TOKENS = 6
 FAMILIES = {"llama": {}, "gemma2": {}, "mixtral": {"output_router_logits": False}}
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
-SAMPLED = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5, "top_k": 20}
+GREEDY = {"max_new_tokens": NUM_TOKENS, "do_sample": False}
+SAMPLED = {"max_new_tokens": NUM_TOKENS, "do_sample": True, "temperature": 1.5, "top_k": 20}
 
 
 def prompts(model):
@@ -50,7 +51,7 @@ def t5():
 def generate_from_encoder(mesh):
     whole = t5()
     inputs = prompts(whole)
-    options = {"max_new_tokens": 6, "num_beams": 2}
+    options = {"max_new_tokens": 3, "num_beams": 2}
     expected = whole.generate(**inputs, **options).tolist()
     return expected, shardwise.parallelize(whole, mesh).generate(**inputs, **options).tolist()
 
@@ -84,6 +85,6 @@ def test_an_encoder_whose_parameters_are_sharded_runs_by_itself(on_ranks, layout
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_whole_models_greedy_or_sampled(on_ranks, family, sequence_parallel):
     for expected, greedy, expected_sample, sample in on_ranks(generate, layout="tp2"):
-        assert len(expected[0]) == 7 + 12
+        assert len(expected[0]) == 7 + NUM_TOKENS
         assert greedy == expected
         assert sample == expected_sample != expected

@@ -331,14 +331,14 @@ def test_what_is_allowed_to_be_missing_is_logged(unfit, name):
 RANDOM = ("llama", "mixtral", "gemma3_text", "phi3", "deepseek_v3", "gpt_neox")
 
 
-def initialise(mesh, family):
-    """Digests of what two seeds give, the first of them twice."""
+def initialise(mesh, family, seeds=(0, 1)):
+    """Digests of what seeds give."""
     values = {**COMMON, **FAMILIES[family], "num_hidden_layers": 1, "tie_word_embeddings": family == "gemma3_text"}
     config = transformers.AutoConfig.for_model(family, **values)
     before = config.to_dict()
     torch.manual_seed(mesh.rank)  # must not matter
     stream = torch.get_rng_state()
-    states = [shardwise.full_state_dict(shardwise.load(config, mesh, seed=seed)) for seed in (0, 0, 1)]
+    states = [shardwise.full_state_dict(shardwise.load(config, mesh, seed=seed)) for seed in seeds]
     assert torch.equal(torch.get_rng_state(), stream), "loading drew from the caller's stream"
     assert config.to_dict() == before
     with torch.device("meta"):
@@ -349,13 +349,15 @@ def initialise(mesh, family):
     return [digest(state) for state in states]
 
 
-@pytest.mark.parametrize("family", RANDOM)
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [*(("tp2", family) for family in RANDOM), *(("tp4", family) for family in ("mixtral", "phi3"))],
+)
 def test_random_values_depend_on_the_seed_alone(on_ranks, layout, family):
     with shardwise.Mesh.open("tp1") as mesh:
-        first, again, other = initialise(mesh, family)
+        first, again, other = initialise(mesh, family, seeds=(0, 0, 1))
     assert first == again != other
-    assert all(found == [first, again, other] for found in on_ranks(initialise))
+    assert all(found == [first, other] for found in on_ranks(initialise))
 
 
 def load_by_plan(layout, directory):

@@ -12,6 +12,14 @@ from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.tiny.models import build_tiny_model, shrink_config
 from shardwise.topology.shape import MeshShape
+from tests.families import FULL_PRODUCT
+
+
+def config_of(model_type):
+    config = shrink_config(default_config(model_type))
+    if model_type == "falcon_h1":
+        config.ssm_multipliers = [0.5, 2.0, 0.25, 4.0, 8.0]  # no two alike
+    return config
 
 
 def loaded(source, name, layout):
@@ -29,16 +37,16 @@ def tensors_of(model):
     ("model_type", "name"),
     [
         ("bamba", "BambaForCausalLM"),
-        ("zamba", "ZambaForCausalLM"),
         ("apertus", "ApertusForCausalLM"),
         ("fnet", "FNetForMaskedLM"),
         ("openai-gpt", "OpenAIGPTLMHeadModel"),
         ("falcon_h1", "FalconH1ForCausalLM"),
         ("xlnet", "XLNetLMHeadModel"),  # `torch.FloatTensor` knows no meta device
+        *[("zamba", "ZambaForCausalLM")] * FULL_PRODUCT,  # by counts, as bamba
     ],
 )
 def test_initial_values_are_parts_of_the_unsplit_model_s(model_type, name):
-    config = shrink_config(default_config(model_type))
+    config = config_of(model_type)
     whole, split = loaded(config, name, "tp1"), loaded(config, name, "tp2")
     expected, entries = tensors_of(whole), registry_of(split).entries
     assert any(entry.split is not None for entry in entries.values())
@@ -64,8 +72,7 @@ def test_constants_are_what_transformers_gives(model_type, name):
 
 @pytest.mark.single
 def test_buffers_that_no_checkpoint_holds_are_restored(tmp_path):
-    config = shrink_config(default_config("falcon_h1"))
-    config.ssm_multipliers = [0.5, 2.0, 0.25, 4.0, 8.0]
+    config = config_of("falcon_h1")
     whole = build_tiny_model(config, model_class("FalconH1ForCausalLM"), seed=0)
     whole.save_pretrained(tmp_path)
     split = loaded(tmp_path, "FalconH1ForCausalLM", "tp2")

@@ -13,7 +13,7 @@ import shardwise
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import canonical_entries, local_part, registry_of
 from shardwise.parameters.replicas import find_unequal_replicas
-from tests.families import MANY_STEPS, rows_of, tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, MANY_STEPS, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -23,12 +23,16 @@ ADAMW = {"lr": 1e-3, "eps": 1e-6}
 CASES = {
     ("pp2", "1f1b"): {"tied": True},
     ("pp2", "zbv"): {"tied": True},
-    ("pp2.fsdp2", "1f1b"): {"fsdp": shardwise.FsdpPolicy(zero_stage=2)},
-    ("pp2.fsdp2", "zbv"): {"tied": True},
+    ("pp2.fsdp2", "zbv"): {"tied": True, "fsdp": shardwise.FsdpPolicy(zero_stage=2)},
     ("pp2.ddp2", "interleaved_1f1b"): {"tied": True},
     ("pp2.tp2", "gpipe"): {"tied": True, "sequence_parallel": True},
-    ("pp2.tp2", "looped_bfs"): {},
 }
+"""Every axis beside stages, with one stage on a rank and with two."""
+if FULL_PRODUCT:  # other schedules of the same kinds, which tests/pipeline/test_step.py has in these layouts, too
+    CASES |= {
+        ("pp2.fsdp2", "1f1b"): {"fsdp": shardwise.FsdpPolicy(zero_stage=2)},
+        ("pp2.tp2", "looped_bfs"): {},
+    }
 
 
 def build(mesh, schedule, *, tied=False, buffers=False, **options):
@@ -41,15 +45,15 @@ def build(mesh, schedule, *, tied=False, buffers=False, **options):
 
 def train(mesh, schedule):
     """What is wrong with loss, gradients, norms and parameters in three steps, and with copies after them: after more
-    where tied weights are copied over other axes too (those of pp2 alone, which fsdp shards and copies no further:
-    tests/pipeline/test_step.py).
+    where tied weights are split over tp too (those of pp2 alone, which fsdp shards and copies no further, go on in
+    tests/pipeline/test_step.py, those of ddp in tests/train/test_data_parallel.py).
     """
     whole, model = build(mesh, schedule, **CASES[str(mesh.shape), schedule])
     batch = tiny_batch(whole, rows=4 * mesh.data_size)
     rows, step, problems = rows_of(batch, mesh), shardwise.TrainStep(model, mesh, num_microbatches=4), []
     optimizers = [torch.optim.AdamW(whole.parameters(), **ADAMW)]
     optimizers.append(shardwise.build_optimizer(model, torch.optim.AdamW, **ADAMW))
-    is_long = CASES[str(mesh.shape), schedule].get("tied") and mesh.size("tp") * mesh.size("ddp") > 1
+    is_long = CASES[str(mesh.shape), schedule].get("tied") and mesh.size("tp") > 1
     for number in range(3):
         loss = step(rows).loss
         expected = whole(**batch).loss
@@ -206,7 +210,7 @@ def random_values(mesh, seed, tied):
 
 
 @pytest.mark.parametrize("layout", ["pp2"])
-@pytest.mark.parametrize(("seed", "tied"), [(0, True), (1, False)])
+@pytest.mark.parametrize(("seed", "tied"), [(1, True)])
 def test_random_values_do_not_depend_on_stages(on_ranks, layout, seed, tied):
     with shardwise.Mesh.open("tp1") as mesh:
         expected = random_values(mesh, seed, tied)

@@ -13,7 +13,6 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.errors import ConfigError
 from shardwise.parallel.activation_memory import MemoryCount
 from shardwise.plan.options import ParallelSpec
-from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
 LAYERS, LENGTH = 4, 32
@@ -74,7 +73,7 @@ def test_offloaded_blocks_keep_their_inputs_on_the_host(monkeypatch):
         torch.testing.assert_close(found[name], gradient)
 
 
-def kept_by_compiled(budget):
+def kept_by_compiled(mesh, budget):
     """Bytes that blocks keep for backward besides parameters, and the gradients."""
     kept, recompute = {}, shardwise.Recompute(mode="none" if budget is None else "budget", budget=budget)
 
@@ -83,86 +82,86 @@ def kept_by_compiled(budget):
             kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with shardwise.Mesh.open("tp1", device="cpu") as mesh:
-        model = tiny_model("llama")
-        batch = tiny_batch(model, length=LENGTH)
-        choice = shardwise.Compile(backend="aot_eager")
-        model = shardwise.parallelize(model, mesh, recompute=recompute, compilation=choice).train()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            loss = model(**batch).loss
-        loss.backward()
-        torch.compiler.reset()
-        return sum(kept.values()), [parameter.grad for parameter in model.parameters()]
+    model = tiny_model("llama")
+    batch = tiny_batch(model, length=LENGTH)
+    choice = shardwise.Compile(backend="aot_eager")
+    model = shardwise.parallelize(model, mesh, recompute=recompute, compilation=choice).train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(**batch).loss
+    loss.backward()
+    torch.compiler.reset()
+    return sum(kept.values()), [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.single
+@pytest.mark.spawn  # ranks find torch's compiler imported
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # what torch's tracing does itself
-def test_compiled_blocks_keep_as_much_as_a_budget_allows():
-    most, expected = kept_by_compiled(None)
-    least, found = kept_by_compiled(0.0)
+def test_compiled_blocks_keep_as_much_as_a_budget_allows(on_ranks):
+    ((most, expected),) = on_ranks(kept_by_compiled, layout="tp1", budget=None)
+    ((least, found),) = on_ranks(kept_by_compiled, layout="tp1", budget=0.0)
     assert least < most / 2
     torch.testing.assert_close(found, expected)
 
 
-def count_collectives(mode):
-    with shardwise.Mesh.open("tp2") as mesh:
-        model = tiny_model("llama", num_hidden_layers=LAYERS)
-        batch = tiny_batch(model)
-        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode))
-        with CommunicationCount() as count:
-            shardwise.TrainStep(model, mesh)(batch)
-        return count.num_calls("all_reduce", at_least_elements=2 * 13 * 64)
+def count_collectives(mesh, mode):
+    model = tiny_model("llama", num_hidden_layers=LAYERS)
+    batch = tiny_batch(model)
+    model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode))
+    with CommunicationCount() as count:
+        shardwise.TrainStep(model, mesh)(batch)
+    return count.num_calls("all_reduce", at_least_elements=2 * 13 * 64)
 
 
 @pytest.mark.spawn
-def test_full_recomputation_repeats_a_blocks_collectives_and_selective_keeps_them():
-    assert spawn(count_collectives, 2, "none") == [4 * LAYERS + 2] * 2
-    assert spawn(count_collectives, 2, "selective") == [4 * LAYERS + 2] * 2
+def test_full_recomputation_repeats_a_blocks_collectives_and_selective_keeps_them(on_ranks):
+    assert on_ranks(count_collectives, layout="tp2", mode="none") == [4 * LAYERS + 2] * 2
+    assert on_ranks(count_collectives, layout="tp2", mode="selective") == [4 * LAYERS + 2] * 2
     # The last reduction of a block is followed by nothing that backward needs, so checkpointing stops before it.
-    repeated = spawn(count_collectives, 2, "full")[0] - (4 * LAYERS + 2)
+    repeated = on_ranks(count_collectives, layout="tp2", mode="full")[0] - (4 * LAYERS + 2)
     assert 0 < repeated <= 2 * LAYERS
 
 
-def drop_out(mode):
+def drop_out(mesh, mode):
     """Gradients of a model with dropout, from equal seeds."""
-    with shardwise.Mesh.open("tp2") as mesh:
-        model = tiny_model("llama", attention_dropout=0.3)
-        batch = tiny_batch(model)
-        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode)).train()
-        torch.manual_seed(7)
-        shardwise.TrainStep(model, mesh)(batch)
-        return shardwise.full_gradients(model)
+    model = tiny_model("llama", num_hidden_layers=1, attention_dropout=0.3)
+    batch = tiny_batch(model)
+    model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode=mode)).train()
+    torch.manual_seed(7)
+    shardwise.TrainStep(model, mesh)(batch)
+    return shardwise.full_gradients(model)
+
+
+def drop_out_again(mesh, mode):
+    recomputed = drop_out(mesh, mode)
+    for name, gradient in drop_out(mesh, "none").items():
+        torch.testing.assert_close(recomputed[name], gradient)
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("mode", ["full", "selective", "attention"])
-def test_dropout_is_the_same_when_it_is_drawn_again(mode):
-    for kept, recomputed in zip(spawn(drop_out, 2, "none"), spawn(drop_out, 2, mode), strict=True):
-        for name, gradient in kept.items():
-            torch.testing.assert_close(recomputed[name], gradient)
+def test_dropout_is_the_same_when_it_is_drawn_again(on_ranks, mode):
+    on_ranks(drop_out_again, layout="tp2")
 
 
-def freeze(layout):
+def freeze(mesh):
     """A frozen model with a trained part, as adapters make it."""
-    with shardwise.Mesh.open(layout) as mesh:
-        model = tiny_model("llama")
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("layers.1.mlp" in name)
-        batch = tiny_batch(model)
-        model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"))
-        mine = rows_of(batch, mesh)
-        shardwise.TrainStep(model, mesh)(mine)
-        found = shardwise.full_gradients(model)
-        whole = tiny_model("llama")
-        whole(**batch).loss.backward()
-        assert set(found) == {f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
-        return max(float((found[name] - whole.get_parameter(name).grad).abs().max()) for name in found)
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1.mlp" in name)
+    batch = tiny_batch(model)
+    model = shardwise.parallelize(model, mesh, recompute=shardwise.Recompute(mode="full"))
+    mine = rows_of(batch, mesh)
+    shardwise.TrainStep(model, mesh)(mine)
+    found = shardwise.full_gradients(model)
+    whole = tiny_model("llama")
+    whole(**batch).loss.backward()
+    assert set(found) == {f"model.layers.1.mlp.{each}_proj.weight" for each in ("gate", "up", "down")}
+    return max(float((found[name] - whole.get_parameter(name).grad).abs().max()) for name in found)
 
 
 @pytest.mark.spawn
 @pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
-def test_frozen_bases_are_recomputed_too(layout):
-    assert max(spawn(freeze, 2, layout)) < 1e-6
+def test_frozen_bases_are_recomputed_too(on_ranks, layout):
+    assert max(on_ranks(freeze)) < 1e-6
 
 
 @pytest.mark.single

@@ -12,13 +12,18 @@ import transformers
 
 import shardwise
 from shardwise.errors import PlanError
-from shardwise.ranks.spawn import spawn
-from tests.families import checkpoint_layers, tiny_batch, tiny_model
+from tests.families import FULL_PRODUCT, checkpoint_layers, tiny_batch, tiny_model
 from tests.oracle import Oracle
 
 pytestmark = pytest.mark.spawn
 
 either_way = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+
+
+def one_way(cases):
+    """Each of the cases once, one along the sequence and the next not; both ways in `make coverage`."""
+    ways = [(named, way) for named in cases for way in (False, True)]
+    return ways if FULL_PRODUCT else [(named, bool(number % 2)) for number, named in enumerate(cases)]
 
 
 @functools.lru_cache(maxsize=1)
@@ -57,8 +62,7 @@ UNEVEN = {
 }
 
 
-@either_way
-@pytest.mark.parametrize("named", [*HEADS, *UNEVEN])
+@pytest.mark.parametrize(("named", "sequence_parallel"), one_way([*HEADS, *UNEVEN]))
 def test_heads_and_features_divide_among_four_ranks(on_ranks, named, sequence_parallel):
     for problems in on_ranks(differences, layout="tp4"):
         assert not problems
@@ -71,34 +75,34 @@ WIDTHS = {
         ("qwen3_moe", "moe_intermediate_size"),
         ("deepseek_v3", "moe_intermediate_size"),
     )
-    for width in (20, 36, 100)
+    for width in ((20, 36, 100) if FULL_PRODUCT else (20, 36))
 }
 
 
-@either_way
-@pytest.mark.parametrize("named", WIDTHS)
+@pytest.mark.parametrize(("named", "sequence_parallel"), one_way(WIDTHS))
 def test_experts_of_any_width_run(on_ranks, named, sequence_parallel):
     """Products of stacked experts read rows of whole 16 bytes alone, which a rank's part need not be."""
     for problems in on_ranks(differences, layout="tp2"):
         assert not problems
 
 
-def refused_heads(layout, num_heads, num_key_value_heads):
-    with shardwise.Mesh.open(layout) as mesh:
-        model = tiny_model(
-            "llama", num_attention_heads=num_heads, num_key_value_heads=num_key_value_heads, hidden_size=96, head_dim=8
-        )
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(PlanError) as raised:
-            shardwise.parallelize(model, mesh)
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the model changed"
-        return str(raised.value)
+def refused_heads(mesh, num_heads, num_key_value_heads):
+    model = tiny_model(
+        "llama", num_attention_heads=num_heads, num_key_value_heads=num_key_value_heads, hidden_size=96, head_dim=8
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(PlanError) as raised:
+        shardwise.parallelize(model, mesh)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the model changed"
+    return str(raised.value)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_heads", "num_key_value_heads"), [(2, 12, 3), (4, 12, 3), (4, 6, 6)])
-def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(num_ranks, num_heads, num_key_value_heads):
+@pytest.mark.parametrize(("layout", "num_heads", "num_key_value_heads"), [("tp2", 12, 3), ("tp4", 6, 6)])
+def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_work(
+    on_ranks, layout, num_heads, num_key_value_heads
+):
     legal = {(12, 3): "1, 3, 6, 12", (6, 6): "1, 2, 3, 6"}[num_heads, num_key_value_heads]
-    first, *others = spawn(refused_heads, num_ranks, f"tp{num_ranks}", num_heads, num_key_value_heads)
+    first, *others = on_ranks(refused_heads)
     assert f"use tp_size {legal}" in first
     assert f"{num_key_value_heads} key-value heads" in first or f"{num_heads} query heads" in first
     assert others == [first] * len(others)
@@ -136,20 +140,23 @@ def true_sizes(whole, mesh, directory, size):
     return problems
 
 
-@pytest.mark.parametrize(
-    ("layout", "named", "sequence_parallel"),
-    [  # every vocabulary over two and four ranks, once with and once without
-        (layout, named, bool((i + j + j // 2) % 2))
-        for (i, layout), (j, named) in itertools.product(enumerate(("tp2", "tp4")), enumerate(VOCABULARIES))
-    ],
-)
+DIVIDED = [
+    (layout, named, bool((i + j + j // 2) % 2))
+    for (i, layout), (j, named) in itertools.product(enumerate(("tp2", "tp4")), enumerate(VOCABULARIES))
+    if FULL_PRODUCT or layout == "tp4" or named in ("99 tokens", "3 tokens, tied")
+]
+"""Every vocabulary over four ranks, of which one may have none of it, an uneven one and the smallest over two; in
+`make coverage` all over both, once along the sequence and once not.
+"""
+
+
+@pytest.mark.parametrize(("layout", "named", "sequence_parallel"), DIVIDED)
 def test_vocabularies_of_any_size_divide(on_ranks, layout, named, sequence_parallel):
     for problems in on_ranks(differences):
         assert not problems
 
 
-@pytest.mark.parametrize("named", VOCABULARIES)
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize(("layout", "named"), [cell[:2] for cell in DIVIDED])
 def test_vocabularies_leave_with_their_true_sizes(on_ranks, layout, named, tmp_path):
     for problems in on_ranks(true_sizes_of, directory=tmp_path):
         assert not problems
@@ -211,13 +218,14 @@ CASES = {**HEADS, **UNEVEN, **WIDTHS, **VOCABULARIES, **BATCHES, **NOTHING_TO_LE
 
 
 @pytest.mark.parametrize(
-    ("named", "sequence_parallel"),
-    [  # each kind of batch either way, in another family
-        (named, bool((number + number // (len(BATCHES) // 2)) % 2)) for number, named in enumerate(BATCHES)
+    ("layout", "named", "sequence_parallel"),
+    [  # each kind of batch either way, in another family; lengths over more ranks than there may be tokens
+        ("tp4" if "length" in named else "tp2", named, bool((number + number // (len(BATCHES) // 2)) % 2))
+        for number, named in enumerate(BATCHES)
     ],
 )
-def test_batches_of_any_length_and_padding(on_ranks, named, sequence_parallel):
-    for problems in on_ranks(differences, layout="tp4"):
+def test_batches_of_any_length_and_padding(on_ranks, layout, named, sequence_parallel):
+    for problems in on_ranks(differences):
         assert not problems
 
 

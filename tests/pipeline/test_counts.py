@@ -60,7 +60,7 @@ def train_counted(mesh, family, name, zero_stage=1):
     num_units = sum(any(name.startswith(unit) for name in held) for unit in units)
     around = [name for name in held if registry.entries[name].data == "managed" and not name.startswith(sum(units, ()))]
     num_units += len(around)  # the last norm, which a stage's root holds
-    for length in (6, 9):
+    for length in (6, 9) if mesh.data_size == 1 else (6,):
         batch = rows_of(tiny_batch(whole, rows=COUNT * mesh.data_size, length=length), mesh)
         part = {name: value[:1] for name, value in batch.items()} | step._defaults
         expected = [COUNT * each for each in expected_messages(runner, part)]
@@ -78,7 +78,7 @@ def train_counted(mesh, family, name, zero_stage=1):
 
 @pytest.mark.parametrize(
     ("layout", "family", "name", "per_cut"),
-    [("pp2", "llama", "1f1b", 2), ("pp2", "gpt2", "zbv", 2), ("pp2", "t5", "interleaved_1f1b", None)],
+    [("pp2", "gpt2", "zbv", 2), ("pp2", "t5", "interleaved_1f1b", None)],
 )
 def test_messages_are_the_derived_tensors_once_each_way(on_ranks, layout, family, name, per_cut):
     for rank in on_ranks(train_counted):
@@ -89,12 +89,12 @@ def test_messages_are_the_derived_tensors_once_each_way(on_ranks, layout, family
             assert most == in_flight
 
 
-@pytest.mark.parametrize(("name", "zero_stage"), [("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("zbv", 1), ("zbv", 3)])
+@pytest.mark.parametrize(("name", "zero_stage"), [("1f1b", 2), ("1f1b", 3), ("zbv", 1), ("zbv", 3)])
 @pytest.mark.parametrize(("layout", "family"), [("pp2.fsdp2", "llama")])
 def test_units_are_gathered_as_often_as_the_zero_stage_says(on_ranks, layout, family, name, zero_stage):
     for rank in on_ranks(train_counted):
-        for (sent, expected), _, (most, in_flight), (gathers, reductions), num_units in rank:
-            assert (sent, most) == (expected, in_flight)
+        for (sent, expected), (runs, expected_runs), (most, in_flight), (gathers, reductions), num_units in rank:
+            assert (sent, runs, most) == (expected, expected_runs, in_flight)
             assert reductions == num_units
             if zero_stage < 3:
                 assert gathers == num_units

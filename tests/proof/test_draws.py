@@ -50,9 +50,12 @@ def starcoder():
     ("family", "name", "sequence_parallel"),
     [
         ("starcoder2", "Starcoder2ForCausalLM", False),
-        ("mixtral", "MixtralForCausalLM", True),
-        *(
-            [("starcoder2", "Starcoder2ForCausalLM", True), ("mixtral", "MixtralForCausalLM", False)]
+        *(  # verified on ranks below
+            [
+                ("mixtral", "MixtralForCausalLM", True),
+                ("starcoder2", "Starcoder2ForCausalLM", True),
+                ("mixtral", "MixtralForCausalLM", False),
+            ]
             if FULL_PRODUCT
             else []
         ),
@@ -264,7 +267,8 @@ def drop_wrongly(layout):
     """`verify` on ranks that all draw from the common stream."""
     SplitContext.fork_rng = lambda *_, **__: None
     config = shrink_config(tiny_model("starcoder2").config, without_dropout=True)
-    return _prove_on_this_rank(Proof(config=config, model_class=model_class("Starcoder2ForCausalLM"), layout=layout))
+    own_class = model_class("Starcoder2ForCausalLM")
+    return _prove_on_this_rank(Proof(config=config, model_class=own_class, layout=layout, num_steps=3))
 
 
 @pytest.mark.spawn
@@ -299,7 +303,7 @@ def test_what_may_be_rounding_is_measured_in_float64(bias, only, passes):
     trained, found = measured(tiny_model("llama"), off_by(bias, only))
     assert (trained.passed, found.passed) == (passes, passes)
     for each in (trained, found.gradient):
-        assert each.name.endswith(", in float64") == (bias < 1e-2)
+        assert (each.again == "in float64") == (bias < 1e-2)
 
 
 def measured(full, split):
@@ -336,7 +340,7 @@ def test_a_kink_is_measured_in_float64_and_with_other_weights(bias, passes):
     )
     assert (trained.passed, found.passed) == (passes, passes)
     for each in (trained, found.gradient):
-        assert each.name.endswith(", in float64, and with other weights") == passes
+        assert (each.again == "in float64, and with other weights") == passes
 
 
 def without_hooks(model):
@@ -371,9 +375,10 @@ def test_what_runs_in_float32_alone_keeps_its_difference():
 @pytest.mark.spawn
 def test_fnet_trains_on_parts_of_the_sequence():
     config = shrink_config(default_config("fnet", task="masked_lm"), without_dropout=True)
-    report = verify_along_the_sequence(config, "FNetForMaskedLM", "tp2")
+    report = verify_along_the_sequence(config, "FNetForMaskedLM", "tp2", dtype="float32")
     assert report.passed, str(report)
     assert report.measurements[0].in_training is not None
+    assert report.measurements[0].narrow is None, "float32 is no narrower dtype"
 
 
 @pytest.mark.single

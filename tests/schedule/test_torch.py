@@ -12,6 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardwise.errors import ConfigError
 from shardwise.schedule.build import build_schedule
+from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.single
 
@@ -64,7 +65,7 @@ def order_said(schedule_class, pp_size, num_microbatches, num_stages):
     return [[str(action) for action in order[rank] if action is not None] for rank in range(pp_size)]
 
 
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 8, *([5] if FULL_PRODUCT else [])])
 @pytest.mark.parametrize(
     ("name", "num_stages"),
     [

@@ -23,6 +23,7 @@ from shardwise.search.deriving import derive_plan
 from shardwise.search.trial import Trial
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.simulate import SimulatedMesh
+from tests.families import FULL_PRODUCT
 
 pytestmark = pytest.mark.single
 
@@ -118,7 +119,9 @@ def test_a_tensor_that_was_written_to_enters_anew():
     assert entered.get_or_enter("", x, lambda x: x * 2).requires_grad, "what was made without a graph enters none"
 
 
-@pytest.mark.parametrize(("model_type", "name"), [("olmoe", "OlmoeForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")])
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("olmoe", "OlmoeForCausalLM"), *[("qwen3_5", "Qwen3_5ForCausalLM")] * FULL_PRODUCT]
+)
 def test_a_declared_plan_that_gathers_gives_way_to_one_that_does_not(model_type, name):
     tiny, _, plan = derived(model_type, name)
     facts = read_facts(tiny)

@@ -116,11 +116,12 @@ def train_zebra(layout):
             mesh,
             split=shardwise.parallelize,
             step=lambda model, mesh, batch: shardwise.TrainStep(model, mesh)(batch).loss,
+            num_steps=3,
         )
 
 
 @pytest.mark.spawn
-@pytest.mark.parametrize("layout", ["tp2", "tp4"])
+@pytest.mark.parametrize("layout", ["tp2"])  # for more ranks plans of such models are derived in test_rules.py
 def test_a_model_that_nobody_registered_is_derived_and_trains_exactly(layout):
     for found in spawn(train_zebra, int(layout[2:]), layout):
         assert found.passed, found
@@ -156,7 +157,7 @@ def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
 @pytest.mark.single
 def test_plans_of_large_models_come_from_tiny_ones_and_cover_all_layers(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
-    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), tp_size=4)
+    plan = plan_for(small(n_embd=1024, n_layer=24, n_head=16), ParallelSpec(plan="auto"), tp_size=2)
     styles = {rule.pattern: rule.style for rule in plan.rules}
     assert styles["transformer.h.*.attn.c_attn"] == "split(1, sections=3)"
     assert styles["transformer.h.*.mlp.c_proj"] == "rowwise"

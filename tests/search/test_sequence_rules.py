@@ -136,8 +136,7 @@ def odd_plan(parts):
     return derive_plan(odd_model(), Plan(()), tp_size=parts, sequence_parallel=True).plan
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("length", [12, 7])
+@pytest.mark.parametrize(("parts", "length"), [(2, 12), (2, 7), (4, 7)])
 def test_what_runs_behind_is_told_by_running_and_what_mixes_is_given_all(parts, length):
     model, plan = odd_model(), odd_plan(parts)
     found = styles(plan)
@@ -181,6 +180,9 @@ def test_two_stacks_have_lengths_and_ends_of_their_own():
 SEEN_ELSEWHERE = (  # of models written by hand, above and below
     ("axk1", "causal_lm", "AXK1ForCausalLM"),  # experts whose routing is along the sequence, a norm on their sum
     ("neomme", "masked_lm", "NeoMMEForMaskedLM"),  # an input that only the last layer is given
+    # and on ranks, test_sequence_rules_on_ranks.py
+    ("bart", "seq2seq_lm", "BartForConditionalGeneration"),  # two stacks, a norm registered after and run before
+    ("codegen", "causal_lm", "CodeGenForCausalLM"),  # an attention that stays replicated
 )
 
 
@@ -188,9 +190,7 @@ SEEN_ELSEWHERE = (  # of models written by hand, above and below
     ("model_type", "task", "name"),
     [
         ("camembert", "masked_lm", "CamembertForMaskedLM"),  # the head is registered in front
-        ("bart", "seq2seq_lm", "BartForConditionalGeneration"),  # two stacks, a norm registered after and run before
         ("llama4_text", "causal_lm", "Llama4ForCausalLM"),  # experts that flatten what they return
-        ("codegen", "causal_lm", "CodeGenForCausalLM"),  # an attention that stays replicated
         ("gemma4_text", "causal_lm", "Gemma4ForCausalLM"),  # embedded tokens also enter every layer by another way
         *SEEN_ELSEWHERE * FULL_PRODUCT,
     ],

@@ -187,7 +187,7 @@ def recompute(mesh, family):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_neox"])  # whose kinds others have
 def test_layers_that_run_again_in_backward_drop_the_same(on_ranks, family):
     for rank in on_ranks(recompute, layout="tp2"):
         for sequence_parallel in (False, True):

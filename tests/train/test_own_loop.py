@@ -19,7 +19,7 @@ from transformers import DynamicCache
 import shardwise
 from shardwise.errors import ConfigError, GradientError, LayoutError, RankError, UnsupportedError
 from shardwise.optim.summing import time_reduction
-from shardwise.parameters.registry import entry_of, registry_of
+from shardwise.parameters.registry import entry_of, local_part, registry_of
 from shardwise.plan.options import FsdpPolicy
 from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -144,7 +144,7 @@ def norms_by_hand(pair):
     with pytest.raises(UnsupportedError, match="a part of the gradient"):
         sum(parameter.grad.data.norm(2).item() ** 2 for parameter in pair.split.parameters())
     for call in NUMBERS:
-        with pytest.raises(UnsupportedError, match="all elements of a part of a gradient"):
+        with pytest.raises(UnsupportedError, match="of a part of a gradient"):
             call(pair.split.lm_head.weight.grad)
     for model in (pair.full, pair.split):
         for parameter in model.parameters():
@@ -177,7 +177,7 @@ def grad_scaler(pair):
         if overflows:
             pair.full.lm_head.weight.grad[0, 0] = math.inf
             if pair.mesh.rank == 0:
-                _local(pair.split.lm_head.weight.grad)[0, 0] = math.inf
+                local_part(pair.split.lm_head.weight.grad)[0, 0] = math.inf
         for model, optimizer, scaler in zip((pair.full, pair.split), optimizers, scalers, strict=True):
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -216,6 +216,9 @@ def reading_gradients(pair):
             if entry_of(parameter).split is None:
                 found = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
                 problems += differing(name, found, expected[name].grad, 1e-4)
+            elif isinstance(parameter.grad, DTensor):
+                with pytest.raises(UnsupportedError, match=r"full_tensor\(\) of a part of a gradient"):
+                    parameter.grad.full_tensor()
     copied = copy.deepcopy(next(pair.split.parameters()).grad)
     assert type(copied) in (torch.Tensor, DTensor)
     assert torch.equal(_local(copied), _local(next(pair.split.parameters()).grad))
@@ -552,8 +555,8 @@ def other_learning_rates(pair):
     return []
 
 
-EVERYWHERE = (closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients)
 AT_TP = (
+    *(closures, plain_adamw, plain_clipping, norms_by_hand, grad_scaler, reading_gradients),
     *(fused_adamw, foreach_adamw, clipping_by_value, averaged_model, functional_gradients, inner_backward),
     *(second_derivatives, two_models, drifted_replicas, head_by_itself, transforms),
     replaced_parameters,
@@ -562,13 +565,13 @@ AT_TP = (
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {
-    "tp2": EVERYWHERE + AT_TP,
-    "fsdp2.tp2": EVERYWHERE,
+    "tp2": AT_TP,
+    "fsdp2.tp2": (plain_clipping, norms_by_hand, grad_scaler, reading_gradients),
     "tp2+sp": (closures, plain_clipping, *ALONE, positions_that_restart, layers_run_again),
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
         *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled, other_calls),
-        autocast_around_steps,
+        *(autocast_around_steps, norms_by_hand, grad_scaler, reading_gradients),
     ),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }

@@ -95,6 +95,9 @@ VALUES = {
     "split": lambda w: w.split(3)[0],
     "gather": lambda w: w.gather(0, torch.tensor([[5]])),
     "noise": lambda w: w + torch.randn_like(w),
+    "gathered": lambda w: _full(w).norm(),
+    "gathered data": lambda w: _full(w.data).norm(),
+    "gathered, elementwise": lambda w: _full(torch.stack([w, w]) * 2).norm(),
     "dropout": lambda w: F.dropout(w, 0.5),
 }
 """Of the head's weight, with gradients and without."""
@@ -227,6 +230,8 @@ def others(mesh):
     handle.remove()
     with pytest.raises(UnsupportedError, match="of a part of a parameter, outside of the model"):
         weight.pow(2).sum()
+    with pytest.raises(UnsupportedError, match="of a part of a parameter, outside of the model"):
+        weight.data[5] = -torch.inf  # the vocabulary's, which is another entry's on every rank
     for given in (weight, weight.data, weight.detach().clone()):
         assert isinstance(nn.Parameter(given), nn.Parameter)
     buffer = io.BytesIO()
@@ -285,11 +290,41 @@ def replaced(mesh):
             step(batch)
 
 
+def gradients(mesh):
+    """Of every call above, what became of it on a gradient."""
+    pair = Pair(mesh)
+    batch = tiny_batch(pair.full, rows=4, length=9)
+    batch["labels"] = batch["input_ids"].clone()
+    found = {}
+    for table, writes in ((VALUES, False), (DRAWS, True), (KEPT, True)):
+        for name, call in table.items():
+            for model, rows in ((pair.full, batch), (pair.split, rows_of(batch, mesh))):
+                model.zero_grad()
+                model(**rows).loss.backward()
+            with torch.no_grad():
+                found[name, writes] = _of_gradient(pair, call, writes=writes)
+    return found
+
+
+def _of_gradient(pair, call, *, writes):
+    torch.manual_seed(0)
+    expected = call(pair.full.lm_head.weight.grad)
+    torch.manual_seed(0)
+    try:
+        result = call(pair.split.lm_head.weight.grad)
+        if not writes:
+            return "; ".join(differing("result", _full(result), _full(expected), 1e-4)) or "right"
+    except UnsupportedError:
+        return "refused"
+    full = shardwise.full_gradients(pair.split)["lm_head.weight"]
+    return "; ".join(differing("gradient", full, pair.full.lm_head.weight.grad, 1e-4)) or "right"
+
+
 def _fail(*_):
     raise RuntimeError("in the forward")
 
 
-LAYOUTS = ["tp2", "fsdp2.tp2"]
+LAYOUTS = ["tp2", "fsdp2", "fsdp2.tp2"]
 
 
 def _agreed(ranks):
@@ -314,6 +349,13 @@ def test_writes_are_right_or_refused(on_ranks, layout):
     drawn, kept = _agreed(on_ranks(writes, layout=layout))
     assert not _wrong(drawn)
     assert set(kept.values()) == {"right"}, kept
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_right_or_refused(on_ranks, layout):
+    found = _agreed(on_ranks(gradients, layout=layout))
+    assert not _wrong(found)
+    assert {found[name, True] for name in KEPT} == {"right"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -174,7 +174,8 @@ class Gradients:
             stages that hold the same, one; over tp and pp, one of a number for each rank of pp.
         """
         self.complete_partial()
-        if self.registry.needs_sums or self.registry.mesh.size("tp") > 1 or self._is_pipeline:
+        shape = self.registry.mesh.shape
+        if self.registry.needs_sums or shape.world_size > shape.size("ddp"):
             for _, parameter, entry in find_parameters(self.model):
                 if parameter.grad is not None and entry is not None and entry_of(parameter.grad) is not entry:
                     parameter.grad = as_local_gradient(parameter.grad, entry)

@@ -26,12 +26,7 @@ from shardwise.plan.options import FsdpPolicy
 from shardwise.plan.structure import nearest, outermost, outermost_layers, parent_of, upwards
 from shardwise.runtime.called_alone import run_as_root
 from shardwise.runtime.embedding import FeatureEmbedding, VocabularyEmbedding
-from shardwise.runtime.gathered import (
-    follow_requires_grad,
-    forget_interrupted,
-    free_after_evaluation,
-    refuse_replaced,
-)
+from shardwise.runtime.gathered import forget_interrupted, free_after_evaluation, take_changes
 from shardwise.runtime.uses import keep_absent
 
 __all__ = ["StageRoot", "apply_data_parallelism"]
@@ -152,8 +147,7 @@ def _shard_root(root: nn.Module, units: Units, registry: Registry, kept_replicat
         # A unit of which other stages have modules (tied embeddings) is read between these, as where one rank has all.
         _shard(unit, registry, kept_replicated, frees=registry.policy.zero_stage == 3 and names in registry.plan.units)
     _shard((root,), registry, kept_replicated, frees=False)
-    root.register_forward_pre_hook(lambda root, _: follow_requires_grad(root), prepend=True)
-    root.register_forward_pre_hook(lambda root, _: refuse_replaced(root), prepend=True)
+    root.register_forward_pre_hook(lambda root, _: take_changes(root), prepend=True)
     root.register_forward_pre_hook(_drop_casts)
     if registry.stages is None:  # a stage is a root that computes several microbatches
         root.register_forward_pre_hook(lambda root, _: forget_interrupted(root), prepend=True)

@@ -7,9 +7,9 @@ value, averages. A norm is not: torch's `clip_grad_norm_` would clip by another 
 would step on some of them only. So where ranks hold parts, `p.grad` is of a class that answers these two questions for
 the full gradients. A norm stays this rank's share until it is stacked with the others, as every total norm is; then one
 all-reduce completes all of them. A check for infinite values is that of all ranks. A norm that is looked at by itself
-is refused: a rank that logs it alone would wait for the others forever. So is any other number that is made of all
-elements, of `p.grad` or of what was computed from it element by element: clipping by hand would scale every rank by a
-number of its own. Everything else gives plain tensors.
+is refused: a rank that logs it alone would wait for the others forever. So is whatever else would be another value on
+every rank (see [Note: parameters outside of the model]), of `p.grad` or of what was computed from it element by
+element: clipping by hand would scale every rank by a number of its own. Everything else gives plain tensors.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.errors import UnsupportedError
+from shardwise.parameters.local_parameter import kind_of
 from shardwise.parameters.registry import LocalGradient, ParameterEntry, Registry, entry_of, local_part, mark
 
 __all__ = ["as_local_gradient", "complete_norms", "norm_of_owned", "share_of_norm"]
@@ -140,6 +141,12 @@ class _KnowsFull(LocalGradient):
         answer = cls.answers.get(func)
         if answer is not None:
             return answer(func, *args, **(kwargs or {}))
+        has_parts = any(map(_is_part, (*args, *(kwargs or {}).values())))
+        kind = kind_of(func, args, kwargs or {}) if has_parts else None
+        if kind == "refused":
+            raise _refused(f"{getattr(func, '__name__', func)} of a part of a gradient")
+        if kind is not None:
+            return _elements(func, *args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -165,6 +172,13 @@ class _LocalTensor(_KnowsFull, Tensor):
 class _LocalDTensor(_KnowsFull, DTensor):
     def local(self) -> Tensor:
         return self._local_tensor
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Refused where tp splits the gradient, or may, too: torch would gather the parts of the data ranks alone."""
+        entry = entry_of(self)
+        if entry is None or entry.split is not None:
+            raise _refused("full_tensor() of a part of a gradient")
+        return super().full_tensor(**options)
 
     def plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -266,18 +280,30 @@ def _same(func: Any, gradient: Tensor) -> Tensor:
 
 
 def _number(func: Any, *args: Any, **options: Any) -> Any:
-    """What `func` makes of some dims; of all elements, an error."""
+    """An error, but of the larger and the smaller of two, and along dims of a gradient that all ranks have."""
+    if func in _OF_TWO and any(isinstance(each, Tensor) for each in (*args[1:], options.get("other"))):
+        return _elements(func, *args, **options)
     with torch._C.DisableTorchFunctionSubclass():
         found = func(*args, **options)
-    if func is torch._foreach_norm or (isinstance(found, Tensor) and not found.ndim):
-        raise _refused(f"{func.__name__} of all elements of a part of a gradient")
+    if any(map(_is_part, args)) or not isinstance(found, Tensor) or not found.ndim:
+        raise _refused(f"{func.__name__} of a part of a gradient")
     return found
+
+
+def _is_part(value: Any) -> bool:
+    """Whether other ranks may hold the rest of it."""
+    if not isinstance(value, _LocalTensor | _LocalDTensor):
+        return False
+    entry = entry_of(value)
+    return entry is None or entry.split is not None or isinstance(value, DTensor)
 
 
 def _elements(func: Any, *args: Any, **options: Any) -> Any:
     """A value for each element, or the elements in another shape: as much a part as the gradient is."""
     with torch._C.DisableTorchFunctionSubclass():
         found = func(*args, **options)
+    if not isinstance(found, Tensor):
+        raise _refused(f"{func.__name__} of a part of a gradient")
     if func not in _RESHAPES:
         for each in args:
             if isinstance(each, Tensor) and each.shape == found.shape and (entry := entry_of(each)) is not None:
@@ -297,7 +323,11 @@ _NORMS = (torch.norm, torch.linalg.vector_norm, torch.linalg.norm, Tensor.norm)
 _NUMBERS = _named(
     *("sum", "nansum", "mean", "nanmean", "prod", "std", "var", "median", "max", "min", "amax", "amin", "dot", "vdot")
 )
-_RESHAPES = _named("view", "reshape", "flatten", "ravel", "cat", "concat", "concatenate")
+_OF_TWO = _named("max", "min")
+_RESHAPES = _named(
+    *("view", "reshape", "flatten", "ravel", "cat", "concat", "concatenate", "stack", "t", "transpose", "permute"),
+    *("unsqueeze", "squeeze", "swapaxes", "movedim"),
+) | {Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
 _ELEMENTWISE = _named(
     *("abs", "square", "sqrt", "neg", "pow", "__pow__", "mul", "__mul__", "__rmul__", "div", "true_divide"),
     *("__truediv__", "clone", "contiguous", "to", "float", "double", "cpu"),

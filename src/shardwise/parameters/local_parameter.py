@@ -4,19 +4,21 @@
 Inside of a model's forward a part is an ordinary parameter, and costs nothing more: while the model or a step runs, its
 class has no functions of its own. Outside, `p.pow(2).sum()` would be another number on every rank, `F.linear(x, p)` a
 part of a product, and `nn.init.normal_(p)` would draw the same numbers for different parts. These are refused, of
-parameters that tp splits and of what was computed from them element by element. Whatever else is done with them is
-torch's business, and so is all that our code asks, PEFT's, torch's own engines and the modules of the model, when they
-are called by themselves. Gradients have rules of their own (see [Note: gradients that know]).
+parameters that tp or fsdp split and of what was computed from them element by element. (A `DTensor` knows that its sum
+is partial, and its `item()` is this rank's share all the same.) Whatever else is done with them is torch's business,
+and so is all that our code asks, PEFT's, torch's own engines and the modules of the model, when they are called by
+themselves. Gradients have rules of their own (see [Note: gradients that know]).
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +28,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import find_parameters, has_entries
+from shardwise.parameters.registry import LocalGradient, find_parameters, has_entries
 
-__all__ = ["guard_parameters", "hidden", "hide", "show"]
+__all__ = ["guard_parameters", "hidden", "hide", "kind_of", "show"]
 
 
 class _Part:
@@ -60,10 +62,24 @@ class _Value(_Part, Tensor):
 
 
 class _DValue(_Part, DTensor):
-    """The same over data ranks."""
+    """The same of what the data ranks alone have parts of."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain().__reduce_ex__(protocol)
+
+
+class _OverTp(DTensor):
+    """What tp splits too: torch would gather the parts of the data ranks, and call that full."""
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """Refused."""
+        if _is_of_the_model(sys._getframe(1)):
+            return super().full_tensor(**options)
+        raise _refused("full_tensor")
+
+
+class _OverTpValue(_OverTp, _DValue):
+    """The same of what tp splits too."""
 
 
 class _Assigned:
@@ -100,15 +116,19 @@ class _LocalParameter(_Assigned, _Part, nn.Parameter):
 
 
 class _LocalDParameter(_Assigned, _Part, DTensor):
-    """The same over data ranks."""
+    """The same of what the data ranks alone have parts of."""
+
+
+class _OverTpParameter(_OverTp, _LocalDParameter):
+    """The same of what tp splits too."""
 
 
 class _DParameter(_Assigned, _Part, DTensor):
-    """One that the data ranks alone have parts or copies of: numbers made of it are right."""
+    """One of which every data rank has a copy: numbers made of it are right."""
 
 
 _DATA: Any = Tensor.data
-_CLASSES: tuple[Any, ...] = (_Value, _DValue, _LocalParameter, _LocalDParameter)
+_CLASSES: tuple[Any, ...] = (_Value, _DValue, _OverTpValue, _LocalParameter, _LocalDParameter, _OverTpParameter)
 
 
 def _plainly(func: Any, *args: Any, **options: Any) -> Any:
@@ -118,28 +138,43 @@ def _plainly(func: Any, *args: Any, **options: Any) -> Any:
 
 def _answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}
-    kind = _KINDS.get(func)
-    if kind is None or torch.compiler.is_compiling() or _is_of_the_model(sys._getframe(1)):
-        return _plainly(func, *args, **kwargs)
-    if kind in ("whole", "index", "empty"):
-        if kind == "whole" or (kind == "index" and _counts(args[1])) or (kind == "empty" and _is_drawn()):
-            raise _refused(getattr(func, "__name__", str(func)))
-        return _plainly(func, *args, **kwargs)
-    if kind == "number" and not any(isinstance(each, Tensor) for each in (*args[1:], kwargs.get("other"))):
-        raise _refused(func.__name__)  # not `max`, which is also that of two
+    kind = kind_of(func, args, kwargs)
+    if kind == "refused":
+        raise _refused(getattr(func, "__name__", str(func)))
     found = _plainly(func, *args, **kwargs)
     first = args[0] if args else None
-    is_made_of_part = kind != "form" or isinstance(first, _Part | list | tuple)
-    return _as_value(found) if is_made_of_part else found
+    is_made_of_part = kind == "elements" or (kind == "form" and isinstance(first, _Part | list | tuple))
+    return _as_value(found, args) if is_made_of_part else found
 
 
-def _as_value(found: Any) -> Any:
+def kind_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Literal["elements", "form", "refused"] | None:
+    """What a function that is called on parts, outside of the model, makes of them: a value for each element, the
+    elements in another form, or what would be another value on every rank. None where our code asks, or torch's, and
+    for all other functions. Call it from `__torch_function__`.
+    """
+    kind = _KINDS.get(func)
+    if kind is None or torch.compiler.is_compiling() or _is_of_the_model(sys._getframe(1)):
+        return None
+    if kind == "index":
+        is_fault = isinstance(args[0], LocalGradient) and len(args) == 3 and _is_fault(args[2])
+        return "refused" if _counts(args[1]) and not is_fault else None
+    if kind == "empty":
+        return "refused" if _is_drawn() else None
+    if kind == "number" and any(isinstance(each, Tensor) for each in (*args[1:], kwargs.get("other"))):
+        return "elements"  # `max` is also that of two
+    return "elements" if kind == "elements" else "form" if kind == "form" else "refused"
+
+
+def _as_value(found: Any, args: Any) -> Any:
     if isinstance(found, tuple | list):
-        return type(found)(map(_as_value, found))
+        return type(found)(_as_value(each, args) for each in found)
     if type(found) is Tensor:
         return found.as_subclass(_Value)
     if type(found) is DTensor:
-        found.__class__ = _DValue
+        given = (each for arg in args for each in (arg if isinstance(arg, tuple | list) else (arg,)))
+        found.__class__ = _OverTpValue if any(isinstance(each, _OverTp) for each in given) else _DValue
     return found
 
 
@@ -152,9 +187,14 @@ def _counts(index: Any) -> bool:
     return index is not None and index is not Ellipsis and index != slice(None)
 
 
+def _is_fault(value: Any) -> bool:
+    """Whether it is an infinity or NaN: planted in a gradient, it is one wherever it is."""
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def _is_drawn() -> bool:
     """Whether `nn.init` asks for an empty tensor, as it does to draw in it."""
-    return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
+    return sys._getframe(3).f_globals.get("__name__") == "torch.nn.init"
 
 
 def _is_of_the_model(frame: FrameType | None) -> bool:
@@ -179,7 +219,7 @@ def _is_of_the_model(frame: FrameType | None) -> bool:
 
 
 _FUNCTIONS = (
-    __name__,
+    "shardwise.parameters.local_",
     *("torch.nn.init", "torch.nn.functional", "torch.functional", "torch._tensor", "torch.nn.utils", "torch._jit"),
     *("torch.linalg", "torch.overrides", "torch.utils._contextlib"),
 )
@@ -226,17 +266,18 @@ def hidden() -> Iterator[None]:
 
 
 def guard_parameters(model: nn.Module) -> None:
-    """Has parameters that tp splits refuse numbers that are made of them while the model does not run, and all that are
-    parts what would not be assigned.
+    """Has parameters of which ranks hold parts refuse numbers that are made of them while the model does not run, and
+    what would not be assigned.
     """
     has_parts = False
     for _, parameter, entry in find_parameters(model):
-        is_part = entry is not None and entry.split is not None
-        has_parts = has_parts or is_part
         known: Any = parameter
+        is_split = entry is not None and entry.split is not None
+        is_sharded = isinstance(known, DTensor) and any(not each.is_replicate() for each in known.placements)
+        has_parts = has_parts or is_split or is_sharded
         if type(known) is DTensor:
-            known.__class__ = _LocalDParameter if is_part else _DParameter
-        elif type(known) is nn.Parameter and is_part:
+            known.__class__ = _OverTpParameter if is_split else _LocalDParameter if is_sharded else _DParameter
+        elif type(known) is nn.Parameter and is_split:
             known.__class__ = _LocalParameter
     if has_parts:
         model.register_forward_pre_hook(_enter, prepend=True)

@@ -79,6 +79,7 @@ class Report:
 def _row(name: str, found: list[Difference]) -> tuple[str, str, str, str, str]:
     worst = max(found, key=lambda each: each.error / each.allowed if each.error == each.error else float("inf"))
     where = "of all gradients, relative to their norm" if name == "narrow" else worst.name
+    where = ", ".join(filter(None, (where, worst.again)))
     label = _LABELS[name].format(worst.name)
     return label, f"{worst.error:.1e}", f"{worst.allowed:.1e}", _verdict(worst.passed), where
 

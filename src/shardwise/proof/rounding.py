@@ -46,11 +46,16 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The largest difference found over named tensors: where, how large, and what would have been allowed."""
+    """The largest difference found over named tensors: where, how large, and what would have been allowed.
+
+    Attributes:
+        again: how it was measured again, where rounding had put it over what is allowed.
+    """
 
     error: float
     allowed: float
     name: str = ""
+    again: str = ""
 
     @property
     def passed(self) -> bool:
@@ -100,7 +105,7 @@ def without_rounding(
             return found
     said = "in float64" if is_little else "in float64, and with other weights"
     return {
-        name: old if old.passed or exact[name] is old else replace(exact[name], name=f"{exact[name].name}, {said}")
+        name: old if old.passed or exact[name] is old else replace(exact[name], again=said)
         for name, old in found.items()
     }
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardwise.runtime.gathered import follow_requires_grad, free_after_evaluation
+from shardwise.runtime.gathered import free_after_evaluation, take_changes
 
 __all__ = ["run_as_root"]
 
@@ -32,7 +32,7 @@ def run_as_root(root: nn.Module, parts: Iterable[nn.Module]) -> None:
         running.append(module)
         if len(running) > 1 or module is root:
             return None
-        follow_requires_grad(root)
+        take_changes(root)
         return state._pre_forward(root, args, kwargs)
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:

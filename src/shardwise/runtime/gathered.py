@@ -20,13 +20,12 @@ from shardwise.errors import UnsupportedError
 
 __all__ = [
     "drop_unreduced",
-    "follow_requires_grad",
     "forget_interrupted",
     "free",
     "free_after_evaluation",
     "gathered_parameters",
     "param_groups",
-    "refuse_replaced",
+    "take_changes",
 ]
 
 
@@ -34,7 +33,7 @@ def free(unit: FSDPModule) -> None:
     """Frees a unit's gathered parameters: its modules have those at rest again."""
     for group in param_groups(unit):
         if not group.is_sharded:
-            _follow(unit)
+            _follow_requires_grad(unit)
             unit.reshard()
             return
 
@@ -73,13 +72,6 @@ def drop_unreduced(root: nn.Module) -> None:
                 fsdp_param._unsharded_param.grad = None
 
 
-def follow_requires_grad(root: nn.Module) -> None:
-    """Carries over to the parameters at rest what was set on gathered ones; see [Note: left gathered]."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            _follow(module)
-
-
 def free_after_evaluation(root: nn.Module, *_: Any) -> None:
     """A forward hook of a root: without gradients no backward follows; see [Note: left gathered]."""
     for module in root.modules() if not torch.is_grad_enabled() else ():
@@ -101,11 +93,15 @@ def param_groups(unit: FSDPModule) -> list[Any]:
     return [group for group in found if group is not None]
 
 
-def refuse_replaced(root: nn.Module) -> None:
-    """Raises `UnsupportedError` where a module has another parameter than FSDP2 gathers for it: that one would be lost.
-    Before the first forward FSDP2 takes another `DTensor`, as `load_state_dict(assign=True)` puts in.
+def take_changes(root: nn.Module) -> None:
+    """Before a forward: `requires_grad` set on gathered parameters is carried over to those at rest.
+
+    Raises:
+        UnsupportedError: a module has another parameter than FSDP2 gathers for it: that one would be lost. Before the
+            first forward FSDP2 takes another `DTensor`, as `load_state_dict(assign=True)` puts in.
     """
     for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+        _follow_requires_grad(unit)
         for group in param_groups(unit):
             for fsdp_param in group.fsdp_params if group.is_sharded else ():
                 owner, name = fsdp_param._module_info.module, fsdp_param._module_info.param_name
@@ -120,7 +116,8 @@ def refuse_replaced(root: nn.Module) -> None:
                 )
 
 
-def _follow(unit: FSDPModule) -> None:
+def _follow_requires_grad(unit: FSDPModule) -> None:
+    """See [Note: left gathered]."""
     for group in param_groups(unit):
         for fsdp_param in group.fsdp_params if group.is_unsharded else ():
             fsdp_param.sharded_param.requires_grad_(fsdp_param._unsharded_param.requires_grad)
