@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import LlamaForCausalLM, TrOCRConfig, TrOCRForCausalLM
 
 import shardwise
 from bench.sweep.known import default_config, model_class
+from shardwise.errors import UnsupportedError
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
@@ -80,3 +83,38 @@ def test_buffers_that_no_checkpoint_holds_are_restored(tmp_path):
     assert len(expected.unique()) == 5
     name = "model.layers.0.mamba.mup_vector"
     assert torch.equal(dict(split.named_buffers())[name], expected)
+
+
+def trocr_config():
+    sizes = {"vocab_size": 32, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8}
+    return TrOCRConfig(**sizes, cross_attention_hidden_size=16, use_learned_position_embeddings=False)
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("adapter", [None, LoraConfig(target_modules=["q_proj"])], ids=["plain", "lora"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_table_that_is_a_plain_attribute_is_made_anew(tmp_path, saved, adapter):
+    """transformers keeps it on the meta device, where its own `from_pretrained` leaves it."""
+    unsplit = TrOCRForCausalLM(trocr_config())
+    if saved:
+        unsplit.save_pretrained(tmp_path)
+    with fake_mesh(MeshShape.parse("tp2")) as mesh:
+        source = tmp_path if saved else trocr_config()
+        split = shardwise.load(source, mesh, auto_class=TrOCRForCausalLM, adapter=adapter)
+    (table,) = (module.weights for module in split.modules() if hasattr(module, "get_embedding"))
+    assert torch.equal(table, unsplit.model.decoder.embed_positions.weights)
+
+
+class NeverFilled(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.scale = torch.empty(2)
+
+
+@pytest.mark.single
+def test_a_plain_attribute_without_a_value_is_refused():
+    with (
+        fake_mesh(MeshShape.parse("tp2")) as mesh,
+        pytest.raises(UnsupportedError, match=r"model\.scale cannot be initialised"),
+    ):
+        shardwise.load(config_of("llama"), mesh, auto_class=NeverFilled)

@@ -18,7 +18,13 @@ from shardwise.parallel.build import as_dtype, build_meta_model, read_config, re
 from shardwise.parallel.construction import Construction
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
-from shardwise.parallel.materialize import draw_values, initialize_missing, record_missing
+from shardwise.parallel.materialize import (
+    attributes_of,
+    draw_values,
+    initialize_attributes,
+    initialize_missing,
+    record_missing,
+)
 from shardwise.parameters.registry import Registry
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import names_in_base
@@ -40,6 +46,7 @@ class Filling:
         index: the checkpoint; None where nothing is read.
         found: what it has for the model, by the names that the model has now.
         unsplit: the tensors to be initialised, as they were built.
+        attributes: the tensors that modules keep as plain attributes, as they were built, by their names in the base.
         dtype: what is read is converted to.
         later: how adapters that came in unrecorded are built, and what they are.
     """
@@ -48,6 +55,7 @@ class Filling:
     found: Resolution | None
     construction: Construction
     unsplit: dict[str, Tensor]
+    attributes: dict[str, Tensor]
     dtype: torch.dtype | None
     later: list[tuple[Construction, dict[str, Tensor]]] = field(default_factory=list)
 
@@ -131,6 +139,7 @@ class Filling:
             load_weights(model, registry, self.index, found, dtype=self.dtype)
         for construction, unsplit in ((self.construction, self.unsplit), *self.later):
             initialize_missing(model, registry, construction, unsplit, seed=seed)
+        initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
 
 
 def build_unfilled(
@@ -176,7 +185,7 @@ def build_unfilled(
     if not isinstance(source, PreTrainedConfig):
         model.config.name_or_path = model.name_or_path = os.fspath(source)
         read_generation_config(model, source, where)
-    return model, Filling(index, found, construction, unsplit, chosen)
+    return model, Filling(index, found, construction, unsplit, attributes_of(model), chosen)
 
 
 def filling_for(model: PreTrainedModel) -> Filling:

@@ -18,9 +18,17 @@ from shardwise.errors import UnsupportedError
 from shardwise.parallel.construction import Construction
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import Registry, attach_entry
-from shardwise.runtime.adapter_facts import names_in_base
+from shardwise.plan.structure import fqn_of
+from shardwise.runtime.adapter_facts import Place, names_in_base, places_in
 
-__all__ = ["draw_values", "initialize_missing", "put_tensor", "record_missing"]
+__all__ = [
+    "attributes_of",
+    "draw_values",
+    "initialize_attributes",
+    "initialize_missing",
+    "put_tensor",
+    "record_missing",
+]
 
 
 def put_tensor(model: nn.Module, registry: Registry, fqn: str, value: Tensor) -> None:
@@ -89,6 +97,41 @@ def initialize_missing(
             entry = registry.entries.get(fqn)
             own = value if entry is None else local_tensor(value, entry.layout, registry.mesh.coords)
             put_tensor(model, registry, fqn, own.to(registry.device_of(fqn)))
+
+
+def attributes_of(model: nn.Module) -> dict[str, Tensor]:
+    """The meta tensors that modules keep as plain attributes, neither parameters nor buffers, by FQN in the base."""
+    return {fqn_of(place.base, own): value.detach() for place, own, value in _meta_attributes(model)}
+
+
+def initialize_attributes(
+    model: nn.Module, construction: Construction, unsplit: Mapping[str, Tensor], *, device: torch.device, seed: int
+) -> None:
+    """Gives the plain attributes that are still on the meta device the values that constructors gave them: tables of
+    positions, that no checkpoint holds and nobody splits.
+
+    Args:
+        construction: of the model before it was split.
+        unsplit: what `attributes_of` returned then.
+
+    Raises:
+        UnsupportedError: an attribute has no value.
+
+    Communicates: nothing.
+    """
+    for place, own, value in list(_meta_attributes(model)):
+        fqn = fqn_of(place.base, own)
+        recorded = unsplit.get(fqn, value)  # one that nobody recorded has no value
+        drawn = draw_values(construction, [recorded], f"{seed}/{place.base}")[0]
+        _check_initialized(fqn, drawn)
+        setattr(place.module, own, drawn.to(device))
+
+
+def _meta_attributes(model: nn.Module) -> Iterator[tuple[Place, str, Tensor]]:
+    for place in places_in(model):
+        for own, value in vars(place.module).items():
+            if not place.is_wrapper and isinstance(value, Tensor) and value.is_meta:
+                yield place, own, value
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
