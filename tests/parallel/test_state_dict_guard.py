@@ -113,6 +113,8 @@ def refused_later(model):
     nothing = torch.nn.Identity()
     with pytest.raises(UnsupportedError, match=r"a parametrization of model\.layers\.0\.mlp\.up_proj"):
         torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nothing)
+    with pytest.raises(UnsupportedError, match=r"bias of lm_head, which is split already"):
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
     for name in ("model.norm", "lm_head"):
         with pytest.raises(UnsupportedError, match=f"a backward hook on {name}, where gradients are not summed"):
             model.get_submodule(name).register_full_backward_hook(lambda *_: None)

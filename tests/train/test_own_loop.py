@@ -219,6 +219,8 @@ def reading_gradients(pair):
             elif isinstance(parameter.grad, DTensor):
                 with pytest.raises(UnsupportedError, match=r"full_tensor\(\) of a part of a gradient"):
                     parameter.grad.full_tensor()
+    for parameter in pair.split.parameters():
+        assert parameter.grad.detach_() is parameter.grad
     copied = copy.deepcopy(next(pair.split.parameters()).grad)
     assert type(copied) in (torch.Tensor, DTensor)
     assert torch.equal(_local(copied), _local(next(pair.split.parameters()).grad))
@@ -278,6 +280,19 @@ def replaced_parameters(pair):
     return pair.gradient_problems()
 
 
+def copies(pair):
+    """FSDP2 knows one model, whose parameters it frees and fills."""
+    for call, says in (
+        (copy.copy, "copy"),
+        (copy.deepcopy, "copy"),
+        (lambda model: model.share_memory(), "share_memory"),
+        (lambda model: torch.nn.utils.parametrizations.weight_norm(model.lm_head), "a parametrization of lm_head"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            call(pair.split)
+    return []
+
+
 def pickled(pair):
     """The class that FSDP2 makes is none that pickle finds."""
     with pytest.raises(UnsupportedError, match="pickling a Qwen3ForCausalLM that is split"):
@@ -291,10 +306,14 @@ def _local(gradient):
 
 def functional_gradients(pair):
     """`torch.autograd.grad` hands gradients out before anybody could sum them."""
-    loss = pair.split(**rows_of(pair.batches[0], pair.mesh)).loss
-    with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
-        torch.autograd.grad(loss, list(pair.split.parameters()))
-    return []
+    at_rest, gathered = list(pair.split.parameters()), pair.split.model.norm.parameters  # FSDP2 does so in the forward
+    for inputs in (lambda: at_rest, pair.split.parameters, *[gathered] * (pair.mesh.data_size > 1)):
+        for options in ({}, {"allow_unused": True}):
+            loss = pair.split(**rows_of(pair.batches[0], pair.mesh)).loss
+            with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad"):
+                torch.autograd.grad(loss, list(inputs()), **options)
+    pair.backward(0)  # in which is nothing of what was refused
+    return pair.gradient_problems()
 
 
 def second_derivatives(pair):
@@ -571,8 +590,9 @@ CASES = {
     "fsdp2": (
         *(closures, plain_clipping, changed_while_gathered, *ALONE, inner_backward, hooks_on_gradients),
         *(interrupted_backward, sums_put_off, nothing_to_train, other_learning_rates, pickled, other_calls),
-        *(autocast_around_steps, norms_by_hand, grad_scaler, reading_gradients),
+        *(autocast_around_steps, norms_by_hand, grad_scaler, reading_gradients, functional_gradients, copies),
     ),
+    "ddp2": (functional_gradients, copies),
     "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
 }
 

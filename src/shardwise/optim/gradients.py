@@ -34,6 +34,7 @@ from shardwise.optim.summing import complete_gradients, scale_back_to_partial, t
 from shardwise.parameters.added import adopt_parameters, note_inputs
 from shardwise.parameters.at_rest import forget_unreduced
 from shardwise.parameters.local_gradient import as_local_gradient
+from shardwise.parameters.local_parameter import functional_refused
 from shardwise.parameters.registry import (
     ParameterEntry,
     Registry,
@@ -42,6 +43,7 @@ from shardwise.parameters.registry import (
     mark,
     registry_of,
 )
+from shardwise.runtime.gathered import hands_out_gradients
 
 __all__ = ["Gradients", "LossScale", "gradients_of", "track_gradients"]
 
@@ -223,6 +225,8 @@ class Gradients:
                 why="what sums gradients over ranks has no derivative",
                 fix="leave it out: second derivatives are the unsplit model's",
             )
+        if self.registry.data_root is not None and hands_out_gradients(self.registry.data_root):
+            raise functional_refused("parameters that data ranks share")
         self._begin_partial()
         if not self.is_put_off:
             # Twice: what FSDP2 does at the end of backward must come first.
@@ -283,11 +287,7 @@ class Gradients:
         names = [entry.fqn for entry in self._arriving.values()]
         self._arriving.clear()
         if names:
-            raise UnsupportedError(
-                f"torch.autograd.grad of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
-                why="every rank holds a part of the sum that these gradients are, and nobody has summed them yet",
-                fix="call backward(), after which parameter.grad is complete",
-            )
+            raise functional_refused(names[0] + f" and {len(names) - 1} more" * (len(names) > 1))
 
 
 def track_gradients(model: nn.Module, registry: Registry) -> Gradients:

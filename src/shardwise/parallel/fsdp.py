@@ -60,7 +60,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
         _shard_root(model, units, registry, kept_replicated)
         # transformers looks models up by the name of their class, and exports write it down
         names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__, "_orig_cls_mro_index": 3}
-        model.__class__ = type(own_class.__name__, (type(model),), names)
+        model.__class__ = type(own_class.__name__, (type(model),), {**names, "__copy__": _refuse_copy})
         registry.data_root = model
     else:
         for stage in registry.stages.own:
@@ -72,6 +72,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.__dict__["__deepcopy__"] = _refuse_copy  # which `copy` looks for on the module itself
+        module.__dict__["share_memory"] = _refuse_sharing
     attach_registry(model, registry)
 
 
@@ -80,6 +81,14 @@ def _refuse_copy(memo: Any) -> NoReturn:
         "copy.deepcopy of a model, or a part of one, over fsdp or ddp",
         why="FSDP2 gathers and reduces the parameters of the one that it was given",
         fix="load or split another one, or keep shardwise.full_state_dict(model)",
+    )
+
+
+def _refuse_sharing() -> NoReturn:
+    raise UnsupportedError(
+        "share_memory of a model, or a part of one, over fsdp or ddp",
+        why="FSDP2 frees and fills the memory of parameters as it needs them",
+        fix="start ranks, each of which splits or loads a model of its own (shardwise run, torchrun)",
     )
 
 

@@ -26,6 +26,7 @@ _GIVEN = "_shardwise_given"
 _NAME = "_shardwise_name"
 _STAGED = "_shardwise_staged"
 _ADAPTED = "_shardwise_adapted"
+_SHARED = "_shardwise_shared"
 _WRAPPED = ("base_layer", "original_module")
 """What PEFT calls a module that it puts something around."""
 
@@ -36,13 +37,15 @@ def note_inputs(model: nn.Module, plan: SplitPlan) -> None:
     put adapters around what is split, or in stages.
     """
     is_staged = plan.pipeline is not None
-    if plan.tp_size > 1 or is_staged:
+    is_shared = any(plan.shape.size(axis) > 1 for axis in DATA_AXES)
+    is_watched = plan.tp_size > 1 or is_staged or is_shared
+    if is_watched:
         _watch_registrations()
     split = {plan.head, *plan.modules, *(region.fqn for region in plan.regions)}
     sequence = plan.sequence
     adapted = {unwrapped(module) for module in model.modules() if is_adapter(module)}
-    for name, module in model.named_modules() if plan.tp_size > 1 or is_staged else ():
-        module.__dict__.update({_NAME: name, _STAGED: is_staged, _ADAPTED: module in adapted})
+    for name, module in model.named_modules() if is_watched else ():
+        module.__dict__.update({_NAME: name, _STAGED: is_staged, _SHARED: is_shared, _ADAPTED: module in adapted})
         if plan.tp_size == 1:
             continue
         if any(fqn in split for fqn in itertools.accumulate(name.split("."), "{}.{}".format)):
@@ -116,15 +119,23 @@ def _check_renamed(module: nn.Module, name: str, parameter: nn.Parameter | None)
             why="what takes its place (torch.nn.utils.prune, spectral_norm) would be computed of a part of it",
             fix="do so before shardwise.parallelize splits the model, or use a layout without tp",
         )
+    is_new = not is_known and parameter is not None and module._parameters.get(name, module) is None
+    if is_new and module.__dict__.get(_GIVEN) == "split" and any(each.split for each in entries_of(module).values()):
+        raise UnsupportedError(
+            f"{name} of {module.__dict__[_NAME]}, which is split already",
+            why="every rank computes with a part of it, and nothing says which",
+            fix="add it before shardwise.parallelize splits the model",
+        )
 
 
 def _check_wrapped(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     is_known = parent.__dict__.get(_ADAPTED, False)  # PEFT parametrizes what it adapts for every forward
-    if name == "parametrizations" and not is_known and parent.__dict__.get(_GIVEN) == "split":
+    is_parted = parent.__dict__.get(_GIVEN) == "split" or parent.__dict__.get(_SHARED, False)
+    if name == "parametrizations" and not is_known and is_parted:
         raise UnsupportedError(
             f"a parametrization of {parent.__dict__[_NAME]}, which is split already",
             why="it would be computed of this rank's part of the parameter, and not of the full one",
-            fix="put it on before shardwise.parallelize splits the model, or use a layout without tp",
+            fix="put it on before shardwise.parallelize splits the model",
         )
     is_wrapped = name in _WRAPPED and hasattr(type(parent), "adapter_layer_names")
     if module is None or not (is_wrapped or isinstance(parent, nn.ModuleDict)):

@@ -141,6 +141,8 @@ class _KnowsFull(LocalGradient):
         answer = cls.answers.get(func)
         if answer is not None:
             return answer(func, *args, **(kwargs or {}))
+        if func is Tensor.detach_:  # torch's refuses views; a gradient has no history
+            return args[0]
         has_parts = any(map(_is_part, (*args, *(kwargs or {}).values())))
         kind = kind_of(func, args, kwargs or {}) if has_parts else None
         if kind == "refused":

@@ -30,7 +30,7 @@ from torch.utils import _foreach_utils
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.registry import LocalGradient, find_parameters, has_entries
 
-__all__ = ["guard_parameters", "hidden", "hide", "kind_of", "show"]
+__all__ = ["functional_refused", "guard_parameters", "hidden", "hide", "kind_of", "show"]
 
 
 class _Part:
@@ -128,7 +128,10 @@ class _DParameter(_Assigned, _Part, DTensor):
 
 
 _DATA: Any = Tensor.data
-_CLASSES: tuple[Any, ...] = (_Value, _DValue, _OverTpValue, _LocalParameter, _LocalDParameter, _OverTpParameter)
+_CLASSES: tuple[Any, ...] = (
+    *(_Value, _DValue, _OverTpValue, _LocalParameter, _LocalDParameter, _OverTpParameter),
+    _DParameter,
+)
 
 
 def _plainly(func: Any, *args: Any, **options: Any) -> Any:
@@ -138,6 +141,10 @@ def _plainly(func: Any, *args: Any, **options: Any) -> Any:
 
 def _answer(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
     kwargs = kwargs or {}
+    if func is torch.autograd.grad and any(issubclass(each, DTensor) for each in types):
+        raise functional_refused("parameters that data ranks share")
+    if _DParameter in types and len(types) == 1:
+        return _plainly(func, *args, **kwargs)
     kind = kind_of(func, args, kwargs)
     if kind == "refused":
         raise _refused(getattr(func, "__name__", str(func)))
@@ -334,6 +341,15 @@ _KINDS: Mapping[Any, str] = {
 } | dict.fromkeys((getattr(Tensor, name).__get__ for name in ("data", "T", "mT")), "form")
 
 
+def functional_refused(what: str) -> UnsupportedError:
+    """The error of gradients that are asked for past `.grad`."""
+    return UnsupportedError(
+        f"torch.autograd.grad of {what}",
+        why="every rank holds a part of the sum that these gradients are, and nobody has summed them yet",
+        fix="call backward(), after which parameter.grad is complete",
+    )
+
+
 def _refused(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} of a part of a parameter, outside of the model",
@@ -344,6 +360,6 @@ def _refused(what: str) -> UnsupportedError:
 
 
 for _types in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
-    _types.extend((*_CLASSES, _DParameter))  # as Parameter is
+    _types.extend(_CLASSES)  # as Parameter is
 _ANSWER = classmethod(_answer)
 show()

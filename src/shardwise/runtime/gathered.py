@@ -24,6 +24,7 @@ __all__ = [
     "free",
     "free_after_evaluation",
     "gathered_parameters",
+    "hands_out_gradients",
     "param_groups",
     "take_changes",
 ]
@@ -84,6 +85,21 @@ def gathered_parameters(root: nn.Module) -> set[nn.Parameter]:
     units = (module for module in root.modules() if isinstance(module, FSDPModule))
     fsdp_params = (each for unit in units for group in param_groups(unit) for each in group.fsdp_params)
     return {each._unsharded_param for each in fsdp_params if hasattr(each, "_unsharded_param")}
+
+
+def hands_out_gradients(root: nn.Module) -> bool:
+    """Whether the backward that runs is `torch.autograd.grad` of gathered parameters: before FSDP2 reduces anything."""
+    for unit in (module for module in root.modules() if isinstance(module, FSDPModule)):
+        for fsdp_param in (each for group in param_groups(unit) for each in group.fsdp_params):
+            parameter = getattr(fsdp_param, "_unsharded_param", None)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            try:
+                if torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node):
+                    return False
+            except RuntimeError:  # torch's answer for leaves that are handed out
+                return True
+    return False
 
 
 def param_groups(unit: FSDPModule) -> list[Any]:
