@@ -160,6 +160,16 @@ NUMBERS = (
 """What clipping by hand begins with: of a part it is another number on every rank."""
 
 
+def norms_of_some(pair):
+    """Of which stages have others: two norms, or one of both, for all that a rank can tell."""
+    pair.backward(0)
+    own = list(pair.split.parameters())
+    for some in (own[:1], own[1:]) if len(own) > 1 else ():  # the first stage has the embedding alone
+        with pytest.raises(UnsupportedError, match="gradients of one stage of a pipeline"):
+            torch.nn.utils.clip_grad_norm_(some, 1.0)
+    return []
+
+
 def clipping_by_value(pair):
     pair.backward(0)
     pair.both(lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3))
@@ -593,7 +603,7 @@ CASES = {
         *(autocast_around_steps, norms_by_hand, grad_scaler, reading_gradients, functional_gradients, copies),
     ),
     "ddp2": (functional_gradients, copies),
-    "pp2": (positions_that_restart, parts_of_stages, counted_parameters),
+    "pp2": (positions_that_restart, parts_of_stages, counted_parameters, norms_of_some),
 }
 
 

@@ -78,7 +78,7 @@ def apply_data_parallelism(model: nn.Module, registry: Registry, policy: FsdpPol
 
 def _refuse_copy(memo: Any) -> NoReturn:
     raise UnsupportedError(
-        "copy.deepcopy of a model, or a part of one, over fsdp or ddp",
+        "a copy of a model, or of a part of one, over fsdp or ddp",
         why="FSDP2 gathers and reduces the parameters of the one that it was given",
         fix="load or split another one, or keep shardwise.full_state_dict(model)",
     )

@@ -110,6 +110,15 @@ def complete_each(shares: Tensor, registry: Registry, order: float) -> tuple[Ten
     if num_stages == 1 or group is None:
         completed = complete_norms(shares, registry, order)
         return completed, torch.linalg.vector_norm(completed, order)
+    model = registry.model()
+    assert model is not None, "its gradients are here"
+    num_gradients = sum(parameter.grad is not None for parameter in model.parameters())
+    if len(shares) != num_gradients:
+        raise UnsupportedError(
+            f"the norm of {len(shares)} of the {num_gradients} gradients of one stage of a pipeline",
+            why="other stages may have none of these, and never ask, or ask for the norm of others at the same time",
+            fix="use the norm of all: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+        )
     most = torch.tensor(len(shares), device=registry.mesh.device)
     all_reduce_(most, group, largest=True)
     table = torch.zeros(num_stages, int(most), dtype=shares.dtype, device=registry.mesh.device)
