@@ -384,7 +384,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(on_ranks, layout, tmp_path):
         "degrees": "does not divide 2 ranks",
         "multiplier": "kv_size_multiplier is 0",
         "microbatches": "pipeline_parallel_num_microbatches is 0",
-        "ranks": "num_local_ranks_per_step is 'all'",
+        "ranks": "num_local_ranks_per_step cannot be a str",
         "inputs": "'input_idz', which is no input of the model",
         "device": "device is cuda, but ranks compute on cpu",
         "checkpoint": "nowhere",

@@ -18,19 +18,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
-from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.comm.agree import raise_on_all_ranks, run_in_turns, sum_of
+from shardwise.errors import LayoutError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
 from shardwise.modules.grouped import note_heads
-from shardwise.modules.split_module import SplitModule, layout_of
+from shardwise.modules.split_module import SplitModule, by_hand, stored
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import initialize_meta
-from shardwise.parameters.registry import Registry, attach_registry, note_parameters
+from shardwise.parameters.registry import Registry, attach_registry, find_parameters, local_part, note_parameters
+from shardwise.parameters.replicas import balance_of, find_unequal_replicas
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.options import FsdpPolicy, Pipeline, Recompute
@@ -114,7 +116,7 @@ def adopt_model(
     Args:
         given: with `shardwise.modules.split_module` modules over `mesh`, and any others, or PEFT's model around one; a
             parameter with the attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its
-            gradient is summed over tp.
+            gradient is summed over tp; one may be divided `by_hand`.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
         order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
             ranks along pp, the model is this rank's part already.
@@ -124,8 +126,9 @@ def adopt_model(
         PlanError: it has been split or adopted already.
         UnsupportedError: torch has wrapped it.
 
-    Communicates: the creation of groups for what several ranks hold of split parameters. From here on every backward
-        sums gradients over the data ranks (their mean) and where tp ranks hold parts of the sum.
+    Communicates: the creation of groups for what several ranks hold of split parameters; in the first forward that
+        gradients are made of, one all-reduce of a number. From here on every backward sums gradients over the data
+        ranks (their mean) and where tp ranks hold parts of the sum.
     """
     model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
@@ -149,7 +152,31 @@ def adopt_model(
     fit_absent(registry, compute_dtype=None)
     complete_split(model, registry)
     guard_wrapper(given, registry)
+    if mesh.shape.world_size > 1 and stages is None:  # a pipeline runs parts of the model on every rank at other times
+        _compare_once(model, registry)
     return registry
+
+
+def _compare_once(model: nn.Module, registry: Registry) -> None:
+    """Has the first forward that gradients are made of refuse a model that is another one on every rank; before, its
+    weights may still be loaded.
+    """
+    mesh = registry.mesh
+
+    def compare(module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training or torch.compiler.is_compiling():
+            return
+        handle.remove()
+        copies = [(name, entry, local_part(each.detach())) for name, each, entry in find_parameters(model) if entry]
+        if sum_of(balance_of(copies), mesh.group(), mesh.device) and (names := find_unequal_replicas(model)):
+            raise LayoutError(
+                f"the ranks hold different copies of {names[0]}" + f" and {len(names) - 1} more" * (len(names) > 1),
+                why="they drew other random numbers; or each tp rank holds a part of it, and nothing says so",
+                fix="call torch.manual_seed alike on every rank before the model is built; of a parameter that you "
+                "sliced, set tensor_model_parallel = True and partition_dim",
+            )
+
+    handle = model.register_forward_pre_hook(compare)
 
 
 def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:
@@ -167,10 +194,8 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
                 tied[fqn] = first
                 continue
             split = module.placements.get(own) if isinstance(module, SplitModule) else None
-            shape = list(parameter.shape)
-            if split is not None:
-                shape[split.dim] = split.size
-            layout = layout_of(shape, split, mesh, data_axes=policy is None)
+            split = split or by_hand(parameter, mesh)
+            layout = stored(parameter, split, mesh, data_axes=policy is None)
             is_partial = mesh.size("tp") > 1 and bool(getattr(parameter, "sequence_parallel_enabled", False))
             parameters[fqn] = ParameterPlan(
                 fqn=fqn,

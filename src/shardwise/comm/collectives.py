@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from shardwise.comm.operations import (
     Group,
+    all_gather_list,
     all_gather_single,
     all_gather_value,
     all_reduce_,
@@ -73,9 +74,15 @@ def scatter_from_region(x: Tensor, group: Group | None, *, dim: int) -> Tensor:
     return x if group is None else _ScatterFromRegion.apply(x, group, dim)
 
 
-def gather_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]) -> Tensor:
-    """Joins parts of the given (maybe unequal) `sizes` along `dim`: all-gather forward, own slice backward."""
-    return x if group is None else _GatherFull.apply(x, group, dim, tuple(sizes))
+def gather_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int] | None) -> Tensor:
+    """Joins parts of the given (maybe unequal) `sizes` along `dim`: all-gather forward, own slice backward. With None
+    the ranks tell each other their sizes first, by an all-gather of one integer.
+    """
+    if group is None:
+        return x
+    if sizes is None:
+        sizes = [int(each) for each in all_gather_list(torch.tensor([x.shape[dim]], device=x.device), group)]
+    return _GatherFull.apply(x, group, dim, tuple(sizes))
 
 
 def split_full(x: Tensor, group: Group | None, *, dim: int, sizes: Sequence[int]) -> Tensor:

@@ -30,8 +30,9 @@ def also_spelled(*optional: str, **others: str) -> Callable[[_Function], _Functi
                     if name in kwargs:
                         raise TypeError(f"{function.__qualname__} got both {name!r} and {other!r}")
                     kwargs[name] = kwargs.pop(other)
-            left_out = set(optional).difference(signature.bind_partial(*args, **kwargs).arguments)
-            return function(*args, **kwargs, **dict.fromkeys(left_out))
+            if optional:
+                kwargs |= dict.fromkeys(set(optional).difference(signature.bind_partial(*args, **kwargs).arguments))
+            return function(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 

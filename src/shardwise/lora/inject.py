@@ -15,6 +15,7 @@ from torch import nn
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean, one_line
 from shardwise.lora.library import peft
 from shardwise.lora.split_layers import grouped_biases, register_split_layers
+from shardwise.plan.options import check_kind
 from shardwise.weights.locate import locate_source
 
 __all__ = ["inject", "inject_alike", "named_targets", "read_adapter_config"]
@@ -96,6 +97,7 @@ def named_targets(model: nn.Module, keywords: Any) -> Any:
     """
     if keywords is None or isinstance(keywords, str):
         return keywords
+    check_kind("target_modules", keywords, list | tuple | set | frozenset, fix="use a list of names")
     names = [name for name, each in model.named_modules() if name and not any(each.children())]
     fitting = [name for name in names if any(keyword in name for keyword in keywords)]
     idle = [keyword for keyword in keywords if not any(keyword in name for name in fitting)]

@@ -90,7 +90,7 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
             out = super().forward(ids)
         if self.sequence_dim is None:
             return out
-        sizes = self._split.even_sizes(out.shape[self.sequence_dim])
+        sizes = self._split.equal_sizes(out.shape[self.sequence_dim])
         return split_full(out, self._split.group, dim=self.sequence_dim, sizes=sizes)
 
     def own_ids(self, ids: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from shardwise.comm.collectives import copy_to_region
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.modules.split_module import Init, SplitModule, gather_features, new_linear
+from shardwise.plan.options import check_count
 from shardwise.plan.structure import upwards
 from shardwise.sharding.placement import Split, split_even, split_sections
 
@@ -76,6 +77,7 @@ class GroupedProjections(SplitModule):
         reduce_dtype: torch.dtype | None = torch.float32,
     ) -> None:
         super().__init__(mesh)
+        check_count("kv_size_multiplier", copies)
         self.in_features, self.out_features, self.copies, self.num_heads = in_features, out_features, copies, num_heads
         self.gathers, self.sequence_dim, self.reduce_dtype, self.fused = gathers, sequence_dim, reduce_dtype, fused
         self.splits = self._divided()

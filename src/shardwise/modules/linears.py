@@ -144,6 +144,7 @@ class RowLinear(_SplitLinear):
             if self.sequence_dim is None:
                 out = reduce_from_region(out, context.group)
             else:
+                context.equal_sizes(out.shape[self.sequence_dim])
                 out = scatter_from_region(out, context.group, dim=self.sequence_dim)
             out = out.to(dtype)
         if self.returns_bias:

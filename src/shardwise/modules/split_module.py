@@ -25,6 +25,7 @@ from shardwise.comm.collectives import (
     split_full,
 )
 from shardwise.comm.simulated import LoneGroup
+from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.parameters.canonical import full_value, local_tensor, take_parts
 from shardwise.parameters.registry import (
@@ -38,18 +39,20 @@ from shardwise.parameters.registry import (
 from shardwise.plan.decision import SplitPlan
 from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
-from shardwise.sharding.placement import Replicate, Split
+from shardwise.sharding.placement import Replicate, Split, equal_sections
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = [
     "Init",
     "SplitModule",
+    "by_hand",
     "gather_features",
     "layout_of",
-    "mark_replicated",
+    "mark_known",
     "new_linear",
     "own_features",
     "running_alone",
+    "stored",
 ]
 
 Init = Callable[[Tensor], Any]
@@ -186,12 +189,42 @@ def layout_of(shape: Sequence[int], split: Split | None, mesh: Mesh, *, data_axe
     )
 
 
-def mark_replicated(parameters: Iterable[Tensor], mesh: Mesh) -> None:
-    """Gives parameters that nobody knows yet an entry: every rank holds all of each, so that norms count it once."""
+def by_hand(parameter: Tensor, mesh: Mesh) -> Split | None:
+    """How a parameter is divided over tp whose owner sliced it himself, and says so by `tensor_model_parallel` True and
+    `partition_dim` on it (and `partition_stride`: sections of a fused one, each divided); None of any other.
+
+    Raises:
+        ConfigError: the parameter has no such dim.
+    """
+    parts, said = mesh.size("tp"), vars(parameter)
+    if parts == 1 or not said.get("tensor_model_parallel", False):
+        return None
+    dim = said.get("partition_dim", 0)
+    if type(dim) is not int or not 0 <= dim < parameter.ndim:
+        raise ConfigError(
+            f"partition_dim is {dim!r} on a parameter of {tuple(parameter.shape)} with tensor_model_parallel",
+            fix="set the dim of which each tp rank holds its part",
+        )
+    num_sections = said.get("partition_stride", 1)
+    return equal_sections(dim, parameter.shape[dim] * parts, num_sections=num_sections, parts=parts)
+
+
+def stored(parameter: Tensor, split: Split | None, mesh: Mesh, *, data_axes: bool = True) -> Layout:
+    """`layout_of` a parameter of which this rank holds its part by `split`."""
+    shape = list(parameter.shape)
+    if split is not None:
+        shape[split.dim] = split.size
+    return layout_of(shape, split, mesh, data_axes=data_axes)
+
+
+def mark_known(parameters: Iterable[Tensor], mesh: Mesh) -> None:
+    """Gives parameters that nobody knows yet an entry, so that norms count each element once: every rank holds all of
+    each, but of those that are divided `by_hand`.
+    """
     registry = Registry(mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=SplitContext.of(mesh))
     for parameter in parameters:
         if entry_of(parameter) is None:
-            layout = layout_of(parameter.shape, None, mesh)
+            layout = stored(parameter, by_hand(parameter, mesh), mesh)
             mark(parameter, ParameterEntry(fqn="", layout=layout, gradient="full", registry=registry))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.at_rest import held_parameters
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
@@ -38,15 +40,16 @@ def clip_grad_norm_(
         The norm before clipping, float32 scalar, the same on every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive, or `max_norm` is negative or NaN.
+        ConfigError: `norm_type` is not positive, or `max_norm` is negative, NaN or no number.
         RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is set; on every rank.
 
     Communicates: over all ranks, one all-reduce of one value.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive or math.inf, got {norm_type}")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be at least 0, got {max_norm}")
+    for name, given, is_right in (("norm_type", norm_type, operator.gt), ("max_norm", max_norm, operator.ge)):
+        if not isinstance(given, int | float | Tensor) or not is_right(given, 0):
+            raise ConfigError(
+                f"{name} is {given!r}", fix=f"use a {'positive' if is_right is operator.gt else 'nonnegative'} number"
+            )
     with hidden():
         chosen, registry = _gradients(parameters)
     total = norm_of_owned(chosen, norm_type)

@@ -22,6 +22,7 @@ from shardwise.parameters.at_rest import copy_out_of_mmap
 from shardwise.parameters.local_parameter import hide, show
 from shardwise.parameters.registry import canonical_entries, entry_of, registry_of
 from shardwise.plan.match import match
+from shardwise.plan.options import check_kind
 from shardwise.runtime.gathered import gathered_parameters
 
 __all__ = ["build_optimizer", "divided_groups", "groups_of", "local_state_of", "watch_optimizers"]
@@ -256,13 +257,29 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
 
 
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """As `groups_of`, of those that are trained: apart what FSDP2 holds from what it does not, as above."""
+    """As `groups_of`, of those that are trained: apart what FSDP2 holds from what it does not, as above.
+
+    Args:
+        parameters: with their names, too (`named_parameters()`), which are left out.
+
+    Raises:
+        ConfigError: they are none.
+    """
+    check_kind("the parameters of an optimizer", parameters, Iterable, fix="pass model.parameters(), or groups of them")
     found = []
     for group in groups_of(parameters):
+        listed = [each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in group["params"]]
+        for each in listed:
+            check_kind("a parameter of an optimizer", each, Tensor, fix="pass model.parameters(), or groups of them")
         for kind in (True, False):
-            own = [each for each in group["params"] if each.requires_grad and isinstance(each, DTensor) is kind]
+            own = [each for each in listed if each.requires_grad and isinstance(each, DTensor) is kind]
             found += [{**group, "params": own}] if own else []
     return found
+
+
+def check_class(given: Any) -> None:
+    """Raises `ConfigError` where this makes no optimizer: it is one, a name, or anything else that cannot be called."""
+    check_kind("the class of an optimizer", given, Callable, fix="pass it as torch.optim.AdamW, its options by name")
 
 
 class _Rules:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.mesh import Mesh
-from shardwise.modules.split_module import mark_replicated
+from shardwise.modules.split_module import mark_known
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.optimizer import local_state_of
 from shardwise.optim.summing import average_gradients
@@ -54,7 +54,7 @@ class CompletingOptimizer(torch.optim.Optimizer):
         average_gradients(self.params, self._mesh)
         if self.max_norm is not None:
             known = self.params or [torch.empty(0)]  # a stage without any takes part in the sum
-            mark_replicated(known, self._mesh)
+            mark_known(known, self._mesh)
             self.grad_norm = clip_grad_norm_(known, self.max_norm)
         self.optimizer.step()
         return loss

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
 from shardwise.errors import ConfigError, LoadError, UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.optim.optimizer import divided_groups
+from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.optim.plain_step import inner_of
 from shardwise.parameters.registry import entry_of
 from shardwise.topology.axes import DATA_AXES
@@ -43,6 +43,7 @@ def build_sharded(
 
     Communicates: a step broadcasts, over the data ranks, the parameters that each has updated.
     """
+    check_class(optimizer_class)
     groups = divided_groups(parameters)
     if not groups:
         raise ConfigError("an optimizer was given no parameter that is trained")

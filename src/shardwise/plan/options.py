@@ -290,6 +290,18 @@ def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
+def check_count(what: str, value: object) -> None:
+    """Raises `ConfigError` where the value is no integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{what} is {value!r}", fix="use an integer of at least 1")
+
+
+def check_kind(what: str, value: object, kinds: Any, *, fix: str) -> None:
+    """Raises `ConfigError` where the value is of none of these types."""
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{what} cannot be a {type(value).__name__}", fix=fix)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
     """What a user asks for besides a model and a layout: the one value that `load`, `parallelize`, `verify`, `describe`

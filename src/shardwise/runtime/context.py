@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.operations import Group
+from shardwise.errors import BatchError
 from shardwise.mesh import Mesh
 from shardwise.runtime.forward_state import ForwardState
 
@@ -108,6 +109,20 @@ class SplitContext:
         """Lengths of the ranks' parts of `length` elements, as `torch.chunk` splits them."""
         run = -(-length // self.size)
         return tuple(min(length, (coord + 1) * run) - min(length, coord * run) for coord in range(self.size))
+
+    def equal_sizes(self, length: int) -> tuple[int, ...]:
+        """As `even_sizes`, of a sequence whose parts are joined without asking how long they are.
+
+        Raises:
+            BatchError: they would not be equal. The same on every rank.
+        """
+        if length % self.size:
+            raise BatchError(
+                f"a sequence of {length} does not divide among {self.size} tp ranks",
+                why="parallel layers take parts of the sequence that are of one length",
+                fix=f"pad it to a multiple of {self.size}, or leave sequence_parallel_enabled out",
+            )
+        return self.even_sizes(length)
 
     def __deepcopy__(self, memo: dict[int, object]) -> SplitContext:
         # A copied model runs on the same ranks; process groups cannot be copied.

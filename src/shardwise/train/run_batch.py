@@ -206,9 +206,17 @@ def _run_eval(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call; one dictionary of inputs is taken apart."""
+    """The arguments of a call; one dictionary of inputs is taken apart.
+
+    Raises:
+        BatchError: it is given one list or text alone, such as a whole batch.
+    """
     if len(args) == 1 and isinstance(args[0], Mapping) and not kwargs:
         return (), dict(args[0])
+    if len(args) == 1 and isinstance(args[0], list | tuple | str) and not kwargs:
+        raise BatchError(
+            f"a batch cannot be a {type(args[0]).__name__}", fix="pass a dictionary of inputs, or them by name"
+        )
     return args, dict(kwargs)
 
 

@@ -9,10 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
-from shardwise.compat.neuronx_distributed.trainer.trainer import (
-    initialize_parallel_model,
-    initialize_parallel_optimizer,
-)
+from shardwise.compat.neuronx_distributed.trainer import trainer as nxd_trainer
 from shardwise.compat.spelling import also_spelled
 from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
@@ -78,7 +75,7 @@ class NeuronLTModule(LightningModule):
         """Builds the model, once."""
         if self.model is None:
             build = self.model_fn, *self.model_args
-            self.model = initialize_parallel_model(self.nxd_config, *build, **self.model_kwargs)
+            self.model = nxd_trainer.initialize_parallel_model(self.nxd_config, *build, **self.model_kwargs)
         if "model" in self._modules:  # names are those of the split model
             self.__dict__["model"] = model = self._modules.pop("model")
             self.local_model = model.local_module()
@@ -98,7 +95,7 @@ class NeuronLTModule(LightningModule):
         """The optimizer, and the scheduler, which goes on with every step."""
         build = lambda groups, **options: self.opt_cls(groups, *self.opt_args, **options)  # noqa: E731
         parameters = self.model.parameters()
-        optimizer = initialize_parallel_optimizer(self.nxd_config, build, parameters, **self.opt_kwargs)
+        optimizer = nxd_trainer.initialize_parallel_optimizer(self.nxd_config, build, parameters, **self.opt_kwargs)
         if self.scheduler_cls is None:
             return optimizer
         scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)

@@ -6,15 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_
-from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
-    check_data_groups,
-    current_mesh,
-    model_parallel_is_initialized,
-)
+from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as ps
 from shardwise.job.devices import pick_device
 from shardwise.optim.summing import average_gradients
 from shardwise.plan.options import check_choice
@@ -51,20 +46,23 @@ def optimizer_step(
 
 def reduce_gradients(optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[int]] | None = None) -> None:
     """The first half of `optimizer_step`."""
-    check_data_groups(groups, "the reduction of gradients")
-    average_gradients((each for group in optimizer.param_groups for each in group["params"]), current_mesh())
+    ps.check_data_groups(groups, "the reduction of gradients")
+    average_gradients((each for group in optimizer.param_groups for each in group["params"]), ps.current_mesh())
 
 
-def all_reduce(
-    reduce_type: str, inputs: Tensor, scale: float = 1.0, groups: Sequence[Sequence[int]] | None = None
-) -> Tensor:
-    """The sum or the largest over `groups`, those of `parallel_state`, or over all ranks, times `scale`; a new tensor.
+def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Sequence[Sequence[int]] | None = None) -> Any:
+    """The sum or the largest over `groups`, those of `parallel_state`, or over all ranks, times `scale`; a new tensor,
+    or None where `inputs` is a list, whose tensors are changed in place.
 
     Raises:
         ConfigError: the groups are others, or it is another reduction.
     """
     check_choice("reduce_type", reduce_type, (REDUCE_SUM, REDUCE_MAX))
-    out, group = inputs.detach().clone(), current_mesh().group_of(groups)
+    if isinstance(inputs, list):
+        for each in inputs:
+            each.data.copy_(all_reduce(reduce_type, each, scale, groups))
+        return None
+    out, group = inputs.detach().clone(), ps.current_mesh().group_of(groups)
     if group is not None:
         all_reduce_(out, group, largest=reduce_type == REDUCE_MAX)
     return out * scale
@@ -72,7 +70,7 @@ def all_reduce(
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """`reduce_fn` of every rank's `data`, a small object."""
-    return reduce_fn(all_gather_objects(data, current_mesh().group()))
+    return reduce_fn(all_gather_objects(data, ps.current_mesh().group()))
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
@@ -80,21 +78,21 @@ def set_rng_state(seed: int, device: Any = None) -> None:
     torch.manual_seed(seed)
 
 
-def mark_step() -> None:
+def mark_step(wait: bool = False) -> None:
     """Nothing: operations run at once."""
 
 
-def xla_device() -> torch.device:
+def xla_device(n: int | None = None, devkind: str | None = None) -> torch.device:
     """The device of this rank."""
-    return current_mesh().device if model_parallel_is_initialized() else pick_device(None)
+    return ps.current_mesh().device if ps.model_parallel_is_initialized() else pick_device(None)
 
 
-def rendezvous(tag: str) -> None:
+def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> None:
     """Waits for all ranks.
 
     Communicates: a gather of a small object over all ranks.
     """
-    with raise_on_all_ranks(current_mesh().group(), f"coming to {tag}"):
+    with raise_on_all_ranks(ps.current_mesh().group(), f"coming to {tag}"):
         pass
 
 
@@ -106,12 +104,12 @@ def master_print(*args: Any, **kwargs: Any) -> None:
 
 def get_ordinal() -> int:
     """This process's rank."""
-    return current_mesh().rank if model_parallel_is_initialized() else 0
+    return ps.current_mesh().rank if ps.model_parallel_is_initialized() else 0
 
 
 def xrt_world_size() -> int:
     """Number of ranks."""
-    return current_mesh().shape.world_size if model_parallel_is_initialized() else 1
+    return ps.current_mesh().shape.world_size if ps.model_parallel_is_initialized() else 1
 
 
 def is_master_ordinal(local: bool = True) -> bool:

@@ -17,7 +17,7 @@ from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
 from shardwise.modules.transparent import Transparent
 from shardwise.parameters.registry import is_split
-from shardwise.plan.options import check_choice
+from shardwise.plan.options import check_choice, check_kind
 
 __all__ = ["LoRAModel", "LoraConfig", "LoraModel", "get_lora_model"]
 
@@ -105,6 +105,9 @@ class LoraConfig:
             export_pretrained(model, Path(path) / tag / name, adapter=mode)
 
 
+_Config = LoraConfig
+
+
 class LoRAModel(Transparent):
     """A model, not split yet, with adapters: PEFT's model, whose base is frozen.
 
@@ -114,6 +117,8 @@ class LoRAModel(Transparent):
     """
 
     def __init__(self, module: nn.Module, LoraConfig: LoraConfig) -> None:  # noqa: N803 - so the document
+        check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
+        check_kind("the config of a LoRAModel", LoraConfig, _Config, fix="pass a LoraConfig")
         if is_split(module):
             raise PlanError(
                 f"{type(module).__name__} is split already",

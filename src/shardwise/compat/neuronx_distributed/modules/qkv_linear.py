@@ -50,7 +50,7 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
             options.setdefault("init_method", device)
             device, dtype = None if dtype is torch.float32 else dtype, sequence_parallel_enabled
             sequence_parallel_enabled = False
-        if isinstance(output_size, int) or len(output_size) != 2:
+        if not isinstance(output_size, list | tuple) or list(map(type, output_size)) != [int, int]:
             raise ConfigError(
                 f"output_size is {output_size!r}", fix="use [features of query, features of key or value]"
             )

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
+from shardwise.plan.options import check_kind
 from shardwise.weights.rank_files import load_by_rank, write_by_rank
 
 __all__ = ["load", "save"]
@@ -33,6 +34,7 @@ def save(
         master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
         others: see `shardwise.weights.rank_files.write_by_rank`.
     """
+    check_kind("state_dict", state_dict, Mapping, fix="pass a dictionary, such as model.state_dict()")
     write_by_rank(
         dict(state_dict),
         save_dir,

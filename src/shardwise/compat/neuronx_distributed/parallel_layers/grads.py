@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
-from shardwise.modules.split_module import mark_replicated
+from shardwise.modules.split_module import mark_known
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.summing import average_gradients
 
 __all__ = ["clip_grad_norm", "get_grad_norm"]
 
 
-def clip_grad_norm(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float | str = 2, *args: Any, **options: Any
-) -> Tensor:
-    """Clips the gradients of `parameters`, an iterable of any kind or one tensor, by the norm of the full ones, after
-    averaging over data ranks what nobody has.
+def clip_grad_norm(parameters: Any, max_norm: float, norm_type: float | str = 2, *args: Any, **options: Any) -> Tensor:
+    """Clips the gradients of `parameters`, an iterable of any kind, one tensor or a model, by the norm of the full
+    ones, after averaging over data ranks what nobody has.
 
     Args:
         norm_type: p of the p-norm; "inf" or `math.inf` for the largest entry.
@@ -32,17 +29,20 @@ def clip_grad_norm(
 
     Communicates: as `average_gradients`; over all ranks, one all-reduce of one value.
     """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    chosen = _listed(parameters)
     average_gradients(chosen, current_mesh())
     return get_grad_norm(chosen, norm_type, max_norm=max_norm)
 
 
-def get_grad_norm(
-    parameters: Iterable[Tensor] | Tensor, norm_type: float | str = 2, *args: Any, **options: Any
-) -> Tensor:
+def get_grad_norm(parameters: Any, norm_type: float | str = 2, *args: Any, **options: Any) -> Tensor:
     """The norm of the full gradients, as `clip_grad_norm` returns it; gradients stay as they are."""
     if isinstance(norm_type, str) and norm_type.lower() not in ("inf", "infinity"):
         raise ConfigError(f"norm_type is {norm_type!r}", fix='use a positive number, or "inf"')
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    mark_replicated(chosen, current_mesh())
-    return clip_grad_norm_(chosen, float(options.get("max_norm", math.inf)), float(norm_type))
+    chosen = _listed(parameters)
+    mark_known(chosen, current_mesh())
+    return clip_grad_norm_(chosen, options.get("max_norm", math.inf), float(norm_type))
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    found = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    return [found] if isinstance(found, Tensor) else list(found)

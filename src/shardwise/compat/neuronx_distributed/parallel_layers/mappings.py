@@ -30,15 +30,15 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
-    """This rank's part of the sequence, as `torch.chunk` divides it; all-gather backward."""
-    mesh, dim = current_mesh(), sequence_dimension % input_.ndim
-    sizes = SplitContext.of(mesh).even_sizes(input_.shape[dim])
-    return collectives.split_full(input_, mesh.group("tp"), dim=dim, sizes=sizes)
+    """This rank's equal part of the sequence; all-gather backward."""
+    sizes = SplitContext.of(current_mesh()).equal_sizes(input_.shape[sequence_dimension])
+    return collectives.split_full(input_, current_mesh().group("tp"), dim=sequence_dimension % input_.ndim, sizes=sizes)
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """This rank's part of the last dim; all-gather backward."""
-    return scatter_to_sequence_parallel_region(input_, -1)
+    """This rank's part of the last dim, as `torch.chunk` divides it; all-gather backward."""
+    sizes = SplitContext.of(current_mesh()).even_sizes(input_.shape[-1])
+    return collectives.split_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=sizes)
 
 
 def gather_from_sequence_parallel_region(
@@ -53,10 +53,11 @@ def gather_from_sequence_parallel_region(
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor) -> Tensor:
-    """All ranks' equal parts of the last dim; own slice backward."""
-    return gather_from_sequence_parallel_region(input_, -1, to_model_parallel=False)
+    """All ranks' parts of the last dim, of any sizes; own slice backward."""
+    return collectives.gather_full(input_, current_mesh().group("tp"), dim=input_.ndim - 1, sizes=None)
 
 
 def reduce_scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0) -> Tensor:
     """The sum of the ranks' terms, of which each keeps its equal part of the sequence; all-gather backward."""
+    SplitContext.of(current_mesh()).equal_sizes(input_.shape[sequence_dimension])
     return collectives.scatter_from_region(input_, current_mesh().group("tp"), dim=sequence_dimension)

@@ -150,11 +150,11 @@ get_zero1_sharding_groups = globals()["get_data_parallel_replica_groups"]
 
 def check_data_groups(groups: Sequence[Sequence[int]] | None, doing: str) -> None:
     """Raises `ConfigError` where groups are given that are not the data-parallel ones."""
-    own = get_zero1_sharding_groups()
-    if groups is not None and [list(group) for group in groups] != own:
+    given = groups if isinstance(groups, dist.ProcessGroup | None) else [list(group) for group in groups]
+    if given not in (None, get_zero1_sharding_groups()):
         raise ConfigError(
-            f"{doing} over the groups {[list(group) for group in groups]}",
-            why=f"data ranks are {own}",
+            f"{doing} over the groups {given}",
+            why=f"data ranks are {get_zero1_sharding_groups()}",
             fix="pass parallel_state.get_data_parallel_group(as_list=True)",
         )
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig
-from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import (
-    current_mesh,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
+from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError, MeshError, did_you_mean
 from shardwise.job.rendezvous import read_world_size
+from shardwise.plan.options import check_count, check_kind
 
 __all__ = ["initialize", "neuronx_distributed_config"]
 
@@ -71,11 +68,11 @@ def neuronx_distributed_config(
     }
     for name, value in given.items():
         _check_keys(name, value, _DEFAULTS[name])
-    _check_pipeline(pipeline_config or {})
+    _check_pipeline(pipeline_config)
     sub = {name: {**_DEFAULTS[name], **(value or {})} for name, value in given.items()}
     if sequential_move_factor is not None:
         sub["model_init_config"]["sequential_move_factor"] = sequential_move_factor
-    _check_values(sub["model_init_config"]["sequential_move_factor"], activation_checkpoint_config, lora_config)
+    _check_values(sub, activation_checkpoint_config, lora_config)
     _note_masters(mixed_precision_config, sub)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
@@ -90,7 +87,7 @@ def neuronx_distributed_config(
         **sub,
     }
     sizes = tensor_parallel_size, pipeline_parallel_size
-    is_started = dist.is_initialized() or read_world_size() > 1 or model_parallel_is_initialized()
+    is_started = dist.is_initialized() or read_world_size() > 1 or parallel_state.model_parallel_is_initialized()
     if is_started or sizes == (1, 1) or any(type(size) is not int or size < 1 for size in sizes):
         initialize(config)
     return config
@@ -102,15 +99,16 @@ def initialize(config: Mapping[str, Any]) -> None:
     Raises:
         MeshError: it has been done with other sizes, or the sizes do not divide the ranks.
     """
-    tensor, pipeline = config["tensor_parallel_size"], config["pipeline_parallel_size"]
-    if not model_parallel_is_initialized():
+    tensor, pipeline = checked(config)["tensor_parallel_size"], config["pipeline_parallel_size"]
+    if not parallel_state.model_parallel_is_initialized():
         others = config["context_parallel_size"], config["expert_parallel_size"]
-        initialize_model_parallel(
+        parallel_state.initialize_model_parallel(
             tensor, pipeline, *others, shards=bool(config["optimizer_config"]["zero_one_enabled"])
         )
-    if (tensor, pipeline) != (current_mesh().size("tp"), current_mesh().size("pp")):
+    mesh = parallel_state.current_mesh()
+    if (tensor, pipeline) != (mesh.size("tp"), mesh.size("pp")):
         raise MeshError(
-            f"tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline} on {current_mesh().shape}",
+            f"tensor_parallel_size {tensor} and pipeline_parallel_size {pipeline} on {mesh.shape}",
             why="model parallel is initialised already, with other sizes",
             fix="use the same sizes, or call parallel_state.destroy_model_parallel() first",
         )
@@ -123,8 +121,16 @@ def _note_masters(given: Any, sub: dict[str, dict[str, Any]]) -> None:
         warn_once("neuronx_distributed_config: mixed_precision_config changes nothing: float32 weights are the masters")
 
 
-def _check_keys(name: str, value: Iterable[str] | None, known: Any) -> None:
-    unknown = [key for key in value or () if key not in known]
+def checked(config: Any) -> Mapping[str, Any]:
+    """The config itself, or a ConfigError where it is none."""
+    if not isinstance(config, Mapping) or not _DEFAULTS.keys() <= config.keys():
+        raise ConfigError("nxd_config is no config", fix="pass what neuronx_distributed_config(...) returned")
+    return config
+
+
+def _check_keys(name: str, value: Any, known: Any) -> None:
+    check_kind(name, value, Mapping | None, fix="use a dictionary")
+    unknown = [key for key in value or () if key not in known and not str(key).startswith("_")]  # theirs, private
     if unknown:
         raise ConfigError(
             f"{name} has no key {unknown[0]!r}{did_you_mean(str(unknown[0]), known)}",
@@ -132,8 +138,11 @@ def _check_keys(name: str, value: Iterable[str] | None, known: Any) -> None:
         )
 
 
-def _check_pipeline(config: Mapping[str, Any]) -> None:
-    _check_keys("pipeline_config", [key for key in config if not key.startswith("_")], _PIPELINE)  # theirs, private
+def _check_pipeline(given: Any) -> None:
+    _check_keys("pipeline_config", given, _PIPELINE)
+    config = given or {}
+    for name in ("num_microbatches", "virtual_pipeline_size"):
+        check_count(f"pipeline_config {name}", config.get(name, 1))
     if config.get("return_mb_loss") and config.get("broadcast_and_average_loss"):
         raise ConfigError("pipeline_config return_mb_loss and broadcast_and_average_loss", fix="leave one of them out")
     manual = [name for name in ("manual_pp_stage_partition_fn", "manual_pp_loss_fn") if config.get(name)]
@@ -143,11 +152,12 @@ def _check_pipeline(config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_values(factor: Any, activation_checkpoint_config: Any, lora_config: Any) -> None:
-    if not isinstance(lora_config, LoraConfig | None):
-        raise ConfigError(f"lora_config cannot be a {type(lora_config).__name__}", fix="use modules.lora.LoraConfig")
-    if type(factor) is not int or factor < 1:
-        raise ConfigError(f"sequential_move_factor is {factor!r}", why="it counts processes", fix="use 1 to 32")
+def _check_values(sub: Mapping[str, Mapping[str, Any]], activation_checkpoint_config: Any, lora_config: Any) -> None:
+    norm = sub["optimizer_config"]["max_grad_norm"]
+    if sub["optimizer_config"]["grad_clipping"] and not (isinstance(norm, int | float) and norm > 0):
+        raise ConfigError(f"max_grad_norm is {norm!r}", fix="use a positive number, or grad_clipping False")
+    check_kind("lora_config", lora_config, LoraConfig | None, fix="use modules.lora.LoraConfig")
+    check_count("sequential_move_factor", sub["model_init_config"]["sequential_move_factor"])
     asked = activation_checkpoint_config
     classes = asked if isinstance(asked, tuple | list | set) else [asked]
     if asked not in (None, "full") and not all(isinstance(each, type) for each in classes):

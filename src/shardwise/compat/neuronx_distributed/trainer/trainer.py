@@ -16,7 +16,7 @@ from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.neuronx_distributed.trainer.config import initialize
+from shardwise.compat.neuronx_distributed.trainer.config import checked, initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError
@@ -24,9 +24,9 @@ from shardwise.modules.chain import Chain, spread_evenly, starts_of
 from shardwise.modules.padded_heads import pad_heads
 from shardwise.modules.split_module import SplitModule
 from shardwise.modules.transparent import seen_through
-from shardwise.optim.optimizer import divided_groups
+from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.parallel.recompute import recompute_classes
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.runtime.adapters import find_model
 from shardwise.search.layer_order import find_layer_order, layer_order_by_hand
@@ -54,6 +54,8 @@ def initialize_parallel_model(
     Communicates: as `shardwise.parallelize`.
     """
     initialize(nxd_config)
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise ConfigError(f"model_fn is a {type(model_fn).__name__}", fix="pass the function, or class, that builds it")
     options = nxd_config["model_init_config"]
     model = build_in_turns(
         lambda: as_model(model_fn(*_own(model_fn, model_args, model_kwargs), **model_kwargs), nxd_config),
@@ -77,7 +79,10 @@ def _own(model_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def as_model(model: Any, nxd_config: Mapping[str, Any]) -> nn.Module:
     """What `model_fn` returned, as a model: with `manual_pp_partition` it is a list of layers."""
     config = nxd_config["pipeline_config"] or {}
-    return Chain(model, config.get("manual_pp_loss_fn")) if config.get("manual_pp_partition") else model
+    if config.get("manual_pp_partition"):
+        return Chain(model, config.get("manual_pp_loss_fn"))
+    check_kind("the model", model, nn.Module, fix="a list of layers needs manual_pp_partition in pipeline_config")
+    return model
 
 
 def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
@@ -151,10 +156,11 @@ def initialize_parallel_optimizer(
         ConfigError: there are none.
     """
     defaults.pop("decoupled_weight_decay", None)
+    check_class(optimizer_class)
     groups = divided_groups(parameters) or [{"params": []}]
     if not groups[0]["params"] and current_mesh().size("pp") == 1:  # a stage may have nothing to train
         raise ConfigError("initialize_parallel_optimizer was given no parameter that is trained")
-    options = nxd_config["optimizer_config"]
+    options = checked(nxd_config)["optimizer_config"]
     max_norm = options["max_grad_norm"] if options["grad_clipping"] else None
     optimizer = NxDOptimizer(optimizer_class(groups, **defaults), current_mesh(), max_norm=max_norm)
     optimizer.__dict__["nxd_config"] = nxd_config

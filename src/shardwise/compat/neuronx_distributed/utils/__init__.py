@@ -1,5 +1,6 @@
 """NxD's `utils`."""
 
+from shardwise.compat.neuronx_distributed.utils import adamw_fp32_optim_params as adamw_fp32_optim_params
 from shardwise.compat.neuronx_distributed.xm import mark_step as mark_step
 
 

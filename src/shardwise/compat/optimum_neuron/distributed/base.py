@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +17,11 @@ from shardwise.api.left_replicated import leave_ends, leave_unwanted
 from shardwise.api.state import export_pretrained
 from shardwise.api.values import split_lazily, split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.optimum_neuron.distributed.arguments import check_arguments
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
 from shardwise.optim.moved_optimizer import move_optimizer
 from shardwise.parameters.registry import registry_of
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute, check_count, check_kind
 from shardwise.runtime.adapters import find_model
 from shardwise.train.run_batch import add_runners
 
@@ -107,16 +107,13 @@ class Parallelizer:
         Communicates: as `shardwise.parallelize`, and a gather of a small object for every turn of loading.
         """
         mesh = current_mesh()
-        check_arguments(
-            find_model(model),
-            mesh,
-            device=device,
-            kv_size_multiplier=kv_size_multiplier,
-            input_names=pipeline_parallel_input_names,
-            num_microbatches=pipeline_parallel_num_microbatches,
-            zero1=pipeline_parallel_use_zero1_optimizer,
-            ranks_at_a_time=num_local_ranks_per_step,
-        )
+        if device is not None and torch.device(device).type != mesh.device.type:
+            raise ConfigError(f"device is {device}, but ranks compute on {mesh.device.type}", fix="leave device out")
+        check_count("pipeline_parallel_num_microbatches", pipeline_parallel_num_microbatches)
+        check_kind("num_local_ranks_per_step", num_local_ranks_per_step, int, fix="use an integer; -1 means all ranks")
+        _check_idle(find_model(model), mesh.size("tp"), kv_size_multiplier, pipeline_parallel_input_names)
+        if pipeline_parallel_use_zero1_optimizer:
+            warn_once("parallelize: pipeline_parallel_use_zero1_optimizer changes nothing: gradients are averaged once")
         recomputes = pipeline_parallel_gradient_checkpointing_enabled and mesh.size("pp") > 1
         model = cls._split(
             model,
@@ -218,3 +215,28 @@ class Parallelizer:
             cls.save_model_sharded_checkpoint(model, output_dir, optimizer=optimizer)
 
     load_model_checkpoint = load_model_sharded_checkpoint
+
+
+def _check_idle(model: Any, tp: int, multiplier: int | None, names: Any) -> None:
+    """Raises `ConfigError` where heads do not divide by `multiplier`, or no input has one of the `names`; warns once
+    that these change nothing.
+    """
+    if multiplier is not None:
+        text = model.config.get_text_config()
+        heads: Any = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", tp)
+        smallest = tp // math.gcd(heads, tp)
+        if type(multiplier) is not int or multiplier < 1 or heads * multiplier % tp:
+            raise ConfigError(
+                f"kv_size_multiplier is {multiplier!r}",
+                why=f"{heads} key/value heads so many times do not divide among {tp} ranks",
+                fix=f"use a multiple of {smallest}, or leave it out",
+            )
+        if multiplier != smallest:
+            warn_once("parallelize: kv_size_multiplier changes nothing: ranks hold the key/value heads that they need")
+    if names is not None:
+        known = inspect.signature(model.forward).parameters
+        listed = [names] if isinstance(names, str) else names
+        unknown = [each for each in listed if each not in known]
+        if unknown and not isinstance(names, Mapping):  # by the names of classes
+            raise ConfigError(f"pipeline_parallel_input_names has {unknown[0]!r}, which is no input of the model")
+        warn_once("parallelize: pipeline_parallel_input_names changes nothing: stages take all inputs")

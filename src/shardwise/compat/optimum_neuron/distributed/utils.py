@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from shardwise.api.lazily import build_lazily as from_pretrained_for_mp
 from shardwise.api.lazily import loading_lazily
-from shardwise.errors import ConfigError
 from shardwise.optim.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
+from shardwise.plan.options import check_count
 
 __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]
 
@@ -23,9 +23,8 @@ def lazy_load_for_parallelism(tensor_parallel_size: int = 1, pipeline_parallel_s
     Raises:
         ConfigError: a size is no integer of at least 1.
     """
-    for name, size in (("tensor", tensor_parallel_size), ("pipeline", pipeline_parallel_size)):
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"{name}_parallel_size is {size!r}", fix="use an integer of at least 1")
+    check_count("tensor_parallel_size", tensor_parallel_size)
+    check_count("pipeline_parallel_size", pipeline_parallel_size)
     if tensor_parallel_size == pipeline_parallel_size == 1:
         yield
         return
