@@ -177,6 +177,7 @@ def test_a_tensor_that_two_shards_hold(sharded: Path) -> None:
         '{"weight_map": {}}',
         '{"weight_map": {"a": "../x.safetensors"}}',
         '{"weight_map": {"a": ["x.safetensors"]}}',
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_index_file(sharded: Path, text: str) -> None:
@@ -222,6 +223,25 @@ def test_a_damaged_file_is_one_error(tmp_path: Path, damage: str) -> None:
     assert (f"it has {path.stat().st_size} bytes" in str(caught.value.why)) == (
         damage in ("cut in a tensor", "too long")
     )
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
+    with pytest.raises(LoadError, match=r"model.safetensors is a pointer of Git LFS[\s\S]*git lfs pull"):
+        CheckpointIndex.open(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["single", "sharded"])
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    def refuse(path: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    directory = request.getfixturevalue(form)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(LoadError, match=r"cannot read model.safetensors[\s\S]*why: Permission denied"):
+        CheckpointIndex.open(directory)
 
 
 def test_every_byte_cut_off_is_noticed(single: Path) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.filling import build_unfilled
-from shardwise.api.prepare import check_options, prepare
-from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.api.filling import Filling, build_unfilled
+from shardwise.api.prepare import check_options, fingerprint, prepare
+from shardwise.comm.agree import agree_on
 from shardwise.errors import ConfigError, LoadError
 from shardwise.lora.files import load_adapter_weights
 from shardwise.mesh import Mesh
@@ -23,6 +23,8 @@ from shardwise.plan.spec import Plan
 from shardwise.weights.kinds import ADAPTER_CONFIG, check_no_checkpoint
 
 __all__ = ["load", "load_by_spec", "parallelize"]
+
+_Result = TypeVar("_Result")
 
 
 def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
@@ -69,6 +71,7 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
         ConfigError: the adapter fits no module of the model, or `peft` is not installed.
         LoadError: files or tensors are missing or damaged, do not fit the model or hold NaN. The same on every rank.
         PlanError: the plan cannot be followed.
+        RankError: the ranks see different files, or are given different seeds or options; says where first.
         UnsupportedError: the class does not serve the config, the checkpoint is quantized, or the adapter's first
             values are computed from full weights (PiSSA, DoRA).
 
@@ -102,19 +105,40 @@ def load_by_spec(  # noqa: PLR0913 - what `load` takes
     Communicates: as `load`, and what `fill` does.
     """
     check_options(mesh.shape, spec)
-    with raise_on_all_ranks(mesh.group(), "building the model"):
+
+    def build() -> tuple[tuple[PreTrainedModel, Filling, Any], dict[str, str]]:
         _check_source(source, adapter, options)
         model, filling = build_unfilled(source, auto_class, dtype=dtype, options=options, reads=fill is None)
         wrapped: Any = model if adapter is None else filling.inject(model, adapter)
+        config = getattr(model, "generation_config", None)
+        values = config.to_dict() if config is not None else {}
+        generation = {f"the generation config's {key}": repr(value) for key, value in values.items()}
+        return (model, filling, wrapped), {"the seed": str(seed), **generation, **filling.describe()}
+
+    model, filling, wrapped = _agree(mesh, build, doing="building the model")
     with filling:
         registry = prepare(wrapped, mesh, spec)
         if fill is not None:
             fill(model)
-        with raise_on_all_ranks(mesh.group(), "loading"):
+
+        def load_values() -> tuple[None, dict[str, str]]:
             filling.fill(model, registry, seed=seed)
-            if isinstance(adapter, str | os.PathLike):
-                load_adapter_weights(wrapped, adapter)
+            read = load_adapter_weights(wrapped, adapter) if isinstance(adapter, str | os.PathLike) else {}
+            return None, {f"the adapter's {key}": fingerprint(value) for key, value in read.items()}
+
+        _agree(mesh, load_values, doing="loading")
     return wrapped
+
+
+def _agree(mesh: Mesh, make: Callable[[], tuple[_Result, Mapping[str, str]]], *, doing: str) -> _Result:
+    """`agree_on`: files that ranks read alike may be others on one machine, or of another revision of the hub's."""
+    return agree_on(
+        mesh.group(),
+        make,
+        doing=doing,
+        what="the ranks load different models",
+        fix="load the same files on every rank: from a directory that all machines share, or a pinned revision",
+    )
 
 
 def _check_source(source: Any, adapter: Any, options: Mapping[str, Any]) -> None:

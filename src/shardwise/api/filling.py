@@ -66,6 +66,10 @@ class Filling:
         if self.index is not None:
             self.index.__exit__(*error)
 
+    def describe(self) -> dict[str, str]:
+        """What must be the same on every rank, by names: what tells the checkpoint from others."""
+        return {} if self.index is None else {f"weights {key}": text for key, text in self.index.describe().items()}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Filling:
         return self  # it changes nothing in the model that it is asked about
 

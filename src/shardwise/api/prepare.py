@@ -47,7 +47,7 @@ from shardwise.sharding.json_form import to_json
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["check_options", "complete_split", "decide", "observe_labels", "open_subgroups", "prepare"]
+__all__ = ["check_options", "complete_split", "decide", "fingerprint", "observe_labels", "open_subgroups", "prepare"]
 
 
 def prepare(given: nn.Module, mesh: Mesh, spec: ParallelSpec, *, dtype: torch.dtype | None = None) -> Registry:
@@ -210,9 +210,7 @@ def _parts_of(plan: SplitPlan) -> dict[str, str]:
 def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelSpec) -> dict[str, str]:
     """What must be the same on every rank: by the name of each part, its text."""
     values = {
-        name: _fingerprint(value)
-        for name, value in (*model.named_parameters(), *model.named_buffers())
-        if value.numel()
+        name: fingerprint(value) for name, value in (*model.named_parameters(), *model.named_buffers()) if value.numel()
     }
     # Integers of modules are compared where the plan uses them: others may be what a forward has left there.
     own = getattr(model, "config", None)
@@ -234,7 +232,7 @@ def _describe(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: Paral
 
 
 @torch.no_grad()
-def _fingerprint(value: Tensor) -> str:
+def fingerprint(value: Tensor) -> str:
     """A text that is the same for the same values, and as good as never for others; the dtype of meta tensors."""
     if value.is_meta:
         return str(value.dtype)

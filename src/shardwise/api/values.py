@@ -17,7 +17,7 @@ from shardwise.api.converting import open_anywhere
 from shardwise.api.filling import Filling, filling_for
 from shardwise.api.lazily import FILLING
 from shardwise.api.prepare import prepare
-from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.agree import agree_on, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
@@ -55,15 +55,23 @@ class Values:
     ) -> None:
         self._model, self._checkpoint, self._group = model, checkpoint, mesh.group()
         self._inner: Any = find_model(model)
-        with raise_on_all_ranks(self._group, "looking for its weights"):
-            self.filling = _filling_of(self._inner)
-            self._reads = checkpoint is None or _holds_part(checkpoint)
+        self.filling, self._reads = agree_on(
+            self._group,
+            self._look,
+            doing="looking for its weights",
+            what="the ranks load different models",
+            fix="load the same files on every rank: from a directory that all machines share, or a pinned revision",
+        )
         everyone = all_gather_objects((torch.initial_seed(), platform.node()), self._group)
         nodes, own = [node for _, node in everyone], 0 if self._group is None else self._group.rank()
         most = max(map(nodes.count, nodes))
         at_a_time = ranks_at_a_time if ranks_at_a_time is not None and ranks_at_a_time > 0 else most
         self._seed = everyone[0][0]
         self._turn, self._num_turns = nodes[:own].count(nodes[own]) // at_a_time, -(-most // at_a_time)
+
+    def _look(self) -> tuple[tuple[Filling | None, bool], dict[str, str]]:
+        filling, reads = _filling_of(self._inner), self._checkpoint is None or _holds_part(self._checkpoint)
+        return (filling, reads), filling.describe() if filling is not None and reads else {}
 
     def put(self, registry: Registry) -> None:
         """Puts them into the model, which has been split.

@@ -136,8 +136,9 @@ def _config_text(model: nn.Module, name: str) -> bytes:
         return (Path(place) / ADAPTER_CONFIG).read_bytes()
 
 
-def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> None:
-    """Fills the default adapter, which has values already, with those at `place`; each rank its parts.
+def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Fills the default adapter, which has values already, with those at `place`; each rank its parts. Returns what was
+    read: the full tensors.
 
     Raises:
         LoadError: the files are of another model, rank or kind of adapter, or cannot be read.
@@ -146,12 +147,12 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> Non
     """
     where = os.fspath(place)
     try:
-        weights = peft().load_peft_weights(where, device=str(registry_of(model).mesh.device))
+        weights = dict(peft().load_peft_weights(where, device=str(registry_of(model).mesh.device)))
     except Exception as error:  # no file, a damaged file, no network
         raise LoadError(f"no adapter weights at {where!r}", why=one_line(error, limit=300)) from error
     try:
         with names_only(registry_of(model)):
-            result = peft().set_peft_model_state_dict(model, weights)
+            result = peft().set_peft_model_state_dict(model, dict(weights))
     except (RuntimeError, KeyError, ValueError) as error:
         raise LoadError(
             f"the adapter at {where!r} does not fit the model",
@@ -168,3 +169,4 @@ def load_adapter_weights(model: nn.Module, place: str | os.PathLike[str]) -> Non
             f"{(result.unexpected_keys or ['none'])[0]}, and lacks {len(lost)}, such as {(lost or ['none'])[0]}",
             fix="load it with its own config and base model",
         )
+    return weights

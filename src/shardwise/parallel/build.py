@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, one_line
-from shardwise.weights.kinds import check_no_checkpoint
+from shardwise.weights.kinds import check_no_checkpoint, reading
 from shardwise.weights.locate import HUB_OPTIONS, locate_source
 
 __all__ = [
@@ -116,17 +117,19 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
         if directory is None:
             return
         path = directory / (where.get("subfolder") or "") / "config.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        check_no_checkpoint(source)
-        why = "there is no such file" if path == Path(source) else "the directory has no config.json"
-        fix = "point at a directory that save_pretrained wrote"
-        raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path} is not JSON", why=str(error), fix="copy or download the file again") from error
+    with reading(path):
+        try:
+            is_file = stat.S_ISREG(path.stat().st_mode)  # a pipe would be waited for
+            found = json.loads(path.read_text(encoding="utf-8")) if is_file else None
+        except FileNotFoundError as error:
+            check_no_checkpoint(source)
+            why = "there is no such file" if path == Path(source) else "the directory has no config.json"
+            fix = "point at a directory that save_pretrained wrote"
+            raise LoadError(f"no model config at {os.fspath(source)!r}", why=why, fix=fix) from error
+        except (ValueError, RecursionError) as error:
+            raise LoadError(f"{path} is not JSON", why=str(error), fix="copy or download the file again") from error
     if not isinstance(found, dict):
-        why = f"it holds a {type(found).__name__}, not keys and values"
+        why = f"it holds a {type(found).__name__}, not keys and values" if is_file else "it is no file"
         raise LoadError(f"{path} is no model config", why=why, fix="copy or download the file again")
 
 
@@ -222,5 +225,6 @@ def read_generation_config(model: PreTrainedModel, source: str | os.PathLike[str
     with _reading(what, fix="remove it, or copy or download it again"):
         try:
             model.generation_config = GenerationConfig.from_pretrained(os.fspath(source), **where)
-        except OSError:
-            return  # most checkpoints have none: the model's defaults stand
+        except OSError as error:  # most checkpoints have none: the model's defaults stand
+            if os.path.lexists(Path(source) / (where.get("subfolder") or "") / "generation_config.json"):
+                raise LoadError(what, why=one_line(error), fix="remove it, or copy or download it again") from error

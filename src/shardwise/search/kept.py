@@ -54,11 +54,13 @@ def path_of(model: nn.Module, kind: str, described: Mapping[str, Any]) -> Path |
 
 def read_kept(path: Path | None, parse: Callable[[Any], Kept]) -> Kept | None:
     """What `parse` makes of the JSON value that was kept; None where there is none, or a `ValueError`."""
-    if path is None or not path.is_file():
-        return None
     try:
+        if path is None or not path.is_file():
+            return None
         return parse(json.loads(path.read_text()))
-    except (ValueError, OSError):
+    except PermissionError:  # of another user: what is in there is found out again
+        return None
+    except (ValueError, OSError, RecursionError):
         logger.warning("ignoring the damaged file at %s", path)
         return None
 

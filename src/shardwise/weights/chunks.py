@@ -63,6 +63,19 @@ class ChunkedIndex(CheckpointIndex):
         entry = self[key]
         return _Chunked(self, key, entry.shape, entry.dtype, self._tensors[key].chunks)
 
+    def _to_sample(self) -> set[str]:
+        """Two: a chunk may have to be read whole."""
+        held = sorted(
+            (key for key, each in self._tensors.items() if each.chunks), key=lambda key: volume(self._box(key))
+        )
+        return {held[0], held[len(held) // 2]} if held else set()
+
+    def _box(self, key: str) -> Box:
+        return self._tensors[key].chunks[0].box
+
+    def _mapped_part(self, key: str) -> Tensor:
+        return _read(self._tensors[key].chunks[0], key)
+
     def map_tensor(self, key: str) -> Tensor:
         """`key` in memory."""
         entry = self[key]

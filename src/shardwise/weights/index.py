@@ -7,6 +7,7 @@ strides.
 
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from shardwise.errors import LoadError, did_you_mean
 from shardwise.sharding.boxes import Box, shape_of
+from shardwise.weights.kinds import reading
 from shardwise.weights.locate import CheckpointFiles, locate_files
 from shardwise.weights.nodes import Source
 from shardwise.weights.tensor_file import bytes_of
@@ -25,6 +27,9 @@ __all__ = ["CheckpointIndex", "TensorEntry"]
 
 # Smaller tensors are copied: a map of their own saves them nothing.
 _ADOPTED_BYTES = 2**16
+_SAMPLES = 1024
+_SAMPLE_BYTES = 64
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,25 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
         entry = self[key]
         return _Mapped(self, key, entry.shape, entry.dtype)
 
+    def describe(self) -> dict[str, str]:
+        """By key a text that is the same for the same weights, and as good as never for others: the tensor's dtype and
+        shape, and a checksum of some of its bytes. It touches a page for each of up to a thousand places.
+        """
+        chosen = self._to_sample()
+        most = min(4, max(1, _SAMPLES // max(1, len(chosen))))  # places of a tensor
+        return {
+            key: f"{entry.dtype} {list(entry.shape)}"
+            + (f", checksum {_sampled(self._mapped_part(key), most):08x}" if key in chosen else "")
+            for key, entry in self._entries.items()
+        }
+
+    def _to_sample(self) -> set[str]:
+        return set(list(self)[:: -(-len(self) // _SAMPLES)]) if self else set()
+
+    def _mapped_part(self, key: str) -> torch.Tensor:
+        """The tensor, or a part of it that is cheap to have."""
+        return self.map_tensor(key)
+
     def map_tensor(self, key: str) -> torch.Tensor:
         """`key` as a tensor over the mapped file: nothing is read until elements are copied from it.
 
@@ -142,17 +166,36 @@ class _Mapped(Source):
         return torch.empty(0, dtype=self.dtype).set_(own).view(shape)
 
 
+def _sampled(tensor: torch.Tensor, most: int) -> int:
+    content, crc = bytes_of(tensor), 0
+    for number in range(most):
+        start = len(content) * (2 * number + 1) // (2 * most)
+        crc = zlib.crc32(content[start : start + _SAMPLE_BYTES], crc)
+    return crc
+
+
 def _open(path: Path) -> Any:
     try:
+        with (
+            reading(path),
+            path.open("rb") as file,
+        ):  # the library says of whatever it may not read that it is not there
+            beginning = file.read(len(_LFS_POINTER))
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         cut = f" (it has {path.stat().st_size} bytes: cut short, or goes on after them)" * ("covered" in str(error))
+        is_pointer = beginning == _LFS_POINTER
         raise LoadError(
-            f"{path.name} is not a usable safetensors file",
+            f"{path.name} is {'a pointer of Git LFS' if is_pointer else 'not a usable safetensors file'}",
             at=str(path),
-            why=str(error).removeprefix("Error while deserializing header: ") + cut,
-            fix="copy or download the file again",
+            why="it names the file that belongs here" * is_pointer
+            or str(error).removeprefix("Error while deserializing header: ") + cut,
+            fix="fetch it with `git lfs pull`, or download it again"
+            if is_pointer
+            else "copy or download the file again",
         ) from error
+    except LoadError:
+        raise
     except OSError as error:
         raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error)) from error
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.errors import LoadError
@@ -19,6 +20,7 @@ __all__ = [
     "check_no_checkpoint",
     "describe_kind",
     "kind_of",
+    "reading",
 ]
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -64,6 +66,24 @@ _KINDS: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
 )
 
 
+@contextmanager
+def reading(what: str | os.PathLike[str]) -> Iterator[None]:
+    """Says of what the disk refuses in the block, such as a directory of another user's, what was to be read.
+
+    Raises:
+        LoadError: an `OSError` came out of the block.
+    """
+    try:
+        yield
+    except LoadError:
+        raise
+    except OSError as error:
+        at = error.filename if isinstance(error.filename, str) else os.fspath(what)
+        fix = "let this user read it, or name another place" if isinstance(error, PermissionError) else None
+        why = error.strerror or str(error)
+        raise LoadError(f"cannot read {os.path.basename(at) or at}", at=at, why=why, fix=fix) from error  # noqa: PTH119
+
+
 def kind_of(path: Path) -> str | None:
     """What stands at `path`, None where it is nothing that is known."""
     return _find(path)[0]
@@ -84,11 +104,15 @@ def check_no_checkpoint(path: str | os.PathLike[str], *, what: str = "a model") 
         what: is read from there: "a model", or "an adapter".
     """
     root = Path(path) if os.path.isdir(path) else None  # noqa: PTH112 - pathlib raises: a name too long
-    if root is None or _any("model*.safetensors*")(root):
+    if root is None:
         return
-    is_one = (root / "manifest.json").is_file() and (root / "tensors.json").is_file()
-    is_plain = (root / "config.json").exists() or (root / ADAPTER_CONFIG).exists()
-    if is_one or (not is_plain and _any("*/tensors.json")(root)):
+    with reading(path):
+        if _any("model*.safetensors*")(root):
+            return
+        is_one = (root / "manifest.json").is_file() and (root / "tensors.json").is_file()
+        is_plain = (root / "config.json").exists() or (root / ADAPTER_CONFIG).exists()
+        is_many = not is_one and not is_plain and _any("*/tensors.json")(root)
+    if is_one or is_many:
         option = "" if what == "a model" else " --adapter"
         raise LoadError(
             f"{os.fspath(path)!r} is {'one' if is_one else 'a directory'} of Shardwise's own checkpoints",
@@ -99,4 +123,5 @@ def check_no_checkpoint(path: str | os.PathLike[str], *, what: str = "a model") 
 
 
 def _find(path: Path) -> tuple[str | None, str]:
-    return next(((kind, fix) for kind, holds, fix in _KINDS if path.is_dir() and holds(path)), (None, ""))
+    with reading(path):
+        return next(((kind, fix) for kind, holds, fix in _KINDS if path.is_dir() and holds(path)), (None, ""))

@@ -14,6 +14,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from shardwise.errors import LoadError, did_you_mean
+from shardwise.weights.kinds import reading
 
 __all__ = ["HUB_OPTIONS", "CheckpointFiles", "locate_files", "locate_source"]
 
@@ -165,9 +166,10 @@ def _fetch(source: str | os.PathLike[str], name: str, options: dict[str, Any]) -
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        with reading(path):
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         names = dict(weight_map)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LoadError(
             f"{path.name} is not an index of safetensors shards",
             at=str(path),

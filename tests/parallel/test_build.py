@@ -1,0 +1,70 @@
+"""Configs and directories that cannot be read: one error that names them, and no wait."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.errors import LoadError
+from shardwise.parallel.build import read_config
+from shardwise.search.kept import read_kept
+from shardwise.weights.kinds import check_no_checkpoint, kind_of
+from tests.families import tiny_model
+
+pytestmark = pytest.mark.single
+
+
+def refuse(*args, **options):
+    raise PermissionError(13, "Permission denied", str(args[0]))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (os.mkfifo, "config.json is no model config[\\s\\S]*it is no file"),
+        (Path.mkdir, "config.json is no model config[\\s\\S]*it is no file"),
+        (lambda path: path.symlink_to(path.name), "cannot read config.json[\\s\\S]*symbolic links"),
+        (lambda path: path.write_text("[" * 100_000), "config.json is not JSON[\\s\\S]*recursion"),
+    ],
+    ids=["a pipe", "a directory", "a link to itself", "too deep"],
+)
+def test_a_config_that_is_none(directory, damage, says):
+    (directory / "config.json").unlink()
+    damage(directory / "config.json")
+    with pytest.raises(LoadError, match=says):
+        read_config(directory, {})
+
+
+def test_what_another_user_owns_is_named(directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(Path, "glob", lambda *args: iter(()))  # as it is where nothing may be listed
+    for look in (check_no_checkpoint, kind_of):
+        with pytest.raises(
+            LoadError, match="cannot read manifest.json[\\s\\S]*Permission denied[\\s\\S]*let this user"
+        ):
+            look(directory)
+    assert read_kept(tmp_path / "plan.json", dict) is None, "what was found out before is found out again"
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(LoadError, match="cannot read config.json[\\s\\S]*Permission denied"):
+        read_config(directory, {})
+
+
+def test_a_damaged_generation_config_is_not_taken_for_none(directory):
+    path = directory / "generation_config.json"
+    for damage in (lambda: path.write_text("{"), lambda: path.symlink_to(path.name)):
+        path.unlink()
+        damage()
+        with pytest.raises(LoadError, match=r"cannot read the generation_config.json of"):
+            shardwise.load(directory, shardwise.Mesh.open("tp1"))
+    path.unlink()
+    shardwise.load(directory, shardwise.Mesh.open("tp1"))
