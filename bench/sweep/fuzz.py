@@ -83,8 +83,9 @@ def draw_cases(
 def prove_random(case: FuzzCase, *, timeout_seconds: float) -> dict[str, Any]:
     """The row of a case: its fields, the result and its cause.
 
-    Results are "ok" and "wrong"; "refused" where an error of Shardwise's says what cannot be; "no tiny model" where the
-    architecture has none that trains; "error" for anything else.
+    Results are "ok" and "wrong"; "undecided" where the unsplit model's own rounding in float32 is as large as what is
+    over the bounds, and both are equal in float64; "refused" where an error of Shardwise's says what cannot be;
+    "no tiny model" where the architecture has none that trains; "error" for anything else.
     """
     row, config = _drawn(case)
     return row if config is None else _proved(row, case, config, timeout_seconds)
@@ -138,7 +139,7 @@ def _judged(case: FuzzCase, found: Sequence[Measurement | ShardwiseError]) -> di
     measured = tuple(each for each in found if isinstance(each, Measurement))
     report = Report(subject=case.class_name, layout=case.layout, measurements=measured, seconds=0.0)
     return {
-        "result": "ok" if report.passed else "wrong",
+        "result": "ok" if report.passed else "undecided" if report.is_undecided else "wrong",
         "cause": "" if report.passed else str(report),
         "block_share": round(measured[0].block_share, 4),
         "again": measured_again(measured),

@@ -22,6 +22,7 @@ from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
 from shardwise.proof.draws import Draws, Redraws, problems_of, training_copy
 from shardwise.proof.parity import measure, measure_in_training
+from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
@@ -341,6 +342,30 @@ def test_a_kink_is_measured_in_float64_and_with_other_weights(bias, passes):
     assert (trained.passed, found.passed) == (passes, passes)
     for each in (trained, found.gradient):
         assert (each.again == "in float64, and with other weights") == passes
+
+
+def add_rounding(model, *, times):
+    """Has the last block be off by so many times what float32 is off."""
+
+    def scale(block, _, out):
+        return out * (1 + 1e-2 * times * (out.dtype is torch.float32))
+
+    model.model.layers[-1].mlp.register_forward_hook(scale)
+    return model
+
+
+@pytest.mark.single
+@pytest.mark.parametrize(("times", "bias", "is_undecided"), [(1.5, 0.0, True), (3.0, 0.0, False), (1.5, 1e-2, False)])
+def test_what_is_nearer_than_the_models_own_rounding_is_told(times, bias, is_undecided):
+    """It fails all the same; beyond that, and where float64 differs too, it is a fault."""
+    _, found = measured(
+        add_rounding(tiny_model("llama"), times=1.0),
+        lambda model, mesh: add_rounding(off_by(bias, None)(without_hooks(model), mesh), times=times),
+    )
+    report = Report(subject="llama", layout="tp1", measurements=(found,), seconds=0.0)
+    assert not report.passed
+    assert report.is_undecided == is_undecided
+    assert ("unsplit, alone" in str(report)) == (not bias)
 
 
 def without_hooks(model):

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
 from shardwise.proof.draws import Draws, Redraws, in_order, problems_of, seeded, training_copy
-from shardwise.proof.rounding import Difference, Tolerance, all_passed, without_rounding
+from shardwise.proof.rounding import Difference, Tolerance, all_passed, in_float64, without_rounding
 from shardwise.tiny.objective import copied, objective_of
 from shardwise.topology.axes import DATA_AXES
 
@@ -62,6 +62,8 @@ class Measurement:
         in_training: loss and every gradient of a second run, with padding and dropout; None where there was none.
         narrow: distance of all gradients of another run, in a narrower dtype, from those in float32, relative to
             their norm; None where there was no such run.
+        own_rounding: where the proof failed, how far the unsplit model in float32 is from itself in float64; empty
+            where it does not run so, or the split one is not equal to it in float64 either.
     """
 
     loss: Difference
@@ -78,6 +80,7 @@ class Measurement:
     split_seconds: float
     in_training: Difference | None = None
     narrow: Difference | None = None
+    own_rounding: Mapping[str, Difference] = field(default_factory=dict)
 
     @property
     def differences(self) -> dict[str, Difference]:
@@ -88,6 +91,16 @@ class Measurement:
     def passed(self) -> bool:
         """Whether the split model computes what the unsplit one does."""
         return all_passed(self.differences) and not self.unequal_replicas and not self.missing
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether all that failed is nearer to the unsplit model than that is to itself in float64, in which both are
+        equal: float32 says no more of this model.
+        """
+        failed = {name: each for name, each in self.differences.items() if not each.passed and name != "parameter"}
+        own = self.own_rounding
+        is_own = bool(failed) and all(name in own and each.error <= own[name].error for name, each in failed.items())
+        return is_own and not self.unequal_replicas and not self.missing
 
 
 def measure(
@@ -140,14 +153,41 @@ def measure(
         measure, mesh=mesh, split=split, step=step, reference_loss=reference_loss, num_steps=_COMPARED_STEPS
     )
     differences: dict[str, Any] = without_rounding(
-        found.differences,
-        lambda model, **options: again(model, **options).differences,
-        unsplit,
-        batch,
-        mesh,
-        tolerance,
+        found.differences, lambda *args, **options: again(*args, **options).differences, unsplit, batch, mesh, tolerance
     )
-    return replace(found, **differences)
+    found = replace(found, **differences)
+    known = {"loss": {"": expected_loss}, "logits": expected_outputs, "gradient": expected}
+    own = {} if found.passed else _own_rounding(unsplit, batch, loss_of, known, again, tolerance)
+    return replace(found, own_rounding=own)
+
+
+def _own_rounding(
+    unsplit: nn.Module,
+    batch: Mapping[str, Any],
+    loss_of: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+    expected: Mapping[str, Mapping[str, Tensor]],
+    measure_again: Callable[..., Measurement],
+    tolerance: Tolerance,
+) -> dict[str, Difference]:
+    """How far the unsplit model is in float32, where it computes what is `expected`, from itself in float64; see
+    `Measurement`. Every rank fails alike.
+    """
+    if next(unsplit.parameters()).dtype is torch.float64:
+        return {}
+    exact, batch = copy.deepcopy(unsplit).double(), in_float64(batch)
+    try:
+        is_equal = measure_again(exact, batch=batch, tolerance=tolerance).passed
+        outputs, loss = _outputs(exact, batch), loss_of(exact, copied(batch))
+        loss.backward()
+    except Exception:  # noqa: BLE001 - code that computes some of it in float32 in any case fails in any way
+        return {}
+    found = {"loss": {"": loss}, "logits": outputs, "gradient": _own_gradients(exact)}
+    allowed = {
+        "loss": (0.0, tolerance.loss),
+        "logits": (0.0, tolerance.logits),
+        "gradient": (tolerance.gradient, tolerance.gradient_floor),
+    }
+    return {name: _worst(expected[name], found[name], *allowed[name]) for name in found} if is_equal else {}
 
 
 def _parameters_apart(

@@ -43,6 +43,11 @@ class Report:
         return all(found.passed for found in self.measurements)
 
     @property
+    def is_undecided(self) -> bool:
+        """Whether it failed by no more than float32 leaves open; see `Measurement.is_undecided`."""
+        return not self.passed and all(found.passed or found.is_undecided for found in self.measurements)
+
+    @property
     def share_split(self) -> float:
         """Bytes of split parameters over bytes of all."""
         return self.measurements[0].share_split
@@ -59,12 +64,17 @@ class Report:
         for name in _LABELS:
             found = [getattr(each, name) for each in self.measurements]
             rows += [_row(name, found)] if found[0] is not None else []
+            own = [each.own_rounding.get(name) for each in self.measurements]
+            if own[0] is not None and not all(each.passed for each in found):
+                rows.append(("  unsplit, alone", f"{own[0].error:.1e}", "", "", "in float32, from itself in float64"))
         unequal = sorted({name for found in self.measurements for name in found.unequal_replicas})
         missing = sorted({name for found in self.measurements for name in found.missing})
         differing = f"{len(unequal)} unequal after {counted(self.measurements[0].num_steps, 'step')}"
         rows.append(("replicas", differing, "0", _verdict(not unequal), ", ".join(unequal)))
         rows.append(("gradients", f"{len(missing)} missing", "0", _verdict(not missing), ", ".join(missing)))
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
+        if self.is_undecided:
+            verdict += " in float32, which says no more of it: equal in float64"
         return "\n".join(
             [
                 f"{self.subject} over {self.layout}: {verdict}",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardwise.comm.operations import all_gather_objects
 from shardwise.mesh import Mesh
 
-__all__ = ["Difference", "Tolerance", "all_passed", "without_rounding"]
+__all__ = ["Difference", "Tolerance", "all_passed", "in_float64", "without_rounding"]
 
 _ROUNDING = {"gradient": 4.0, "in_training": 4.0, "parameter": math.inf}
 """How many times what is allowed may be rounding alone: what is more is a kink or a fault."""
@@ -94,7 +94,7 @@ def without_rounding(
     if passed or is_exact or not (is_little or (is_finite and num_others)):
         return found
     try:
-        exact = again(copy.deepcopy(full).double(), batch=_in_float64(batch), tolerance=tolerance)
+        exact = again(copy.deepcopy(full).double(), batch=in_float64(batch), tolerance=tolerance)
     except Exception:  # noqa: BLE001 - code that computes some of it in float32 in any case fails in any way
         return found
     if not is_little:  # every rank tries as often: they agree on each
@@ -124,6 +124,7 @@ def _nudged(full: nn.Module, seed: int) -> nn.Module:
     return other
 
 
-def _in_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
+def in_float64(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch, with numbers that are not whole in float64."""
     floats = {name: x.double() for name, x in batch.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {**batch, **floats}
