@@ -239,6 +239,26 @@ def test_a_full_disk_is_an_error_and_takes_nothing(tmp_path):
 
 
 @pytest.mark.single
+def test_a_save_whose_pointer_cannot_be_written_is_one(tmp_path, monkeypatch, caplog):
+    """The checkpoint is complete, and older ones make room: `latest` decides nothing."""
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    training.save(tmp_path, extra={"step": 1})
+
+    own = Path.write_text
+
+    def refuse(path, *args, **options):
+        if path.name.startswith(".latest"):
+            raise OSError(28, "No space left on device", str(path))
+        return own(path, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    training.save(tmp_path, extra={"step": 2}, keep_last=1)
+    assert "step-2 is complete, and latest could not be written" in caplog.text
+    assert is_clean(tmp_path, {"step-2"})
+    assert training.load(tmp_path) == {"step": 2}
+
+
+@pytest.mark.single
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_is_written_anew_whole_and_flushed_or_not_at_all(tmp_path, monkeypatch):
     flushed = []

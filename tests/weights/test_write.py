@@ -1,4 +1,6 @@
+import os
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -8,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardwise.errors import ConfigError, LoadError
+from shardwise.weights import staging
 from shardwise.weights.index import CheckpointIndex
-from shardwise.weights.staging import atomic_file
+from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.write import PretrainedWriter
 
 pytestmark = pytest.mark.single
@@ -165,6 +168,36 @@ def test_a_disk_that_takes_no_more_leaves_the_target_as_it_was(tmp_path: Path) -
     assert names_in(tmp_path) == ["out"]
 
 
+def test_a_full_disk_beside_the_weights_is_named_and_leaves_the_target_as_it_was(tmp_path: Path) -> None:
+    def fail(place: Path) -> None:
+        (place / "tokenizer.json").touch()
+        raise Exception("No space left on device (os error 28)")
+
+    write(tmp_path / "out", {"a": torch.zeros(4)})
+    before = files_in(tmp_path / "out")
+    with opened(tmp_path / "out", {"a": torch.ones(4)}) as writer:
+        writer.add("a", torch.ones(4))
+        with pytest.raises(LoadError, match=r"cannot write out[\s\S]*No space left"), writer.companions() as place:
+            fail(place)
+    assert files_in(tmp_path / "out") == before
+    assert names_in(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a move that only Linux has")
+def test_a_directory_is_replaced_in_one_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed at any moment, there is one: what stood there, or what takes its place."""
+    write(tmp_path / "out", {"a": torch.zeros(4)})
+    moved: list[Path] = []
+    monkeypatch.setattr(Path, "rename", lambda path, target: moved.append(path))
+    staged = StagedDirectory(tmp_path / "out")
+    (staged.path / "new").touch()
+    staged.commit()
+    assert names_in(tmp_path) == ["out"] and files_in(tmp_path / "out").keys() == {"new"}
+    assert not moved
+    staged.abort()
+    assert files_in(tmp_path / "out").keys() == {"new"}
+
+
 @pytest.mark.parametrize("failing_call", range(1, 4))
 def test_a_failure_in_the_moves_leaves_the_target_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing_call: int
@@ -185,6 +218,7 @@ def test_a_failure_in_the_moves_leaves_the_target_as_it_was(
     with opened(target, {"a": torch.ones(4)}) as writer:
         writer.add("a", torch.ones(4))
         monkeypatch.setattr(Path, "rename", failing)
+        monkeypatch.setattr(staging, "_exchange", lambda one, other: False)
         with pytest.raises(LoadError, match="No space left"):
             writer.finish()
     assert files_in(target) == before
@@ -204,13 +238,16 @@ def test_a_crash_between_the_moves_is_healed_by_the_next_writer(tmp_path: Path) 
 
 def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     """And what one that lives is writing stays, also next to others' directories."""
-    left = tmp_path / f".out.{0:032x}.export"
-    for path in (left, tmp_path / f".other.{0:032x}.export"):
+    left, empty, new = (tmp_path / f".out.{number:032x}.export" for number in (0, 1, 2))
+    for path in (left, empty, new, tmp_path / f".other.{0:032x}.export"):
         path.mkdir()
+    for path in (left, tmp_path / f".other.{0:032x}.export"):
         (path / ".shard-0").touch()
+    os.utime(empty, (0, 0))
     with opened(tmp_path / "out", {"a": torch.zeros(4)}) as living:
         living.add("a", torch.zeros(4))
-        assert not left.exists()
+        assert not left.exists() and not empty.exists()
+        new.rmdir()  # as good as nothing lies between a writer's making it and holding it
         write(tmp_path / "out", {"b": torch.zeros(4)})
         assert living.staging.exists()
         living.finish()

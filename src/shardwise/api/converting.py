@@ -141,9 +141,10 @@ def _write(
             _write_group(group, read, writer)
         dtypes = [value.dtype for value in tensors.values() if value.dtype.is_floating_point]
         model.config.dtype = next(iter(dtypes), model.config.dtype)
-        for each in (model.config, *companions):
-            if each is not None:
-                each.save_pretrained(writer.staging)
+        with writer.companions() as staging:
+            for each in (model.config, *companions):
+                if each is not None:
+                    each.save_pretrained(staging)
         writer.finish({"total_parameters": sum(v.numel() for name, v in tensors.items() if name not in tied)})
 
 

@@ -64,8 +64,9 @@ def write_pretrained(
                 raise fault
         with raise_on_all_ranks(group, "completing the export"):
             if writer is not None:
-                _write_companions(model, writer.staging, tokenizer)
-                base.add(writer.staging)
+                with writer.companions() as staging:
+                    _write_companions(model, staging, tokenizer)
+                    base.add(staging)
                 written = {own: every[own] for own in base.names.values()}
                 writer.finish({"total_parameters": _total(model, written, Tensor.numel)})
     finally:

@@ -9,6 +9,7 @@ nothing but the hidden directory, which is removed at once, or by the next save 
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,8 @@ from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
 __all__ = ["OwnPortions", "SaveJob", "SaveRequest", "as_load_error"]
+
+logger = logging.getLogger("shardwise.checkpoint")
 
 OwnPortions = tuple[tuple[Box, tuple[slice, ...]], ...]
 
@@ -251,8 +254,11 @@ class SaveJob:
         )
         write_manifest(directory, manifest)
         staged.commit()
-        with atomic_file(request.root / LATEST) as partial:
-            partial.write_text(f"{manifest.tag}\n", encoding="utf-8")
+        try:
+            with atomic_file(request.root / LATEST) as partial:
+                partial.write_text(f"{manifest.tag}\n", encoding="utf-8")
+        except OSError as error:  # it decides nothing: a full disk, which deleting older ones may make room on
+            logger.warning("%s is complete, and %s could not be written: %s", staged.target, LATEST, error)
         if request.keep_last is not None:
             prune(request.root, keep_last=request.keep_last, keep_every=request.keep_every)
         return manifest.tag

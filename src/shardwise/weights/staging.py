@@ -1,18 +1,21 @@
 """What appears on disk complete or not at all: a file, or a directory of files.
 
 # [Note: replacing a directory]
-Everything is written to a hidden directory next to the target and flushed to disk. Only then is the target moved out of
-the way and the new directory into its place. A failure before that leaves the target untouched; between the two moves
-the old directory is next to it, complete, under the name that `aside_of` gives: whoever looks for the target next puts
-it back, or reads it there. A process that is killed leaves the hidden directory, which the next one removes.
+Everything is written to a hidden directory next to the target and flushed to disk. Only then do the two change places,
+in one move where the file system can. Where it cannot, the target is moved out of the way and the new directory into
+its place: between the two moves the old directory is next to it, complete, under the name that `aside_of` gives:
+whoever looks for the target next puts it back, or reads it there. A failure before leaves the target untouched. A
+process that is killed leaves the hidden directory, which the next one removes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +23,8 @@ from pathlib import Path
 
 __all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "is_url", "leftovers"]
 
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of renameat2(2)
+_SECONDS_TO_HOLD = 600.0
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
@@ -101,7 +106,7 @@ class StagedDirectory:
         aside = aside_of(self.target)
         if not self.target.exists():
             self.path.rename(self.target)
-        else:
+        elif not _exchange(self.path, self.target):
             if aside.exists():  # left by a crash after its replacement was in place
                 shutil.rmtree(aside)
             self.target.rename(aside)
@@ -111,12 +116,20 @@ class StagedDirectory:
                 aside.rename(self.target)
                 raise
         flush_path(self.target.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        for old in (self.path, aside):
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Has two directories change places in one move; False where nothing was moved: this system has no such move."""
+    with suppress(OSError, AttributeError):  # no such function: it is Linux's
+        return ctypes.CDLL(None).renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0
+    return False
 
 
 def _remove_abandoned(target: Path, ending: str) -> None:
     """Removes what writers of `target` have left that were killed: a living one holds its directory from before the
-    first file on. Where the file system has no locks, it stays.
+    first file on, a moment after it was made. Where the file system has no locks, it stays.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.{ending}")
     for path in [each for each in target.parent.iterdir() if pattern.fullmatch(each.name)]:
@@ -124,7 +137,7 @@ def _remove_abandoned(target: Path, ending: str) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if any(path.iterdir()):
+                if any(path.iterdir()) or time.time() - path.stat().st_mtime > _SECONDS_TO_HOLD:
                     shutil.rmtree(path)
             finally:
                 os.close(descriptor)

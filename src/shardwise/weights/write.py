@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import ConfigError, LoadError
+from shardwise.errors import ConfigError, LoadError, ShardwiseError, one_line
 from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import StagedDirectory
 from shardwise.weights.tensor_file import TensorFileWriter
@@ -114,8 +114,9 @@ class PretrainedWriter:
     It holds one tensor at a time. Other files of the model (config, tokenizer) go into `staging` before `finish`.
 
         with PretrainedWriter("out", max_shard_bytes=5 * 10**9, planned=[(name, tensor.dtype, tensor.shape)]) as writer:
-            config.save_pretrained(writer.staging)
             writer.add(name, tensor)
+            with writer.companions() as staging:
+                config.save_pretrained(staging)
             writer.finish()
 
     Args:
@@ -167,6 +168,22 @@ class PretrainedWriter:
         """
         with self._writing():
             self.shards.write(name, tensor)
+
+    @contextmanager
+    def companions(self) -> Iterator[Path]:
+        """Gives `staging` to a block that writes what stands beside the weights, with libraries of others.
+
+        Raises:
+            LoadError: something in the block fails; the target is then as it was.
+        """
+        try:
+            yield self.staging
+        except ShardwiseError:
+            raise
+        except Exception as error:  # of the tokenizers library, a full disk is no OSError
+            self.abort()
+            why = one_line(error, limit=300)
+            raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=why) from error
 
     def finish(self, metadata: Mapping[str, int | str] | None = None) -> None:
         """Write the index, and move everything into place.
