@@ -85,8 +85,12 @@ class StagedDirectory:
         self._held = os.open(self.path, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._held, fcntl.LOCK_EX)
-        if self.target.exists():
-            shutil.copymode(self.target, self.path)
+        try:
+            if self.target.exists():
+                shutil.copymode(self.target, self.path)
+        except OSError:
+            self.abort()
+            raise
 
     def abort(self) -> None:
         """Throws away what was written. Nothing happens after `commit`."""
