@@ -567,7 +567,25 @@ def untied_later(pair):
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     with pytest.raises(LayoutError, match="were one parameter when the model was split, and are two now"):
         shardwise.TrainStep(model, pair.mesh)
+    model = shardwise.parallelize(tiny_model("qwen3", tie_word_embeddings=True, num_hidden_layers=1), pair.mesh)
+    model.set_input_embeddings(torch.nn.Embedding(model.config.vocab_size, model.config.hidden_size))
+    with pytest.raises(LayoutError, match=r"lm_head.weight and model.embed_tokens.weight were one parameter"):
+        model(**pair.batches[0]).loss.backward()
     return []
+
+
+def hooks_on_parts(pair):
+    """q/k norms are computed by every rank for its own heads."""
+    norm = pair.split.model.layers[0].self_attn.q_norm.weight
+    for register in (norm.register_hook, norm.register_post_accumulate_grad_hook):
+        with pytest.raises(
+            UnsupportedError, match=r"hook on .*q_norm\.weight, of whose gradient every rank computes a part"
+        ):
+            register(lambda *_: None)
+    pair.split.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+    pair.full.lm_head.weight.register_hook(lambda gradient: gradient * 2)
+    pair.backward(0)
+    return pair.gradient_problems()
 
 
 def other_learning_rates(pair):
@@ -590,7 +608,7 @@ AT_TP = (
     *(second_derivatives, two_models, drifted_replicas, head_by_itself, transforms),
     replaced_parameters,
     *(mask_for_each_head, trained_prefix, counted_parameters, nothing_to_train, untied_later),
-    *(other_learning_rates, other_directories),
+    *(other_learning_rates, other_directories, hooks_on_parts),
 )
 ALONE = (head_by_itself, embedding_by_itself)
 CASES = {

@@ -17,9 +17,10 @@ stages hold is summed over them last.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -280,7 +281,10 @@ class Gradients:
             self._arriving.pop(id(entry), None)
 
         Tensor.register_hook(parameter, arrive)  # not the parameter's own, which is an error under FSDP2
-        parameter.register_post_accumulate_grad_hook(stay)
+        Tensor.register_post_accumulate_grad_hook(parameter, stay)
+        for name in ("register_hook", "register_post_accumulate_grad_hook"):
+            if name not in parameter.__dict__:  # FSDP2's reason is another
+                setattr(parameter, name, functools.partial(_refuse_hook, entry.fqn, name))
 
     def _refuse_functional(self) -> None:
         """Raises where gradients have come that were not put into `.grad`."""
@@ -288,6 +292,14 @@ class Gradients:
         self._arriving.clear()
         if names:
             raise functional_refused(names[0] + f" and {len(names) - 1} more" * (len(names) > 1))
+
+
+def _refuse_hook(fqn: str, name: str, hook: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{name} on {fqn}, of whose gradient every rank computes a part",
+        why="the hook would be given this rank's part, before it is summed",
+        fix="change parameter.grad after backward()",
+    )
 
 
 def track_gradients(model: nn.Module, registry: Registry) -> Gradients:

@@ -12,7 +12,15 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.errors import UnsupportedError
-from shardwise.parameters.registry import ParameterEntry, attach_entry, entries_of, entry_of, registry_of
+from shardwise.parameters.registry import (
+    ParameterEntry,
+    Registry,
+    attach_entry,
+    entries_of,
+    entry_of,
+    registry_of,
+    untied,
+)
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import is_adapter, unwrapped
@@ -73,6 +81,8 @@ def adopt_parameters(model: nn.Module) -> None:
                 continue
             fqn = fqn_of(name, own)
             entry = entry_of(parameter)
+            if entry is None and (alias := _still_tied(model, registry, fqn)):
+                raise untied(alias, fqn)
             if entry is None and given[name] == "split":
                 refused.append(fqn)
                 continue
@@ -100,6 +110,16 @@ def adopt_parameters(model: nn.Module) -> None:
             "parameter a rank is to hold",
             fix="add it before shardwise.parallelize splits the model, or freeze it",
         )
+
+
+def _still_tied(model: nn.Module, registry: Registry, fqn: str) -> str | None:
+    """The other name of a tied parameter that still has what was called `fqn`, too."""
+    for alias in registry.names_of(fqn)[1:]:
+        owner, _, own = alias.rpartition(".")
+        held = model.get_submodule(owner)._parameters.get(own)
+        if held is not None and entry_of(held) is registry.entries[fqn]:
+            return alias
+    return None
 
 
 @functools.cache

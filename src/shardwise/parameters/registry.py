@@ -55,6 +55,7 @@ __all__ = [
     "named_entries",
     "note_parameters",
     "registry_of",
+    "untied",
 ]
 
 _ATTRIBUTE = "_shardwise_registry"
@@ -325,12 +326,13 @@ def find_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Param
                 if entry is not None and entry_of(parameter) is not entry:
                     mark(parameter, entry)
                 if entry is not None and id(entry) in held:
-                    raise _untied(fqn_of(name, own), fqn)
+                    raise untied(fqn_of(name, own), fqn)
                 held.add(id(entry))
                 yield fqn, parameter, entry
 
 
-def _untied(name: str, first: str) -> LayoutError:
+def untied(name: str, first: str) -> LayoutError:
+    """The error of tied parameters that are two now."""
     return LayoutError(
         f"{name} and {first} were one parameter when the model was split, and are two now",
         why="what is known of the one, where its parts are and how its gradient is summed, was found for both together",
