@@ -102,8 +102,8 @@ EXPECTED = {
     "torch.save": (UnsupportedError, "pickling a LlamaForCausalLM that is split", "full_state_dict"),
     "resize": (UnsupportedError, "resize_token_embeddings on a split model", "before shardwise.parallelize"),
     "optimizer": (TypeError, "optimizer_class must be a torch.optim.Optimizer class", "'AdamW'"),
-    "max_norm": (ValueError, "max_norm must be at least 0, got -1.0"),
-    "norm_type": (ValueError, "norm_type must be positive or math.inf, got 0"),
+    "max_norm": (ConfigError, "max_norm must be at least 0, got -1.0"),
+    "norm_type": (ConfigError, "norm_type must be positive or math.inf, got 0"),
     "export to a file": (LoadError, "a-file is a file", "pass a directory"),
     "shard size": (ConfigError, "max_shard_bytes is -1", "positive"),
 }

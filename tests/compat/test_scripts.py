@@ -1,4 +1,4 @@
-"""What scripts for NxD do beyond its documents: parameters that they slice themselves, odd sizes, wrong arguments."""
+"""What scripts do beyond the documents: parameters that they slice themselves, odd sizes, wrong arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 import shardwise
+import shardwise.compat.nemo_automodel.distributed.parallelizer as nemo
 import shardwise.compat.neuronx_distributed as nxd
 from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state, xm
 from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig, LoRAModel
 from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
 from shardwise.compat.neuronx_distributed.parallel_layers import ColumnParallelLinear, RowParallelLinear
-from shardwise.errors import BatchError, ConfigError, LayoutError, MeshError
+from shardwise.compat.optimum_neuron.distributed import Parallelizer
+from shardwise.errors import BatchError, ConfigError, LayoutError, MeshError, PlanError
+from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
 
@@ -117,7 +120,7 @@ def test_wrong_arguments_are_one_error_with_the_remedy(tmp_path):
         "cannot be a Linear": lambda: nxd.initialize_parallel_optimizer(config, optimizer, plain),
         "pass model.parameters": lambda: NeuronZero1Optimizer([plain], optimizer),
         "pass a dictionary, such as": lambda: parallel_layers.save(plain, tmp_path / "saved"),
-        "max_norm is None": lambda: parallel_layers.clip_grad_norm(plain, None),
+        "max_norm must be at least 0, got None": lambda: parallel_layers.clip_grad_norm(plain, None),
         "as_list=True": lambda: xm.optimizer_step(
             optimizer(parameters()), groups=torch.distributed.group.WORLD or [[2]]
         ),
@@ -134,6 +137,10 @@ def test_wrong_arguments_are_one_error_with_the_remedy(tmp_path):
             call()
     with pytest.raises(TypeError, match=r"save_checkpoint\(\) got an unexpected keyword argument 'keep'"):
         nxd.save_checkpoint(tmp_path, model=plain, keep=3)
+    module = nxd.lightning.NeuronLTModule(nn.Linear, config, optimizer, None)
+    module.__dict__["model"] = object()  # what is saved of a module is its model
+    with pytest.raises(ConfigError, match="the model is a object"):
+        nxd.save_checkpoint(tmp_path, model=module)
     parallel_state.destroy_model_parallel()
 
 
@@ -147,3 +154,33 @@ def test_what_the_documents_name_is_there_after_the_import_of_the_package():
     assert optimum.distributed.Parallelizer
     with pytest.raises(AttributeError, match="no attribute 'lightening'"):
         _ = nxd.lightening
+
+
+def kinds(mesh):
+    """The other packages, given something else than a model, a policy or a mapping of ids; a lost optimizer."""
+    rank_mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    split, nv = nemo.fsdp2_strategy_parallelize, nemo.nvfsdp_strategy_parallelize
+    parallel_state.initialize_model_parallel(1, 2)
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters())
+    Parallelizer.parallelize(model)
+    for said, call in {
+        "use CPUOffloadPolicy": lambda: split(model, rank_mesh, offload_policy=True),
+        "cannot be a NoneType": lambda: split(None, rank_mesh),
+        "pass the model itself, first": lambda: nv(optimizer, rank_mesh),
+        "class paths are 3": lambda: nv(model, rank_mesh, 3),
+        "has the key 3": lambda: split(model, rank_mesh, tp_shard_plan={3: "colwise"}),
+        "not its class or name": lambda: nemo.get_hf_tp_shard_plan("llama"),
+        "pass the model itself": lambda: Parallelizer.parallelize("llama"),
+        "str is not a model": lambda: Parallelizer.load_model_sharded_checkpoint("saved", model),
+        "is no id": lambda: Parallelizer.optimizer_for_mp(optimizer, dict(model.named_parameters())),
+        "cannot be a NoneType ": lambda: Parallelizer.optimizer_for_mp(optimizer, None),
+    }.items():
+        with pytest.raises((ConfigError, PlanError, LayoutError), match=said.strip()):
+            call()
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_other_kinds_of_values_are_refused_with_the_remedy(on_ranks, layout):
+    assert on_ranks(kinds) == [None] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 
 import torch
@@ -45,11 +44,10 @@ def clip_grad_norm_(
 
     Communicates: over all ranks, one all-reduce of one value.
     """
-    for name, given, is_right in (("norm_type", norm_type, operator.gt), ("max_norm", max_norm, operator.ge)):
-        if not isinstance(given, int | float | Tensor) or not is_right(given, 0):
-            raise ConfigError(
-                f"{name} is {given!r}", fix=f"use a {'positive' if is_right is operator.gt else 'nonnegative'} number"
-            )
+    if not isinstance(norm_type, int | float) or not norm_type > 0:
+        raise ConfigError(f"norm_type must be positive or math.inf, got {norm_type!r}", fix="2 is the usual one")
+    if not isinstance(max_norm, int | float | Tensor) or not max_norm >= 0:
+        raise ConfigError(f"max_norm must be at least 0, got {max_norm!r}", fix="math.inf clips nothing")
     with hidden():
         chosen, registry = _gradients(parameters)
     total = norm_of_owned(chosen, norm_type)

@@ -17,6 +17,7 @@ from shardwise.optim.optimizer import groups_of
 from shardwise.optim.plain_step import KEPT_BY_STEPS
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import entry_of
+from shardwise.plan.options import check_kind
 
 __all__ = ["lazy_class", "move_optimizer"]
 
@@ -66,11 +67,14 @@ def move_optimizer(optimizer: torch.optim.Optimizer, moved: Mapping[int, Tensor]
         ConfigError: `moved` does not hold every parameter of the optimizer, without stages, or holds no parameters.
         UnsupportedError: the optimizer does not update parts as it would full parameters.
     """
-    wrong = next((value for value in moved.values() if not isinstance(value, Tensor)), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"a parameter is said to have become {wrong!r}", fix="map ids of parameters to parameters, not to their ids"
-        )
+    check_kind("the optimizer", optimizer, torch.optim.Optimizer, fix="pass the optimizer, then the mapping")
+    check_kind("what parameters have become", moved, Mapping, fix="map ids of parameters to parameters")
+    for key, value in moved.items():
+        if not isinstance(value, Tensor) or not isinstance(key, int):  # nobody's id would be one of another stage's
+            raise ConfigError(
+                f"a parameter is said to have become {value!r}" if isinstance(key, int) else f"{key!r} is no id",
+                fix="map id(parameter), of those of the optimizer, to parameters",
+            )
     lazy = optimizer.__dict__.get(_ARGUMENTS)
     given = lazy[1] if lazy is not None else optimizer.param_groups
     _check_all(given, moved)

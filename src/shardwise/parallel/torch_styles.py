@@ -25,6 +25,7 @@ from shardwise.errors import PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
 from shardwise.plan.imports import import_from_path
 from shardwise.plan.match import match
+from shardwise.plan.options import check_kind
 from shardwise.plan.rule import STYLES, Rule
 from shardwise.plan.spec import Plan
 from shardwise.runtime.reading import read_in_forward
@@ -136,6 +137,7 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
     Raises:
         PlanError: it is none of these, matches nothing, or its styles contradict each other.
     """
+    check_kind("the model", model, nn.Module, fix="pass the model itself, first")
     if isinstance(plan, str) and plan not in AUTOMATIC:
         plan = import_from_path(plan)
     if callable(plan) and not isinstance(plan, Mapping):
@@ -147,6 +149,8 @@ def read_plan(plan: Any, model: nn.Module) -> tuple[str | Plan, bool]:
             f"a tp_shard_plan cannot be a {type(plan).__name__}",
             fix='use a dict such as {"model.layers.*.mlp.up_proj": ColwiseParallel()}, or the import path of one',
         )
+    if (other := next((key for key in plan if not isinstance(key, str)), None)) is not None:
+        raise PlanError(f"the tp_shard_plan has the key {other!r}", fix="use names of modules, or patterns of them")
     names = [name for name, _ in model.named_modules()]
     matched = {pattern: _matching(pattern, names) for pattern in plan}
     if plan and not any(matched.values()):

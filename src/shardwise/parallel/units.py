@@ -8,6 +8,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.plan.imports import import_classes
+from shardwise.plan.options import check_kind
 
 __all__ = ["unit_names"]
 
@@ -18,7 +19,8 @@ def unit_names(model: nn.Module, paths: Sequence[str] | None, what: str) -> tupl
     Raises:
         ConfigError: a path leads to no class, or no module is an instance of one.
     """
-    classes = tuple(import_classes(paths or []))
+    check_kind("the model", model, nn.Module, fix="pass the model itself, first")
+    classes = tuple(import_classes([] if paths is None else paths))
     names = {name: type(module) for name, module in model.named_modules() if name and isinstance(module, classes)}
     missing = [
         path

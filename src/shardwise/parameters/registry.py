@@ -380,7 +380,7 @@ def registry_of(model: nn.Module) -> Registry:
     Raises:
         LayoutError: the model was never given to `shardwise.load` or `shardwise.parallelize`.
     """
-    for module in model.modules():
+    for module in model.modules() if isinstance(model, nn.Module) else ():
         if _ATTRIBUTE in module.__dict__:
             return module.__dict__[_ATTRIBUTE]
     raise LayoutError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -37,7 +37,7 @@ def import_classes(class_paths: Sequence[str]) -> list[type]:
     Raises:
         ConfigError: a path leads to nothing, or to no class; lists every one. Or it is one path, or None.
     """
-    if class_paths is None or isinstance(class_paths, str):
+    if not isinstance(class_paths, Iterable) or isinstance(class_paths, str):
         raise ConfigError(f"class paths are {class_paths!r}", fix="pass a list of package.module.ClassName")
     found: list[type] = []
     problems: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ from shardwise.parallel.torch_styles import style_of as translate_to_torch_paral
 from shardwise.parallel.units import unit_names
 from shardwise.parameters.canonical import full_value
 from shardwise.plan.imports import import_classes as import_classes_from_paths
-from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice
+from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice, check_kind
 from shardwise.search.planning import plan_for
 
 __all__ = [
@@ -73,6 +73,7 @@ def fsdp2_strategy_parallelize(
 
     Communicates: as `shardwise.parallelize`.
     """
+    check_kind("offload_policy", offload_policy, OffloadPolicy | None, fix="use CPUOffloadPolicy(...), or None")
     mesh = adopt_device_mesh(device_mesh)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fsdp = FsdpPolicy(cpu_offload=isinstance(offload_policy, CPUOffloadPolicy))
@@ -142,6 +143,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         PlanError: there is none that computes the same, or one that is declared has an unknown style.
     """
+    check_kind("the model", model, nn.Module, fix="pass a model, not its class or name")
     if not isinstance(model, PreTrainedModel) and (declared := declared_styles(model)):
         return declared
     return hf_plan(plan_for(model, ParallelSpec(), tp_size=2))

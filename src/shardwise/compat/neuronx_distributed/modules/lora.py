@@ -105,9 +105,6 @@ class LoraConfig:
             export_pretrained(model, Path(path) / tag / name, adapter=mode)
 
 
-_Config = LoraConfig
-
-
 class LoRAModel(Transparent):
     """A model, not split yet, with adapters: PEFT's model, whose base is frozen.
 
@@ -118,7 +115,8 @@ class LoRAModel(Transparent):
 
     def __init__(self, module: nn.Module, LoraConfig: LoraConfig) -> None:  # noqa: N803 - so the document
         check_kind("the model of a LoRAModel", module, nn.Module, fix="pass the model, then a LoraConfig")
-        check_kind("the config of a LoRAModel", LoraConfig, _Config, fix="pass a LoraConfig")
+        if not hasattr(LoraConfig, "for_peft"):
+            raise ConfigError(f"the config of a LoRAModel is {LoraConfig!r}", fix="pass a LoraConfig")
         if is_split(module):
             raise PlanError(
                 f"{type(module).__name__} is split already",

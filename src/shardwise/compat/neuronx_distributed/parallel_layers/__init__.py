@@ -10,4 +10,5 @@ from shardwise.compat.neuronx_distributed.parallel_layers.loss_functions import 
 from shardwise.compat.neuronx_distributed.parallel_layers.mappings import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.pad import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import *  # noqa: F403
+from shardwise.compat.neuronx_distributed.parallel_layers.utils import *  # noqa: F403
 from shardwise.compat.neuronx_distributed.utils.model_utils import *  # noqa: F403

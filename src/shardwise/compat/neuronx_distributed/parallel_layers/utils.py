@@ -9,9 +9,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import ConfigError
 
-__all__ = [
-    "divide", "move_all_tensor_to_cpu", "requires_init_pg_override", "set_tensor_model_parallel_attributes"
-]  # fmt: skip
+__all__ = ["divide", "move_all_tensor_to_cpu", "requires_init_pg_override", "set_tensor_model_parallel_attributes"]
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -22,11 +20,10 @@ def divide(numerator: int, denominator: int) -> int:
 
 
 def set_tensor_model_parallel_attributes(
-    tensor: Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
+    tensor: Any, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
 ) -> None:
     """Says, before the model is known, that each tp rank holds its part of a parameter, which its owner has sliced."""
-    given: Any = tensor
-    given.tensor_model_parallel, given.partition_dim, given.partition_stride = is_parallel, dim, stride
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:

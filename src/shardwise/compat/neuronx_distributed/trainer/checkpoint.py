@@ -55,6 +55,7 @@ def save_checkpoint(
         raise ConfigError("save_checkpoint without a model", fix="pass model=: a checkpoint says whose state it is")
     if use_xser or use_zero1_dcp:
         warn_once("save_checkpoint: use_xser and use_zero1_dcp change nothing: tensors are streamed in one format")
+    model = vars(model).get("model", model)  # of a NeuronLTModule
     lora = getattr(model, "lora_config", None)
     try:
         pending = checkpoints.save_checkpoint(

@@ -107,6 +107,7 @@ class Parallelizer:
         Communicates: as `shardwise.parallelize`, and a gather of a small object for every turn of loading.
         """
         mesh = current_mesh()
+        check_kind("the model", model, nn.Module, fix="pass the model itself")
         if device is not None and torch.device(device).type != mesh.device.type:
             raise ConfigError(f"device is {device}, but ranks compute on {mesh.device.type}", fix="leave device out")
         check_count("pipeline_parallel_num_microbatches", pipeline_parallel_num_microbatches)

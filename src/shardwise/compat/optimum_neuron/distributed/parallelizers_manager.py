@@ -43,7 +43,7 @@ class ParallelizersManager:
         Raises:
             UnsupportedError: transformers has no such model type.
         """
-        name = model_type_or_model
+        name = getattr(model_type_or_model, "model_type", model_type_or_model)  # of a config, too
         if not callable(name) and str(name) not in CONFIG_MAPPING:
             raise UnsupportedError(f"transformers has no model type {name!r}{did_you_mean(str(name), CONFIG_MAPPING)}")
         return Parallelizer
