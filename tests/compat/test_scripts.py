@@ -74,6 +74,45 @@ def test_a_parameter_that_a_script_slices_is_divided_where_it_says_so(on_ranks, 
         assert said == ["the ranks hold different copies of scale", "the ranks hold different copies of down.bias"]
 
 
+def resumed(mesh, directory):
+    """Weights first, then optimizer and schedule by themselves, as a script resumes; losses as if it had not."""
+    config = nxd.neuronx_distributed_config(2)
+    ids = torch.arange(24).view(2, 12) % 90 + 3
+
+    def built():
+        model = nxd.initialize_parallel_model(config, tiny_model, "llama")
+        optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.AdamW, model.parameters(), lr=1e-2)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    def steps(model, optimizer, scheduler):
+        found = []
+        for _ in range(2):
+            found.append(float(model.run_train(input_ids=ids, labels=ids)))
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return [*found, optimizer.param_groups[0]["lr"]]
+
+    first, second = built(), built()
+    steps(*first)
+    nxd.save_checkpoint(directory, "step_2", *first, {"step": 2}, 8, False, -1)
+    expected = steps(*first)
+    nxd.load_checkpoint(directory, tag="step_2", model=second[0])
+    content = nxd.load_checkpoint(directory, tag="step_2", optimizer=second[1], scheduler=second[2])
+    with pytest.raises(ConfigError, match="an optimizer without its model"):
+        nxd.load_checkpoint(directory, optimizer=torch.optim.AdamW([torch.ones(1)]))
+    found = steps(*second)
+    parallel_state.destroy_model_parallel()
+    xm.rendezvous("the end")  # where ranks have met, and no model parallelism is initialised
+    own = xm.get_ordinal(), xm.xrt_world_size(), xm.is_master_ordinal(), xm.mesh_reduce("sum", mesh.rank, sum)
+    return found == expected, content, own == (mesh.rank, 2, mesh.rank == 0, 1)
+
+
+@pytest.mark.parametrize("layout", ["tp2"])
+def test_an_optimizer_is_loaded_by_itself_and_ranks_meet_before_any_model(on_ranks, layout, tmp_path):
+    assert on_ranks(resumed, directory=str(tmp_path)) == [(True, {"step": 2}, True)] * 2
+
+
 def odd(mesh):
     """Features of any sizes are joined; sequences that do not divide are refused before anything is sent."""
     parallel_state.initialize_model_parallel(2)

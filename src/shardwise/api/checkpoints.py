@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.lora.files import adapter_companions
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.nonfinite import check_steps
+from shardwise.optim.optimizer import model_under
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.registry import registry_of
 
@@ -128,7 +130,8 @@ def load_checkpoint(
         path: a directory of checkpoints.
         tag: which of them; by default the newest complete one.
         model: split by Shardwise, also on the meta device; None reads `extra` alone.
-        optimizer: over its parameters, of the class that was saved. Its options become those that were saved.
+        optimizer: over its parameters, of the class that was saved. Its options become those that were saved. Without
+            the model, which stays as it is then, its state alone.
         scheduler: of the class that was saved.
         strict: whether names that only the model or only the checkpoint has, and frozen parameters of other values than
             were saved with, are an error; else they are a warning.
@@ -138,7 +141,7 @@ def load_checkpoint(
         LoadError: there is no such checkpoint; a file is missing, damaged, or not what the checkpoint says; names or
             shapes do not fit; or an optimizer's state cannot be divided. Names file and tensor. The same error on every
             rank; model and optimizer are as they were.
-        ConfigError: the tag cannot be one, an optimizer is given without its model, or on some ranks only.
+        ConfigError: the tag cannot be one, an optimizer is of no split model, or given on some ranks only.
 
     Communicates: a few gathers of small objects over all ranks.
     """
@@ -149,6 +152,8 @@ def load_checkpoint(
 @torch.inference_mode(mode=False)
 def load_session(path: str | os.PathLike[str], tag: str | None, session: Session) -> Any:
     """As `load_checkpoint`."""
+    if session.model is None and session.optimizer is not None:
+        session = replace(session, model=model_under(session.optimizer), fills_model=False)
     model: nn.Module | None = session.model
     put: Any = None
     if model is None:

@@ -134,8 +134,10 @@ def find_tag(root: Path, tag: str | None) -> Path:
         check_tag(tag)
         tags = find_tags(root)
         if tag not in tags:
-            there = f"there are {', '.join(sorted(tags)[-5:])}" if tags else "there are none"
-            raise LoadError(f"no checkpoint {tag!r}{did_you_mean(tag, tags)}", at=str(root), why=there)
+            said = {"why": f"there are {', '.join(sorted(tags)[-5:])}"} if tags else describe_kind(root)
+            raise LoadError(
+                f"no checkpoint {tag!r}{did_you_mean(tag, tags)}", at=str(root), **(said or {"why": "there are none"})
+            )
         return _inside(root, tags[tag])
     known = list_checkpoints(root)
     if not known:

@@ -9,10 +9,20 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from shardwise.errors import MeshError
 from shardwise.topology.axes import AXES, DATA_AXES, SAME_ROWS_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["Groups", "end_process_groups", "make_groups", "new_group", "new_own_group", "ranks_along", "wide_axes"]
+__all__ = [
+    "Groups",
+    "end_process_groups",
+    "make_groups",
+    "new_group",
+    "new_own_group",
+    "ranks_along",
+    "wide_axes",
+    "world_group",
+]
 
 Groups = dict[tuple[str, ...], dist.ProcessGroup]
 """Process groups of this rank by the axes they run along; axes of size 1 are left out."""
@@ -66,6 +76,22 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
 def new_own_group(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A group of this rank alone, for callers to whom no group would mean all ranks. Communicates nothing."""
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
+
+
+def world_group(world_size: int) -> dist.ProcessGroup | None:
+    """The group of all ranks, whether a mesh is over them or not; None where there is one rank.
+
+    Raises:
+        MeshError: they have not met.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
+    if world_size > 1:
+        raise MeshError(
+            f"the {world_size} ranks have not met yet",
+            fix="call parallel_state.initialize_model_parallel(...) or torch.distributed.init_process_group() first",
+        )
+    return None
 
 
 def end_process_groups() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError
 
-__all__ = ["Place", "meet", "read_place", "read_world_size", "shown_ranks", "within"]
+__all__ = ["Place", "meet", "read_place", "read_rank", "read_world_size", "shown_ranks", "within"]
 
 FIRST_NOTICE_SECONDS = 10.0
 """After how long it is said who is missing; again whenever that time has doubled."""
@@ -83,6 +83,13 @@ def read_place() -> Place:
 def read_world_size() -> int:
     """The number of ranks that the environment gives; 1 where there is no launcher."""
     return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_place().world_size
+
+
+def read_rank() -> int:
+    """This process's rank, also before it has met others; 0 where there is no launcher."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return 0 if read_world_size() == 1 else read_place().rank
 
 
 def _number(name: str, problems: list[str]) -> int | None:

@@ -256,6 +256,13 @@ def groups_of(parameters: Any) -> list[dict[str, Any]]:
     return [{**group, "params": own} for group, own in zip(groups, listed, strict=True)]
 
 
+def model_under(optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """The split model whose parameters an optimizer updates; None where it is over no such model."""
+    parameters = (each for group in optimizer.param_groups for each in group["params"])
+    entry = next((entry for each in parameters if (entry := entry_of(each)) is not None), None)
+    return None if entry is None else entry.registry.model()
+
+
 def divided_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     """As `groups_of`, of those that are trained: apart what FSDP2 holds from what it does not, as above.
 

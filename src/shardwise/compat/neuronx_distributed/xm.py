@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state as ps
 from shardwise.job.devices import pick_device
+from shardwise.job.groups import world_group
+from shardwise.job.rendezvous import read_rank as get_ordinal
+from shardwise.job.rendezvous import read_world_size
 from shardwise.optim.summing import average_gradients
 from shardwise.plan.options import check_choice
 
@@ -70,7 +74,7 @@ def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Sequen
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[[list[Any]], Any]) -> Any:
     """`reduce_fn` of every rank's `data`, a small object."""
-    return reduce_fn(all_gather_objects(data, ps.current_mesh().group()))
+    return reduce_fn(all_gather_objects(data, world_group(read_world_size())))
 
 
 def set_rng_state(seed: int, device: Any = None) -> None:
@@ -92,7 +96,7 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> 
 
     Communicates: a gather of a small object over all ranks.
     """
-    with raise_on_all_ranks(ps.current_mesh().group(), f"coming to {tag}"):
+    with raise_on_all_ranks(world_group(read_world_size()), f"coming to {tag}"):
         pass
 
 
@@ -102,14 +106,9 @@ def master_print(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-def get_ordinal() -> int:
-    """This process's rank."""
-    return ps.current_mesh().rank if ps.model_parallel_is_initialized() else 0
-
-
 def xrt_world_size() -> int:
-    """Number of ranks."""
-    return ps.current_mesh().shape.world_size if ps.model_parallel_is_initialized() else 1
+    """Number of ranks, also before they meet."""
+    return dist.get_world_size() if dist.is_initialized() else read_world_size()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
