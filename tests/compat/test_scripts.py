@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -43,9 +45,11 @@ def trained(tp, **options):
     model = nxd.initialize_parallel_model(config, Scaled, **options)
     optimizer = nxd.initialize_parallel_optimizer(config, torch.optim.SGD, model.named_parameters(), lr=1.0)
     rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    history = []
+    history, copied = [], copy.deepcopy(model.local_module())
     for _ in range(2):
         loss = model.run_train(rows)
+        if tp == 1 and parallel_state.get_data_parallel_rank() == 0:
+            copied(rows)  # has been compared with its original: asks no other rank
         optimizer.step()
         optimizer.zero_grad()
         history += [float(loss), float(optimizer.grad_norm)]

@@ -161,12 +161,13 @@ def _compare_once(model: nn.Module, registry: Registry) -> None:
     """Has the first forward that gradients are made of refuse a model that is another one on every rank; before, its
     weights may still be loaded.
     """
-    mesh = registry.mesh
+    mesh, pending = registry.mesh, [True]  # shared with copies of the model, which have the hook, too
 
     def compare(module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or not module.training or torch.compiler.is_compiling():
+        if not pending or not torch.is_grad_enabled() or not module.training or torch.compiler.is_compiling():
             return
         handle.remove()
+        pending.clear()
         copies = [(name, entry, local_part(each.detach())) for name, each, entry in find_parameters(model) if entry]
         if sum_of(balance_of(copies), mesh.group(), mesh.device) and (names := find_unequal_replicas(model)):
             raise LayoutError(
