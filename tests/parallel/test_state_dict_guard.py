@@ -204,16 +204,27 @@ def export_all(layout, directory):
             before = model.config.to_dict()
             shardwise.export_pretrained(model, directory / name, max_shard_bytes=40_000)
             assert model.config.to_dict() == before
-        try:
-            shardwise.export_pretrained(model, directory / "no", max_shard_bytes=0)
-        except ConfigError as error:
-            return str(error), collections.Counter(opened)
-    return None
+        errors = []
+        no, wrong = directory / "no", mesh.rank == 1
+        for place, num_bytes, adapter in (
+            (no, 0, None),
+            (None, 40_000, None),
+            (None if wrong else no, 40_000, None),
+            (no, 40_000, "bogus" if wrong else None),
+        ):
+            with pytest.raises(ConfigError) as error:
+                shardwise.export_pretrained(model, place, max_shard_bytes=num_bytes, adapter=adapter)
+            errors.append(str(error.value))
+        return errors, collections.Counter(opened)
 
 
 def test_exports_are_what_transformers_writes(tmp_path):
-    (error, opened), (also_error, also_opened) = spawn(export_all, 2, "tp2", tmp_path)
-    assert error == also_error == "max_shard_bytes is 0\n  why: it must be positive"
+    (errors, opened), (also_errors, also_opened) = spawn(export_all, 2, "tp2", tmp_path)
+    assert errors == also_errors
+    assert errors[0] == "max_shard_bytes is 0\n  why: it must be positive"
+    assert "None cannot be a directory" in errors[1]
+    assert "export_pretrained alike: directory" in errors[2] and "on rank 1: None" in errors[2]
+    assert "export_pretrained alike: adapter" in errors[3] and "on rank 1: bogus" in errors[3]
     assert not [path.name for path in tmp_path.iterdir() if path.name not in EXPORTS], "something was left behind"
     for name, (family, options) in EXPORTS.items():
         whole = tiny_model(family, num_hidden_layers=1, **options)

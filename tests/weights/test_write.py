@@ -1,3 +1,4 @@
+import fcntl
 import os
 import resource
 import sys
@@ -238,21 +239,38 @@ def test_a_crash_between_the_moves_is_healed_by_the_next_writer(tmp_path: Path) 
 
 def test_what_a_killed_writer_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
     """And what one that lives is writing stays, also next to others' directories."""
-    left, empty, new = (tmp_path / f".out.{number:032x}.export" for number in (0, 1, 2))
-    for path in (left, empty, new, tmp_path / f".other.{0:032x}.export"):
+    left, empty = (tmp_path / f".out.{number:032x}.export" for number in (0, 1))
+    for path in (left, empty, tmp_path / f".other.{0:032x}.export"):
         path.mkdir()
     for path in (left, tmp_path / f".other.{0:032x}.export"):
         (path / ".shard-0").touch()
-    os.utime(empty, (0, 0))
     with opened(tmp_path / "out", {"a": torch.zeros(4)}) as living:
         living.add("a", torch.zeros(4))
         assert not left.exists() and not empty.exists()
-        new.rmdir()  # as good as nothing lies between a writer's making it and holding it
         write(tmp_path / "out", {"b": torch.zeros(4)})
         assert living.staging.exists()
         living.finish()
     assert names_in(tmp_path) == [f".other.{0:032x}.export", "out"]
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"a"}
+
+
+@pytest.mark.parametrize("moment", ["open", "flock"])
+def test_one_that_was_taken_for_abandoned_before_it_was_held_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    module, lost = {"open": os, "flock": fcntl}[moment], []
+    own = getattr(module, moment)
+
+    def late(place: Path, *args: int) -> object:
+        """What another writer does meanwhile, once."""
+        if not lost:
+            lost.extend(each for each in tmp_path.iterdir() if each.suffix == ".export")
+            lost[0].rmdir()
+        return own(place, *args)
+
+    monkeypatch.setattr(module, moment, late)
+    write(tmp_path / "out", {"a": torch.zeros(4)})
+    assert lost and names_in(tmp_path) == ["out"]
 
 
 def test_files_under_way_have_names_of_their_own(tmp_path: Path) -> None:
@@ -276,6 +294,12 @@ def test_what_a_writer_refuses(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LoadError, match="is a file"):
         opened(tmp_path / "file", {})
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LoadError, match="is no directory"):
+        opened(tmp_path / "pipe", {})
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(LoadError, match="cannot write next to"):
+        opened(tmp_path / "circle" / "out", {})
     for name in ("adapter_config.json", "manifest.json"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("{}")

@@ -100,8 +100,11 @@ def export_pretrained(
     Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
         that another rank holds than the one that writes it.
     """
-    mode, directory = _adapter_mode(model, adapter), os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
-    _meet(model, "export_pretrained")
+    _meet(model, "export_pretrained", directory=_shown(directory), max_shard_bytes=max_shard_bytes, adapter=adapter)
+    mode = _adapter_mode(model, adapter)
+    if not isinstance(directory, str | os.PathLike):
+        raise ConfigError(f"{directory!r:.100} cannot be a directory", fix="pass a str or pathlib.Path")
+    directory = os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
     mesh = registry_of(model).mesh
     settle_saves(mesh)  # into a directory in this one, perhaps, which moves
     if mode is None:
@@ -124,10 +127,17 @@ def export_pretrained(
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
 
 
-def _meet(model: nn.Module, doing: str) -> None:
-    """Where ranks call something else, they are told so; where one does not come, those that wait say which."""
+def _meet(model: nn.Module, doing: str, **asked: object) -> None:
+    """Where ranks call something else, or ask for it otherwise, they are told so; where one does not come, those that
+    wait say which.
+    """
     mesh = registry_of(model).mesh
-    check_calls(mesh.group(), {}, device=mesh.device, doing=doing)
+    described = {name: str(value) for name, value in asked.items()}
+    check_calls(mesh.group(), described, device=mesh.device, doing=doing)
+
+
+def _shown(directory: object) -> str:
+    return os.fspath(directory) if isinstance(directory, str | os.PathLike) else repr(directory)
 
 
 def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:

@@ -18,7 +18,7 @@ from shardwise.checkpoint.manifest import INDEX, MANIFEST, read_manifest
 from shardwise.checkpoint.schema import Manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
-from shardwise.weights.staging import find_asides, is_url, leftovers
+from shardwise.weights.staging import find_asides, is_url, leftovers, real_path
 
 __all__ = [
     "LATEST",
@@ -70,7 +70,7 @@ def root_of(path: Any) -> Path:
 @contextmanager
 def writing(root: Path) -> Iterator[None]:
     """Waits until nothing of this process writes to `root`, and keeps it so during the block. On one rank of a job."""
-    with _WRITING.setdefault(root.resolve(), threading.Lock()):
+    with _WRITING.setdefault(real_path(root), threading.Lock()):
         yield
 
 
@@ -152,9 +152,9 @@ def find_tag(root: Path, tag: str | None) -> Path:
 
 
 def _inside(root: Path, path: Path) -> Path:
-    if root.resolve() not in path.resolve().parents:
+    if real_path(root) not in real_path(path).parents:
         raise LoadError(
-            f"{path.name} leads out of its directory", at=str(path), why=f"it is a link to {path.resolve()}"
+            f"{path.name} leads out of its directory", at=str(path), why=f"it is a link to {real_path(path)}"
         )
     return path
 
@@ -167,7 +167,7 @@ def lock(root: Path) -> None:
         OSError: `root` cannot be made or written to.
     """
     root.mkdir(parents=True, exist_ok=True)
-    place = root.resolve() / _LOCK
+    place = real_path(root) / _LOCK
     held = _LOCKS.get((os.getpid(), place))
     if held is not None:
         if place.exists() and os.path.samestat(os.fstat(held), place.stat()):

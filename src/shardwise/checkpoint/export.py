@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from shardwise.checkpoint.shards import Base, Export
-from shardwise.comm.agree import check_same, raise_on_all_ranks
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import dtypes_of, state_names
@@ -50,11 +50,9 @@ def write_pretrained(
         is_first = registry.mesh.rank == 0
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) if is_first else None
     try:
-        asked = {"directory": os.fspath(directory), "max_shard_bytes": str(max_shard_bytes)}
-        everyone = all_gather_objects((asked, writer and writer.staging), group)
-        check_same([{"same": each} for each, _ in everyone], what="ranks ask for different exports")
-        staging = everyone[0][1]
-        writers = [rank for rank, sees in enumerate(all_gather_objects(staging.is_dir(), group)) if sees]
+        staging = all_gather_objects(writer and writer.staging, group)[0]
+        sees = os.path.isdir(staging)  # noqa: PTH112 - pathlib raises where a rank may not look
+        writers = [rank for rank, sees in enumerate(all_gather_objects(sees, group)) if sees]
         own = writer.shards if writer is not None else None
         shards = own or PlannedShards(staging, planned, max_shard_bytes=max_shard_bytes)
         with Export(model, metas, base, shards) as export:

@@ -15,16 +15,23 @@ import fcntl
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["StagedDirectory", "aside_of", "atomic_file", "find_asides", "flush_path", "is_url", "leftovers"]
+__all__ = [
+    "StagedDirectory",
+    "aside_of",
+    "atomic_file",
+    "find_asides",
+    "flush_path",
+    "is_url",
+    "leftovers",
+    "real_path",
+]
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of renameat2(2)
-_SECONDS_TO_HOLD = 600.0
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{32}\.partial")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _ASIDE = re.compile(r"\.(?P<name>.+)\.replaced")
@@ -35,6 +42,13 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     text = str(path)
     scheme, _, _ = text.partition(":/")
     return "://" in text or (_SCHEME.match(text) is not None and not os.path.isdir(f"{scheme}:"))  # noqa: PTH112
+
+
+def real_path(path: Path) -> Path:
+    """`path` without symbolic links; where they lead in a circle, which the next operation there says, as it is.
+    `Path.resolve` raises a RuntimeError there, in some versions of Python.
+    """
+    return Path(os.path.realpath(path))
 
 
 @contextmanager
@@ -72,19 +86,17 @@ class StagedDirectory:
     def __init__(self, directory: str | os.PathLike[str], *, ending: str = "partial") -> None:
         if is_url(directory):
             raise ValueError("it is a URL")
-        self.target = Path(directory).resolve()  # so that a symbolic link stays one
-        if self.target.is_file():
-            raise NotADirectoryError(f"{self.target} is a file")
+        self.target = real_path(Path(directory))  # so that a symbolic link stays one
+        if self.target.is_symlink():
+            raise NotADirectoryError(f"{self.target} is a link that leads in a circle")
+        if self.target.exists() and not self.target.is_dir():
+            raise NotADirectoryError(f"{self.target} is {'a file' if self.target.is_file() else 'no directory'}")
         self.target.parent.mkdir(parents=True, exist_ok=True)
         aside = aside_of(self.target)
-        if aside.exists() and not self.target.exists():  # [Note: replacing a directory]
+        if aside.is_dir() and not self.target.exists():  # [Note: replacing a directory]
             aside.rename(self.target)
         _remove_abandoned(self.target, ending)
-        self.path = self.target.with_name(f".{self.target.name}.{uuid.uuid4().hex}.{ending}")
-        self.path.mkdir()
-        self._held = os.open(self.path, os.O_RDONLY)
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._held, fcntl.LOCK_EX)
+        self.path, self._held = _make_held(self.target, ending)
         try:
             if self.target.exists():
                 shutil.copymode(self.target, self.path)
@@ -131,9 +143,27 @@ def _exchange(one: Path, other: Path) -> bool:
     return False
 
 
+def _make_held(target: Path, ending: str) -> tuple[Path, int]:
+    """A new directory next to `target`, which this process holds as long as the descriptor is open. In the moment in
+    which it was not held yet, another writer may have taken it for abandoned: then another one is made.
+    """
+    while True:
+        path = target.with_name(f".{target.name}.{uuid.uuid4().hex}.{ending}")
+        path.mkdir()
+        try:
+            held = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if path.exists():
+            return path, held
+        os.close(held)
+
+
 def _remove_abandoned(target: Path, ending: str) -> None:
-    """Removes what writers of `target` have left that were killed: a living one holds its directory from before the
-    first file on, a moment after it was made. Where the file system has no locks, it stays.
+    """Removes what writers of `target` have left that were killed: a living one holds its directory. Where the file
+    system has no locks, it stays.
     """
     pattern = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{32}}\.{ending}")
     for path in [each for each in target.parent.iterdir() if pattern.fullmatch(each.name)]:
@@ -141,8 +171,7 @@ def _remove_abandoned(target: Path, ending: str) -> None:
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if any(path.iterdir()) or time.time() - path.stat().st_mtime > _SECONDS_TO_HOLD:
-                    shutil.rmtree(path)
+                shutil.rmtree(path)
             finally:
                 os.close(descriptor)
 
