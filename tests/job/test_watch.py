@@ -8,11 +8,12 @@ import signal
 import time
 
 import pytest
+import torch
 
 import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
-from shardwise.job import watch
+from shardwise.job import standstill, watch
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
@@ -134,3 +135,24 @@ def test_a_rank_whose_data_ends_early_is_named():
     assert second == "no error"
     assert "rank 1 left after step 2, and did not come to" in first and "of step 3" in first
     assert "data may have ended" in first
+
+
+def call_otherwise():
+    """Rank 1 clips once more than rank 0, which goes on to the next forward."""
+    watch.BEAT_SECONDS, standstill.STANDING_SECONDS = 0.2, 2.0
+    with shardwise.Mesh.open("tp2") as mesh:
+        model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
+        batch = tiny_batch(model)
+        model(**batch).loss.backward()
+        for _ in range(1 + mesh.rank):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        model(**batch)
+
+
+def test_ranks_that_wait_for_each_other_end():
+    """Each is in a collective of its own, which nothing of gloo notices for ten minutes."""
+    says = (
+        r"every rank waits in a collective[\s\S]*rank 0 is in [\s\S]*rank 1 is in [\s\S]*the same calls on every rank"
+    )
+    with pytest.raises(RankError, match=says):
+        spawn(call_otherwise, 2, timeout=LATE)

@@ -599,6 +599,8 @@ def other_learning_rates(pair):
         with pytest.raises(RankError, match=r"ranks do not train alike[^$]*'lr': 0\.002") as caught:
             call(rows)
         assert caught.value.at == "the optimizers' steps"
+    with pytest.raises(ConfigError, match=r"the optimizers' steps is not the same on all"):
+        shardwise.full_state_dict(pair.split)  # of which no loop over data ranks alone would know
     return []
 
 

@@ -22,6 +22,7 @@ from shardwise.parameters.canonical import canonical_tensors, computed_buffer, s
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of
 from shardwise.parameters.replicas import check_replicas
 from shardwise.runtime.adapters import find_model, has_adapters
+from shardwise.runtime.same_batch import describe_steps
 
 __all__ = ["export_pretrained", "full_gradients", "full_state_dict"]
 
@@ -131,9 +132,9 @@ def _meet(model: nn.Module, doing: str, **asked: object) -> None:
     """Where ranks call something else, or ask for it otherwise, they are told so; where one does not come, those that
     wait say which.
     """
-    mesh = registry_of(model).mesh
-    described = {name: str(value) for name, value in asked.items()}
-    check_calls(mesh.group(), described, device=mesh.device, doing=doing)
+    registry = registry_of(model)
+    described = {name: str(value) for name, value in asked.items()} | describe_steps(registry.context)
+    check_calls(registry.mesh.group(), described, device=registry.mesh.device, doing=doing)
 
 
 def _shown(directory: object) -> str:

@@ -31,6 +31,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.registry import Registry, local_part, registry_of
 from shardwise.parameters.replicas import Copies, balance_of, check_replicas
 from shardwise.runtime.adapters import is_adapter
+from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import full_box, volume
 from shardwise.sharding.division import Portion, divide_boxes
 from shardwise.sharding.layout import Layout
@@ -108,7 +109,7 @@ def prepare_save(
     with suppress(Exception):  # raised below, on every rank
         if known is not None and look() != known.described:
             known = None
-    same = json.dumps(_describe_request(seen[0])) if seen and known is not None else None
+    same = json.dumps(_describe_request(seen[0], registry)) if seen and known is not None else None
     balance = seen[0].balance if same else 0
     agree = compare_later(mesh.group(), same, device=mesh.device, doing="save_checkpoint", balance=balance)
     if same is not None and known is not None:
@@ -116,7 +117,7 @@ def prepare_save(
     if agree() and job is not None:
         return job
     everyone = gather_from_all(
-        mesh.group(), "preparing the checkpoint", lambda: {"held": look(), **_described(seen[0], mesh.position)}
+        mesh.group(), "preparing the checkpoint", lambda: {"held": look(), **_described(seen[0], registry)}
     )
     check_same(everyone, what="ranks ask for different checkpoints")
     if sum(each["balance"] for each in everyone) % 2**64:
@@ -124,8 +125,8 @@ def prepare_save(
     return make(_divide(registry, seen[0].held, sorted(everyone, key=operator.itemgetter("rank"))))
 
 
-def _described(seen: _Seen, rank: int) -> dict[str, Any]:
-    return {"rank": rank, "same": _describe_request(seen), "balance": seen.balance}
+def _described(seen: _Seen, registry: Registry) -> dict[str, Any]:
+    return {"rank": registry.mesh.position, "same": _describe_request(seen, registry), "balance": seen.balance}
 
 
 def _make_job(
@@ -221,10 +222,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _describe_request(seen: _Seen) -> dict[str, str]:
-    """What this rank asks for, which must be the same on all."""
+def _describe_request(seen: _Seen, registry: Registry) -> dict[str, str]:
+    """What this rank asks for and has done, which must be the same on all."""
     return {
         "the call": "save_checkpoint",
+        **describe_steps(registry.context),
         **{name: str(value) for name, value in vars(seen.request).items()},
         "optimizer": seen.optimizer.class_name if seen.optimizer is not None else "",
         **{

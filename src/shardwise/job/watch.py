@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from shardwise.job.abandoned import AbandonedSteps
 from shardwise.job.rendezvous import Place, shown_ranks, within
+from shardwise.job.standstill import Standstill, end_standing
 
 __all__ = ["Beat", "Watch", "find_place"]
 
@@ -57,6 +58,7 @@ class Beat:
         where: file, line and function.
         ended: "", or how it ended: "left" the mesh, or "failed".
         order: of ends, from 1.
+        processor_seconds: that its process has used so far.
     """
 
     count: int = 0
@@ -66,6 +68,7 @@ class Beat:
     ended: str = ""
     order: int = 0
     text: str = ""
+    processor_seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.collective + ' at ' if self.collective else ''}{self.where}"
@@ -108,8 +111,8 @@ class Watch:
         self._beat = Beat()
         self._is_lost = False
         self._stopped = threading.Event()
-        lookout = _Lookout(place, timeout_seconds)
-        self._thread = threading.Thread(target=self._run, args=(lookout,), daemon=True, name="shardwise-watch")
+        seen = _Lookout(place, timeout_seconds), Standstill(place.world_size, timeout_seconds / 2)
+        self._thread = threading.Thread(target=self._run, args=seen, daemon=True, name="shardwise-watch")
         self._thread.start()
 
     def note_end(self, error: BaseException | None) -> None:
@@ -152,17 +155,21 @@ class Watch:
             return self.failed_at
         frame = sys._current_frames().get(self._worker)
         collective, where = find_place(traceback.walk_stack(frame)) if frame is not None else ("", "its last lines")
-        return Beat(step=self.step, collective=collective, where=where)
+        return Beat(step=self.step, collective=collective, where=where, processor_seconds=time.process_time())
 
-    def _run(self, lookout: _Lookout) -> None:
+    def _run(self, lookout: _Lookout, standstill: Standstill) -> None:
         with suppress(dist.DistError):  # the store has ended, with rank 0 or its launcher: who waits for them is told
             while not self._stopped.wait(BEAT_SECONDS):
                 self._write(replace(self._look_here(), count=self._beat.count + 1))
                 self.abandoned.look(self._beat.place, self._beat.collective, partial(self._write_end, "failed"))
+                if self._beat.collective:
+                    end_standing(self._store, self.place.rank, tell=partial(self._write_end, "failed"))
                 if self.place.rank < 2:
                     beats = within(QUIET_SECONDS, self._read)
                     if beats is not None:
                         lookout.look(beats)
+                        if self.place.rank == 0:
+                            standstill.look(beats, self._store)
                     else:
                         logger.warning("rank 0 or its launcher, who keep the store at %s, no longer answer", self.place)
 

@@ -17,7 +17,7 @@ from shardwise.comm.operations import Group, host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["check_same_batch", "check_same_call", "compared_already", "describe_call", "words_of"]
+__all__ = ["check_same_batch", "check_same_call", "compared_already", "describe_call", "describe_steps", "words_of"]
 
 _STEPS = "the optimizers' steps"
 _UNLIKE = "ranks do not train alike"
@@ -84,9 +84,12 @@ def describe_call(context: SplitContext, also: Mapping[str, Any]) -> dict[str, s
     """What ranks must have in common besides their rows, as text by name: `also`, and what happened before."""
     autocast = torch.is_autocast_enabled(context.device.type) and torch.get_autocast_dtype(context.device.type)
     described = {name: repr(value) for name, value in also.items()} | {"torch.autocast": str(autocast)}
-    if context.same_rows is None:  # stages have parameters of their own
-        described[_STEPS] = str(context.steps)
-    return described
+    return described | describe_steps(context)
+
+
+def describe_steps(context: SplitContext) -> dict[str, str]:
+    """Which steps optimizers have taken, as text by name; nothing over stages, which have parameters of their own."""
+    return {_STEPS: str(context.steps)} if context.same_rows is None else {}
 
 
 def words_of(described: Mapping[str, str]) -> tuple[int, int]:
