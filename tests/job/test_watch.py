@@ -13,7 +13,7 @@ import torch
 import shardwise
 import shardwise.job.processes
 from shardwise.errors import RankError
-from shardwise.job import standstill, watch
+from shardwise.job import watch
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 from tests.job.test_rendezvous import Kept
@@ -139,7 +139,7 @@ def test_a_rank_whose_data_ends_early_is_named():
 
 def call_otherwise():
     """Rank 1 clips once more than rank 0, which goes on to the next forward."""
-    watch.BEAT_SECONDS, standstill.STANDING_SECONDS = 0.2, 2.0
+    watch.BEAT_SECONDS, watch.STANDING_SECONDS = 0.2, 2.0
     with shardwise.Mesh.open("tp2") as mesh:
         model = shardwise.parallelize(tiny_model("llama", num_hidden_layers=1), mesh)
         batch = tiny_batch(model)

@@ -269,8 +269,8 @@ def refuse(mesh, place):
     model = shardwise.load(base, mesh, adapter=Path(place) / "adapter")
     plain = shardwise.load(base, mesh)
     calls = [
-        lambda: shardwise.export_pretrained(model, other, adapter="megred"),
-        lambda: shardwise.export_pretrained(plain, other, adapter="merged"),
+        lambda: shardwise.export_pretrained(model, place, adapter="megred"),
+        lambda: shardwise.export_pretrained(plain, place, adapter="merged"),
         model.merge_and_unload,
     ]
     for call in calls:
@@ -278,7 +278,7 @@ def refuse(mesh, place):
             call()
         texts.append(str(raised.value))
     with model.disable_adapter(), pytest.raises(ConfigError) as raised:
-        shardwise.export_pretrained(model, other, adapter="merged")
+        shardwise.export_pretrained(model, place, adapter="merged")
     return [*texts, str(raised.value)]
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Standstill", "end_standing"]
 
 STANDING_SECONDS = 30.0
+"""How long all ranks must have waited."""
 _COMPUTES_SECONDS = 0.04
 """Processor seconds from one look to the next that a rank needs which computes or copies; a waiting one needs 0.001."""
 _KEY = "standstill"
@@ -35,23 +36,24 @@ class Standstill:
     """What rank 0 has seen of ranks that wait.
 
     Args:
-        seconds: how long all of them must have waited.
+        num_looks: for how many beats of everybody, one after the other, all of them must have waited.
     """
 
-    def __init__(self, num_ranks: int, seconds: float) -> None:
-        self._seconds = min(STANDING_SECONDS, seconds)
+    def __init__(self, num_ranks: int, num_looks: int) -> None:
+        self._num_looks = num_looks
         self._beats: Sequence[Beat] | None = None
-        self._since = [time.monotonic()] * num_ranks
+        self._waited = [0] * num_ranks
 
     def look(self, beats: Sequence[Beat], store: dist.Store) -> None:
         """Takes in every rank's last beat, and tells all in the store if they have stood still for so long."""
-        now, before = time.monotonic(), self._beats or beats
-        for rank, (old, new) in enumerate(zip(before, beats, strict=True)):
+        for rank, (old, new) in enumerate(zip(self._beats or beats, beats, strict=True)):
             works = new.processor_seconds - old.processor_seconds > _COMPUTES_SECONDS
             if works or not new.collective or new.ended or new.place != old.place:
-                self._since[rank] = now
+                self._waited[rank] = 0
+            elif new.count > old.count:  # a rank that is stopped says nothing
+                self._waited[rank] += 1
         self._beats = list(beats)
-        if now - max(self._since) > self._seconds and not torch.cuda.is_initialized():
+        if min(self._waited) >= self._num_looks and not torch.cuda.is_initialized():
             lines = [f"       rank {rank} is in {beat}" for rank, beat in enumerate(beats[:8])]
             text = "every rank waits in a collective, and none computes: they wait for each other\n  why: "
             text += "\n".join(lines).strip() + "\n  fix: make the same calls on every rank, in the same order"

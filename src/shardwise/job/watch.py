@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from shardwise.job.abandoned import AbandonedSteps
 from shardwise.job.rendezvous import Place, shown_ranks, within
-from shardwise.job.standstill import Standstill, end_standing
+from shardwise.job.standstill import STANDING_SECONDS, Standstill, end_standing
 
 __all__ = ["Beat", "Watch", "find_place"]
 
@@ -111,7 +111,7 @@ class Watch:
         self._beat = Beat()
         self._is_lost = False
         self._stopped = threading.Event()
-        seen = _Lookout(place, timeout_seconds), Standstill(place.world_size, timeout_seconds / 2)
+        seen = _Lookout(place, timeout_seconds), Standstill(place.world_size, int(STANDING_SECONDS / BEAT_SECONDS))
         self._thread = threading.Thread(target=self._run, args=seen, daemon=True, name="shardwise-watch")
         self._thread.start()
 
@@ -162,16 +162,16 @@ class Watch:
             while not self._stopped.wait(BEAT_SECONDS):
                 self._write(replace(self._look_here(), count=self._beat.count + 1))
                 self.abandoned.look(self._beat.place, self._beat.collective, partial(self._write_end, "failed"))
-                if self._beat.collective:
-                    end_standing(self._store, self.place.rank, tell=partial(self._write_end, "failed"))
                 if self.place.rank < 2:
                     beats = within(QUIET_SECONDS, self._read)
-                    if beats is not None:
-                        lookout.look(beats)
-                        if self.place.rank == 0:
-                            standstill.look(beats, self._store)
-                    else:
+                    if beats is None:
                         logger.warning("rank 0 or its launcher, who keep the store at %s, no longer answer", self.place)
+                        continue
+                    lookout.look(beats)
+                    if self.place.rank == 0:
+                        standstill.look(beats, self._store)
+                if self._beat.collective:
+                    end_standing(self._store, self.place.rank, tell=partial(self._write_end, "failed"))
 
 
 def _in_words(error: BaseException) -> str:
