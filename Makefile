@@ -22,7 +22,7 @@ TASKS := text sequence_classification vision audio base
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
-	@echo 'make fix       format, fix what the linter can fix, write docs/map.md anew'
+	@echo 'make fix       format, and fix what the linter can fix'
 	@echo 'make check     format, lint, types, import contract, pure tests: under a minute, before every commit'
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
@@ -49,7 +49,6 @@ $(STAMP): pyproject.toml constraints.txt
 fix: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
-	$(PY) -m tests.guards.rooms
 
 check: $(READY)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint types contract pure

@@ -1,4 +1,4 @@
-"""The packages for scripts of other systems are adapters: small, and nothing is computed or sent in them."""
+"""The packages for scripts of other systems are adapters: nothing is computed or sent in them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,11 @@ from tests.guards.sources import PACKAGE, ROOT, name_of, parse
 
 COMPAT = sorted((PACKAGE / "compat").rglob("*.py"))
 PACKAGES = sorted(path.parent.name for path in (PACKAGE / "compat").glob("*/__init__.py"))
-MAX_LINES, MAX_FILE_LINES = 2500, 300
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce",
     "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
 }  # fmt: skip
-
-
-@pytest.mark.pure
-def test_they_stay_small():
-    lengths = {path: len(path.read_text().splitlines()) for path in COMPAT}
-    assert lengths, "otherwise there is nothing to guard"
-    assert {name_of(path): length for path, length in lengths.items() if length > MAX_FILE_LINES} == {}
-    assert sum(lengths.values()) <= MAX_LINES
 
 
 @pytest.mark.pure
