@@ -30,7 +30,7 @@ from shardwise.plan.structure import LayerStack, outermost, outermost_layers
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.region_edges import with_own_sums
 
-__all__ = ["apply_recomputation", "recompute_classes"]
+__all__ = ["apply_recomputation"]
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default})
@@ -75,22 +75,6 @@ class Recomputed:
         """As the module's own, checkpointed where a gradient is wanted."""
         own: Callable[..., Any] = super().forward  # type: ignore[misc]
         return self._checkpoint(own, *args, **kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
-
-
-def recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Recompute:
-    """Recomputation of the outermost modules of these classes.
-
-    Raises:
-        ConfigError: the model has none.
-    """
-    names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
-    if not names:
-        raise ConfigError(
-            f"{type(model).__name__} has no {' or '.join(each.__name__ for each in classes)}",
-            at="what is to be recomputed",
-            fix="name classes of its modules",
-        )
-    return Recompute(mode="full", modules=tuple(outermost(names)))
 
 
 def apply_recomputation(model: nn.Module, registry: Registry, recompute: Recompute) -> None:

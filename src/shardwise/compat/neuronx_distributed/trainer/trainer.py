@@ -25,9 +25,9 @@ from shardwise.modules.padded_heads import pad_heads
 from shardwise.modules.split_module import SplitModule
 from shardwise.modules.transparent import seen_through
 from shardwise.optim.optimizer import check_class, divided_groups
-from shardwise.parallel.recompute import recompute_classes
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
+from shardwise.plan.structure import outermost
 from shardwise.runtime.adapters import find_model
 from shardwise.search.layer_order import find_layer_order, layer_order_by_hand
 
@@ -94,7 +94,7 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     base: Any = find_model(model)
     asked = nxd_config["activation_checkpoint_config"]
     classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
-    recompute = Recompute(mode=asked or "none") if asked in (None, "full") else recompute_classes(base, classes)
+    recompute = Recompute(mode=asked or "none") if asked in (None, "full") else _recompute_classes(base, classes)
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
         if nxd_config["pad_model"]:
@@ -115,6 +115,22 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     if lora is not None and lora.load_lora_from_ckpt:
         load_checkpoint(lora.lora_save_dir, lora.lora_load_tag, model=model)
     return wrapped
+
+
+def _recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -> Recompute:
+    """Returns the recomputation of the outermost modules of these classes.
+
+    Raises:
+        ConfigError: the model has none.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
+    if not names:
+        raise ConfigError(
+            f"{type(model).__name__} has no {' or '.join(each.__name__ for each in classes)}",
+            at="what is to be recomputed",
+            fix="name classes of its modules",
+        )
+    return Recompute(mode="full", modules=tuple(outermost(names)))
 
 
 def pipeline_of(model: nn.Module, config: Mapping[str, Any], order: LayerOrder | None = None) -> Pipeline:

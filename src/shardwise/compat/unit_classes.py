@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.plan.imports import import_classes
+from shardwise.compat.import_paths import import_classes
 from shardwise.plan.options import check_kind
 
 __all__ = ["unit_names"]
