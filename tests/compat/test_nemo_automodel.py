@@ -32,10 +32,10 @@ from shardwise.compat.nemo_automodel import (
     translate_to_torch_parallel_style,
 )
 from shardwise.compat.nemo_automodel.distributed.parallelizer import _destroy_dist_connection
+from shardwise.compat.torch_styles import RuleStyle, read_plan
 from shardwise.compat.warned import CompatWarning, warn_once
 from shardwise.errors import ConfigError, GradientError, MeshError, PlanError, ShardwiseError, UnsupportedError
 from shardwise.parallel.starting_values import initialize_meta
-from shardwise.compat.torch_styles import RuleStyle, read_plan
 from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import LOSS, differing, differing_gradients
 

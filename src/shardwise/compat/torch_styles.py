@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from shardwise.comm.collectives import copy_to_region
+from shardwise.compat.import_paths import import_from_path
 from shardwise.errors import PlanError, UnsupportedError, did_you_mean
 from shardwise.parallel.declared_plans import AUTOMATIC
-from shardwise.compat.import_paths import import_from_path
 from shardwise.plan.match import match
 from shardwise.plan.options import check_kind
 from shardwise.plan.rule import STYLES, Rule

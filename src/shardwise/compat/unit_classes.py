@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardwise.errors import ConfigError
 from shardwise.compat.import_paths import import_classes
+from shardwise.errors import ConfigError
 from shardwise.plan.options import check_kind
 
 __all__ = ["unit_names"]

@@ -18,17 +18,17 @@ from transformers import PreTrainedModel
 
 from shardwise.api.device_meshes import adopt_device_mesh
 from shardwise.api.prepare import prepare
+from shardwise.compat.import_paths import import_classes as import_classes_from_paths
+from shardwise.compat.torch_precision import cast_output, own_dtype, precision_of
+from shardwise.compat.torch_styles import declared_styles, hf_plan, read_plan
+from shardwise.compat.torch_styles import style_of as translate_to_torch_parallel_style
+from shardwise.compat.unit_classes import unit_names
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
 from shardwise.parallel.starting_values import initialize_meta
-from shardwise.compat.torch_precision import cast_output, own_dtype, precision_of
-from shardwise.compat.torch_styles import declared_styles, hf_plan, read_plan
-from shardwise.compat.torch_styles import style_of as translate_to_torch_parallel_style
-from shardwise.compat.unit_classes import unit_names
 from shardwise.parameters.canonical import full_value
-from shardwise.compat.import_paths import import_classes as import_classes_from_paths
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice, check_kind
 from shardwise.search.planning import plan_for
 
