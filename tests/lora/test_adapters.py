@@ -14,11 +14,11 @@ from torch import nn
 import shardwise
 from shardwise.api.describing import describe
 from shardwise.api.prepare import decide
+from shardwise.compat.layers.adapters import register_split_layers
+from shardwise.compat.layers.linears import ColumnLinear
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.lora.checks import check_prompts
-from shardwise.lora.inject import inject
 from shardwise.mesh import Mesh
-from shardwise.modules.linears import ColumnLinear
 from shardwise.optim.summing import time_reduction
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
@@ -230,7 +230,7 @@ def test_what_is_more_than_a_product_is_refused_around_modules_that_divide_thems
     with Mesh.open("tp1") as mesh:
         model = nn.Sequential(ColumnLinear(4, 4, mesh))
         with pytest.raises(UnsupportedError, match="around modules that divide themselves"):
-            inject(model, peft.LoraConfig(target_modules=["0"], **{option: True}))
+            register_split_layers(model, peft.LoraConfig(target_modules=["0"], **{option: True}))
 
 
 IN_COMMON = [

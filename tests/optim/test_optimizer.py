@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.api.by_hand import adopt_model
+from shardwise.compat.layers.by_hand import adopt_model
+from shardwise.compat.optimizers.zero_redundancy import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.optim.plain_step import stepping_class, takes_left_out
-from shardwise.optim.zero_redundancy import build_sharded
 from shardwise.parameters.registry import registry_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.ranks.spawn import spawn

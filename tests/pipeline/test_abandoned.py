@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.api.by_hand import adopt_model
+from shardwise.compat.layers.by_hand import adopt_model
+from shardwise.compat.layers.chain import Chain
+from shardwise.compat.run_batch import run_batch
 from shardwise.errors import RankError
 from shardwise.job import watch
-from shardwise.modules.chain import Chain
 from shardwise.plan.options import FsdpPolicy, Pipeline
 from shardwise.testing.spawn import spawn
-from shardwise.train.run_batch import run_batch
 from tests.families import FULL_PRODUCT, rows_of, tiny_batch, tiny_model
 
 pytestmark = pytest.mark.spawn

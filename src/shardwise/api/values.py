@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.by_hand import adopt_model
 from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.converting import open_anywhere
 from shardwise.api.filling import Filling, filling_for
@@ -21,13 +19,11 @@ from shardwise.comm.agree import agree_on, raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.parallel.materialize import put_tensor
-from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import Registry, find_parameters, is_split, registry_of
+from shardwise.parameters.registry import Registry, find_parameters
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model, has_adapters
 
-__all__ = ["Values", "split_lazily", "split_rewritten"]
+__all__ = ["Values", "split_lazily"]
 
 Place = str | os.PathLike[str]
 
@@ -130,64 +126,6 @@ def split_lazily(
         registry = prepare(model, mesh, spec)
         values.put(registry)
     return registry
-
-
-def split_rewritten(
-    model: nn.Module,
-    mesh: Mesh,
-    rewrite: Callable[[], nn.Module],
-    *,
-    checkpoint: Place | None = None,
-    ranks_at_a_time: int | None = None,
-) -> nn.Module:
-    """Splits a model by what `rewrite` puts in place of its modules, modules that divide themselves; a parameter of
-    theirs that has the name and the full shape of one of before is given that one's part.
-
-    Args:
-        rewrite: changes the model, and returns it.
-        model, checkpoint, ranks_at_a_time: as of `Values`.
-
-    Returns:
-        What `rewrite` returns.
-
-    Raises:
-        UnsupportedError: the mesh has stages.
-
-    Communicates: as `shardwise.api.by_hand.adopt_model` and `Values`; nothing where `rewrite` has split the model.
-    """
-    with Values(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as values:
-        before = dict(model.named_parameters(remove_duplicate=False))
-        with raise_on_all_ranks(mesh.group(), "rewriting the model"):
-            model = rewrite()
-            if mesh.size("pp") > 1 and not is_split(model):
-                raise UnsupportedError(
-                    f"a model rewritten by hand on {mesh.shape}",
-                    why="nobody cuts it into stages",
-                    fix="use pp_size 1, or the automatic split",
-                )
-        if not is_split(model):
-            adopt_model(model, mesh)
-        registry = registry_of(model)
-        if registry.local_state:
-            _take_over(model, registry, before)
-            if values.filling is None:
-                model.to(mesh.device)
-        values.put(registry)
-    return model
-
-
-def _take_over(model: nn.Module, registry: Registry, before: Mapping[str, nn.Parameter]) -> None:
-    """Gives new parameters their part of those that had their names; meta where these were."""
-    for fqn, value in list(model.named_parameters()):
-        old, entry = before.get(fqn), registry.entry(fqn)
-        if old is None or old is value or tuple(old.shape) != entry.layout.shape:
-            continue
-        shape = entry.layout.local_shape(registry.mesh.coords)
-        if old.is_meta:
-            own = torch.empty(shape, dtype=old.dtype, device="meta")
-        else:
-            own = local_tensor(old.detach(), entry.layout, registry.mesh.coords).to(registry.mesh.device)
-        put_tensor(model, registry, entry.fqn, own)
 
 
 def _filling_of(model: Any) -> Filling | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError, counted, one_line
 from shardwise.lora.library import peft
-from shardwise.lora.split_layers import grouped_biases
+from shardwise.lora.wrapper import named_biases
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, named_entries, registry_of
@@ -79,7 +79,7 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
         with names_only(registry):
             state = peft().get_peft_model_state_dict(model, state_dict=dict(shown), adapter_name=name)
         base: Any = find_model(model)
-        state |= {fqn: shown[fqn] for fqn in grouped_biases(model, base.peft_config[name])}
+        state |= {fqn: shown[fqn] for fqn in named_biases(model, base.peft_config[name])}
         prefix = "" if find_model(model) is not model else _PREFIX
         chosen = {f"{prefix}{key}": names[id(value)] for key, value in state.items()}
     group = registry.mesh.group()

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean, one_line
 from shardwise.lora.library import peft
-from shardwise.lora.split_layers import grouped_biases, register_split_layers
+from shardwise.lora.wrapper import named_biases
 from shardwise.plan.options import check_kind
 from shardwise.weights.locate import locate_source
 
@@ -66,7 +66,6 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
         UnsupportedError: the adapter's first values need the full weights.
     """
     config = read_adapter_config(adapter)
-    register_split_layers(model, config)
     if on_meta:
         _check_init(config, from_file=isinstance(adapter, str | os.PathLike))
     try:
@@ -81,7 +80,7 @@ def inject(model: nn.Module, adapter: Any, *, on_meta: bool = True) -> nn.Module
             why=one_line(error, limit=400),
             fix="name modules of this model in target_modules",
         ) from error
-    for bias in grouped_biases(wrapped, config).values():
+    for bias in named_biases(wrapped, config).values():
         bias.requires_grad_()
     return wrapped.eval()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.errors import UnsupportedError
 from shardwise.parameters.at_rest import forget_unreduced, reshard
@@ -13,7 +13,7 @@ from shardwise.parameters.registry import Registry
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
 
-__all__ = ["guard_wrapper"]
+__all__ = ["guard_wrapper", "named_biases"]
 
 _BY_ENTRY = ("linear", "cat")
 """Ways to combine adapters in which an entry of the new A or B is made of the same entry of the others."""
@@ -27,6 +27,20 @@ def guard_wrapper(model: nn.Module, registry: Registry) -> None:
     if find_model(model) is not model and registry.mesh.shape.world_size > 1:
         apply_mixin(model, _SplitWrapper, _split_registry=registry)
         apply_mixin(model.get_submodule("base_model"), _SplitTuner, _split_registry=registry)
+
+
+def named_biases(model: nn.Module, config: Any) -> dict[str, Tensor]:
+    """Biases that an adapter's config trains and that PEFT does not find, because they are not called `bias`: modules
+    list them in `bias_names`.
+    """
+    kind = getattr(config, "bias", "none")
+    return {
+        f"{name}.{bias}": module.get_parameter(bias)
+        for name, module in model.named_modules()
+        if kind == "all" or (kind == "lora_only" and name.endswith(".base_layer"))
+        for bias in getattr(module, "bias_names", ())
+        if getattr(module, bias, None) is not None
+    }
 
 
 class _SplitWrapper:

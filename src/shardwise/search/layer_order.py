@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shardwise.comm.agree import gather_from_all
 from shardwise.errors import PlanError, UnsupportedError, one_line
-from shardwise.mesh import Mesh
-from shardwise.modules.grouped import note_heads
-from shardwise.modules.split_module import running_alone
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import nearest, upwards
@@ -32,11 +28,11 @@ from shardwise.search.staged import train_in_stages
 from shardwise.search.trial import Verdict, failed, failures_explained
 from shardwise.search.watch_order import merged, modules_around, watch_order
 from shardwise.stages.model import Stages
-from shardwise.tiny.inputs import guess_batches, make_batch
+from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import choose_mode
 from shardwise.tiny.objective import copied, objective_of
 
-__all__ = ["find_layer_order", "layer_order_by_hand"]
+__all__ = ["find_layer_order", "no_stages", "no_stages_because", "tried_order"]
 
 logger = logging.getLogger("shardwise.plan")
 
@@ -62,64 +58,10 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     path = path_of(model, "layers", {"search": _SEARCH})
     if (kept := read_kept(path, LayerOrder.from_json)) is not None:
         return kept
-    with failures_explained(_no_stages_because(name)), seeded(), torch.enable_grad():
+    with failures_explained(no_stages_because(name)), seeded(), torch.enable_grad():
         order = _order_of(model)
     keep(path, order.to_json())
     return order
-
-
-def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
-    """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
-    first of `guess_batches` that it takes; on rank 0 alone, since code that fails on one rank only must let no other
-    one wait.
-
-    Args:
-        model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
-        layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
-
-    Raises:
-        PlanError: it cannot be cut into stages, or does not run on this batch.
-
-    Communicates: one gather of a small object over all ranks; before it as `note_heads`.
-    """
-    group = mesh.group()
-    note_heads(model, mesh)
-
-    def find() -> dict[str, Any] | None:
-        if group is not None and group.rank():
-            return None
-        with running_alone(model, mesh):
-            return _order_by_hand(model, layers).to_json()
-
-    found = gather_from_all(group, "finding the layers of the model", find)[0]
-    assert found is not None
-    return LayerOrder.from_json(found)
-
-
-def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
-    with failures_explained(_no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
-        own = copy.deepcopy(model)
-        batch = _taken_batch(own)
-        choose_mode(own, batch)
-        return _tried_order(own, batch, layers=layers, drops=has_dropout(model))
-
-
-def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
-    fault: Exception | None = None
-    for batch in guess_batches(model):
-        try:
-            with torch.no_grad():
-                copy.deepcopy(model)(**copied(batch))
-        except Exception as error:  # noqa: BLE001 - it takes other inputs
-            fault = fault or error
-        else:
-            return batch
-    raise _no_stages(
-        type(model).__name__,
-        f"it takes none of the inputs that were tried, token ids and numbers: {fault}",
-        at="",
-        fix="let forward take token ids, or give the list of layers, to be cut by hand",
-    )
 
 
 def _order_of(model: PreTrainedModel) -> LayerOrder:
@@ -129,13 +71,13 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
     drops = has_dropout(model)
     if drops and draws_in_backward(tiny, batch):
         why = "in backward it drops again by seeds that its modules keep, those of the last microbatch for all of them"
-        raise _no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
+        raise no_stages(type(model).__name__, why, at="", fix="set dropout to 0 in the config, or use pp1")
     try:
-        return _tried_order(tiny, batch, drops=drops)
+        return tried_order(tiny, batch, drops=drops)
     except Exception as error:
         around = modules_around(tiny)
         try:
-            order = _tried_order(tiny, batch, layers=around, drops=drops) if around else None
+            order = tried_order(tiny, batch, layers=around, drops=drops) if around else None
         except Exception:  # noqa: BLE001 - the first error says more
             order = None
         if order is None:
@@ -145,7 +87,7 @@ def _order_of(model: PreTrainedModel) -> LayerOrder:
         return order
 
 
-def _tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
+def tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collection[str] = (), drops: bool) -> LayerOrder:
     """What was seen of a tiny model, if it computes the same when it is cut so.
 
     Raises:
@@ -153,7 +95,7 @@ def _tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collectio
     """
     order, returns = _watched_twice(tiny, batch, layers=layers, drops=drops)
     if len(order.calls) == 1:
-        raise _no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
+        raise no_stages(type(tiny).__name__, f"of its layers only {order.calls[0]} runs", at="")
     order = replace(order, returns={**order.returns, **_composite_returns(tiny, order, returns)})
     while True:
         try:
@@ -168,7 +110,7 @@ def _tried_order(tiny: nn.Module, batch: Mapping[str, Any], *, layers: Collectio
             break
         order = replace(order, returns={**order.returns, **more})
     if reason:
-        raise _no_stages(type(tiny).__name__, reason, at=at)
+        raise no_stages(type(tiny).__name__, reason, at=at)
     return order
 
 
@@ -229,11 +171,11 @@ def _returns_around(
     return {}
 
 
-def _no_stages_because(name: str) -> Callable[[Verdict], PlanError]:
-    return lambda verdict: _no_stages(name, verdict.reason, at=verdict.module)
+def no_stages_because(name: str) -> Callable[[Verdict], PlanError]:
+    return lambda verdict: no_stages(name, verdict.reason, at=verdict.module)
 
 
-def _no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanError:
+def no_stages(name: str, why: str, *, at: str, fix: str = "use pp1") -> PlanError:
     return PlanError(f"{name} cannot be cut into stages", at=at or None, why=why, fix=fix)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import check_data_groups, current_mesh
+from shardwise.compat.optimizers.wrapped import CompletingOptimizer
+from shardwise.compat.optimizers.zero_redundancy import build_sharded, load_own_states, load_states, save_states
 from shardwise.compat.warned import warn_once
-from shardwise.optim.wrapped_optimizer import CompletingOptimizer
-from shardwise.optim.zero_redundancy import build_sharded, load_own_states, load_states, save_states
 
 __all__ = ["NeuronZero1Optimizer"]
 
@@ -72,7 +72,7 @@ class NeuronZero1Optimizer(CompletingOptimizer):
     def save_sharded_state_dict(
         self, output_dir: str | os.PathLike[str], save_serially: bool = True, num_workers_per_step: int = 8
     ) -> None:
-        """Writes the states that this rank has, by parameter name. See `shardwise.optim.zero_redundancy`."""
+        """Writes the states that this rank has, by parameter name."""
         save_states(
             self.optimizer, _place(output_dir, current_mesh().data_rank), current_mesh(), serially=save_serially
         )

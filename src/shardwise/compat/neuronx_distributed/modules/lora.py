@@ -12,10 +12,11 @@ from torch import nn
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.directory import find_tag
+from shardwise.compat.layers.adapters import register_split_layers
+from shardwise.compat.layers.transparent import Transparent
 from shardwise.errors import ConfigError, PlanError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
 from shardwise.lora.library import peft
-from shardwise.modules.transparent import Transparent
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import check_choice, check_kind
 
@@ -123,7 +124,9 @@ class LoRAModel(Transparent):
                 why="adapters are split with what they adapt",
                 fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
             )
-        super().__init__(inject(module, LoraConfig.for_peft(module), on_meta=False))
+        config = LoraConfig.for_peft(module)
+        register_split_layers(module, config)
+        super().__init__(inject(module, config, on_meta=False))
         self.__dict__["lora_config"] = LoraConfig
 
 

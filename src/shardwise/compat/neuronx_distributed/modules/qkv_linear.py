@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.neuronx_distributed.parallel_layers.layers import mark, own_options
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
-from shardwise.modules.grouped import GroupedProjections
 
 __all__ = ["GQAQKVColumnParallelLinear", "destroy_kv_group"]
 
@@ -24,7 +24,7 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         gather_output: return full features, keys and values once each (theirs returned their copies, too).
         dtype, device, init_method: may also follow `gather_output` in this order, as in the package.
         kv_size_multiplier: how many copies of every key/value head are divided over tp: any that divides the query
-            heads of one, with which the heads divide; see `shardwise.modules.grouped`.
+            heads of one, with which the heads divide; see `shardwise.compat.layers.grouped`.
         options: `init_method`, `sequence_dimension`, `reduce_dtype`, `keep_master_weight`, as of the other layers, and
             `num_heads`, of keys, where no config or `head_dim` of the model says it.
 

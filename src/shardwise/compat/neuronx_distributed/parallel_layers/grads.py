@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.compat.layers.split_module import mark_known
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import ConfigError
-from shardwise.modules.split_module import mark_known
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.summing import average_gradients
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from shardwise.compat.layers.embedding import StandaloneEmbedding
+from shardwise.compat.layers.linears import ColumnLinear, RowLinear
+from shardwise.compat.layers.norms import LayerNorm
+from shardwise.compat.layers.split_module import SplitModule
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import UnsupportedError
-from shardwise.modules.embedding import StandaloneEmbedding
-from shardwise.modules.linears import ColumnLinear, RowLinear
-from shardwise.modules.norms import LayerNorm
-from shardwise.modules.split_module import SplitModule
 
 __all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.modules.padded_heads import pad_heads
+from shardwise.compat.layers.padded_heads import pad_heads
 
 __all__ = ["get_number_of_extra_heads", "pad_model"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shardwise.compat.layers.random_streams import RandomStreams as RNGStatesTracker
+from shardwise.compat.layers.random_streams import seed_by_coords
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.modules.random_streams import RandomStreams as RNGStatesTracker
-from shardwise.modules.random_streams import seed_by_coords
 
 __all__ = ["RNGStatesTracker", "get_xla_rng_tracker", "model_parallel_xla_manual_seed"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.modules.chain import share_weights
+from shardwise.compat.layers.chain import share_weights
 
 __all__ = ["PipelineStageModule"]
 

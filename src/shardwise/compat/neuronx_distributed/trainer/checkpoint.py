@@ -11,11 +11,11 @@ from torch import nn
 from shardwise.api import checkpoints
 from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
 from shardwise.checkpoint.directory import find_tags, root_of
+from shardwise.compat.layers.transparent import seen_through
+from shardwise.compat.optimizers.wrapped import CompletingOptimizer
 from shardwise.compat.spelling import also_spelled
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
-from shardwise.modules.transparent import seen_through
-from shardwise.optim.wrapped_optimizer import CompletingOptimizer
 
 __all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat.layers.transparent import Transparent, seen_through
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.modules.transparent import Transparent, seen_through
+from shardwise.compat.run_batch import named_inputs, run_batch, run_microbatches
 from shardwise.parallel.state_dict_guard import local_state_dict
-from shardwise.train.run_batch import named_inputs, run_batch, run_microbatches
 
 __all__ = ["NxDModel"]
 
@@ -49,7 +49,7 @@ class NxDModel(Transparent):
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
         """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, on every rank, or
-        with `return_mb_loss` a list of the microbatches'. See `shardwise.train.run_batch`.
+        with `return_mb_loss` a list of the microbatches'. See `shardwise.compat.run_batch`.
         """
         config, module, mesh = self.nxd_config["pipeline_config"] or {}, self.local_module(), current_mesh()
         number, averages = config.get("num_microbatches", 1), config.get("broadcast_and_average_loss", False)

@@ -1,5 +1,5 @@
 """`NxDOptimizer`: what `initialize_parallel_optimizer` returns."""
 
-from shardwise.optim.wrapped_optimizer import CompletingOptimizer as NxDOptimizer
+from shardwise.compat.optimizers.wrapped import CompletingOptimizer as NxDOptimizer
 
 __all__ = ["NxDOptimizer"]

@@ -10,26 +10,27 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.api.by_hand import adopt_model, build_in_turns
 from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.prepare import prepare
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.compat.layers.by_hand import adopt_model, build_in_turns
+from shardwise.compat.layers.chain import Chain, spread_evenly, starts_of
+from shardwise.compat.layers.layer_order import layer_order_by_hand
+from shardwise.compat.layers.padded_heads import pad_heads
+from shardwise.compat.layers.split_module import SplitModule
+from shardwise.compat.layers.transparent import seen_through
 from shardwise.compat.neuronx_distributed.modules.lora import LoRAModel
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.neuronx_distributed.trainer.config import checked, initialize
 from shardwise.compat.neuronx_distributed.trainer.model import NxDModel
 from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import ConfigError
-from shardwise.modules.chain import Chain, spread_evenly, starts_of
-from shardwise.modules.padded_heads import pad_heads
-from shardwise.modules.split_module import SplitModule
-from shardwise.modules.transparent import seen_through
 from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import outermost
 from shardwise.runtime.adapters import find_model
-from shardwise.search.layer_order import find_layer_order, layer_order_by_hand
+from shardwise.search.layer_order import find_layer_order
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 

@@ -15,15 +15,16 @@ from torch import nn
 from shardwise.api import checkpoints
 from shardwise.api.left_replicated import leave_ends, leave_unwanted
 from shardwise.api.state import export_pretrained
-from shardwise.api.values import split_lazily, split_rewritten
+from shardwise.api.values import split_lazily
+from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.optimizers.moved import move_optimizer
+from shardwise.compat.run_batch import add_runners
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
-from shardwise.optim.moved_optimizer import move_optimizer
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Recompute, check_count, check_kind
 from shardwise.runtime.adapters import find_model
-from shardwise.train.run_batch import add_runners
 
 __all__ = ["Parallelizer"]
 

@@ -1,4 +1,4 @@
-"""An embedding by itself, divided over tp; see `shardwise.modules.split_module`."""
+"""An embedding by itself, divided over tp; see `shardwise.compat.layers.split_module`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import init
 
 from shardwise.comm.collectives import split_full
+from shardwise.compat.layers.split_module import Init, SplitModule, gather_features
 from shardwise.errors import UnsupportedError
 from shardwise.mesh import Mesh
-from shardwise.modules.split_module import Init, SplitModule, gather_features
 from shardwise.runtime.embedding import VocabularyEmbedding
 from shardwise.sharding.placement import split_even
 
@@ -46,7 +46,7 @@ class StandaloneEmbedding(VocabularyEmbedding, _LookUp):
         an all-gather of the gradient.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,

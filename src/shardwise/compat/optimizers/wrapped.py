@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.compat.layers.split_module import mark_known
 from shardwise.mesh import Mesh
-from shardwise.modules.split_module import mark_known
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.optim.optimizer import local_state_of
 from shardwise.optim.summing import average_gradients
@@ -59,7 +59,7 @@ class CompletingOptimizer(torch.optim.Optimizer):
         self.optimizer.step()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """The wrapped one's."""
         self.optimizer.zero_grad(set_to_none)
 

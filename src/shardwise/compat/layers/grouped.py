@@ -1,4 +1,4 @@
-"""Query, key and value projections in one module, which is used by itself; see `shardwise.modules.split_module`.
+"""Query, key and value projections in one module, which is used by itself; see `shardwise.compat.layers.split_module`.
 
 # [Note: copies of key/value heads]
 Every key/value head is copied `copies` times, side by side, and what comes of it is divided over tp in order; so are
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.collectives import copy_to_region
+from shardwise.compat.layers.split_module import Init, SplitModule, gather_features, new_linear
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.modules.split_module import Init, SplitModule, gather_features, new_linear
 from shardwise.plan.options import check_count
 from shardwise.plan.structure import upwards
 from shardwise.sharding.placement import Split, split_even, split_sections
@@ -42,7 +42,7 @@ class GroupedProjections(SplitModule):
             Without meaning where the output is gathered.
         num_heads: key/value heads; where there are copies they must be known before forward (see `note_heads`).
         fused: keep the three weights (and biases) as one, `weight_qkv`; else `weight_q`, `weight_k`, `weight_v`.
-        others: as of `shardwise.modules.linears.ColumnLinear`.
+        others: as of `shardwise.compat.layers.linears.ColumnLinear`.
 
     Raises:
         ConfigError: the copies do not divide over tp, or the queries among them.
@@ -50,6 +50,8 @@ class GroupedProjections(SplitModule):
     Communicates: as `ColumnLinear`, with one reduction for all three.
     """
 
+    bias_names = ("bias_qkv", "bias_q", "bias_k", "bias_v")
+    """What PEFT trains where an adapter's config trains biases."""
     weight_qkv: Tensor
     bias_qkv: Tensor | None
     weight_q: Tensor
@@ -59,7 +61,7 @@ class GroupedProjections(SplitModule):
     bias_k: Tensor | None
     bias_v: Tensor | None
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         in_features: int,
         out_features: tuple[int, int],

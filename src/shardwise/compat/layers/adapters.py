@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.compat.layers.embedding import StandaloneEmbedding
+from shardwise.compat.layers.grouped import GroupedProjections
+from shardwise.compat.layers.linears import ColumnLinear, RowLinear
+from shardwise.compat.layers.random_streams import own_stream
+from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
-from shardwise.modules.embedding import StandaloneEmbedding
-from shardwise.modules.grouped import GroupedProjections
-from shardwise.modules.linears import ColumnLinear, RowLinear
-from shardwise.modules.random_streams import own_stream
-from shardwise.modules.split_module import SplitModule
 from shardwise.sharding.placement import split_sections
 
-__all__ = ["grouped_biases", "register_split_layers"]
+__all__ = ["register_split_layers"]
 
 
 def register_split_layers(model: nn.Module, config: Any) -> None:
@@ -42,17 +42,6 @@ def register_split_layers(model: nn.Module, config: Any) -> None:
             fix="use LoRA, without biases of its own and variants such as DoRA",
         )
     config._register_custom_module(_layers())
-
-
-def grouped_biases(model: nn.Module, config: Any) -> dict[str, Tensor]:
-    """The biases of grouped projections that the adapter's config says are trained, which PEFT knows by no name."""
-    found: dict[str, Tensor] = {}
-    kind = getattr(config, "bias", "none")
-    for name, module in model.named_modules():
-        is_meant = kind == "all" or (kind == "lora_only" and name.endswith(".base_layer"))
-        if isinstance(module, GroupedProjections) and is_meant:
-            found |= {f"{name}.{own}": each for own, each in module.named_parameters() if own.startswith("bias")}
-    return found
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linears by themselves, divided over tp by output or input features; see `shardwise.modules.split_module`."""
+"""Linears by themselves, divided over tp by output or input features; see `shardwise.compat.layers.split_module`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.comm.collectives import reduce_from_region, scatter_from_region
+from shardwise.compat.layers.split_module import Init, SplitModule, gather_features, new_linear, own_features
 from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
-from shardwise.modules.split_module import Init, SplitModule, gather_features, new_linear, own_features
 from shardwise.sharding.placement import equal_sections
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -34,7 +34,7 @@ class _SplitLinear(SplitModule):
     weight: Tensor
     bias: Tensor | None
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         in_features: int,
         out_features: int,

@@ -13,10 +13,10 @@ import itertools
 import torch
 from torch import nn
 
+from shardwise.compat.layers.grouped import GroupedProjections
+from shardwise.compat.layers.linears import ColumnLinear, RowLinear
+from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
-from shardwise.modules.grouped import GroupedProjections
-from shardwise.modules.linears import ColumnLinear, RowLinear
-from shardwise.modules.split_module import SplitModule
 from shardwise.sharding.placement import Split
 
 __all__ = ["pad_heads"]
@@ -27,7 +27,7 @@ def pad_heads(model: nn.Module, num_heads: int, *, within: tuple[type[nn.Module]
     """Divides column- and row-split linears, of which every head has as many features, by whole heads, in place.
 
     Args:
-        model: with modules that divide themselves, not known yet (see `shardwise.api.by_hand`).
+        model: with modules that divide themselves, not known yet (see `shardwise.compat.layers.by_hand`).
         within: classes of modules whose linears are meant; all where there are none.
 
     Raises:

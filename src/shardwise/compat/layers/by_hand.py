@@ -8,7 +8,7 @@ this kind saves them rank by rank.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,20 +18,31 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
+from shardwise.api.values import Place, Values
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns, sum_of
-from shardwise.errors import LayoutError
+from shardwise.compat.layers.grouped import note_heads
+from shardwise.compat.layers.split_module import SplitModule, by_hand, stored
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
 from shardwise.mesh import Mesh
-from shardwise.modules.grouped import note_heads
-from shardwise.modules.split_module import SplitModule, by_hand, stored
 from shardwise.parallel.apply import check_unsplit
 from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fsdp import apply_data_parallelism
+from shardwise.parallel.materialize import put_tensor
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.stages import apply_stages, fit_absent
 from shardwise.parallel.starting_values import initialize_meta
-from shardwise.parameters.registry import Registry, attach_registry, find_parameters, local_part, note_parameters
+from shardwise.parameters.canonical import local_tensor
+from shardwise.parameters.registry import (
+    Registry,
+    attach_registry,
+    find_parameters,
+    is_split,
+    local_part,
+    note_parameters,
+    registry_of,
+)
 from shardwise.parameters.replicas import balance_of, find_unequal_replicas
 from shardwise.plan.data_axes import with_data_axes
 from shardwise.plan.decision import ParameterPlan, SplitPlan
@@ -44,7 +55,7 @@ from shardwise.runtime.context import SplitContext
 from shardwise.sharding.layout import Layout, Step
 from shardwise.sharding.placement import Held
 
-__all__ = ["adopt_model", "build_in_turns"]
+__all__ = ["adopt_model", "build_in_turns", "split_rewritten"]
 
 
 def build_in_turns(
@@ -114,9 +125,9 @@ def adopt_model(
     what this rank holds goes to the mesh's device.
 
     Args:
-        given: with `shardwise.modules.split_module` modules over `mesh`, and any others, or PEFT's model around one; a
-            parameter with the attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its
-            gradient is summed over tp; one may be divided `by_hand`.
+        given: `SplitModule`s over `mesh`, any other modules, or PEFT's model around one; a parameter with the
+            attribute `sequence_parallel_enabled` is used on parts of the sequence, so that its gradient is summed over
+            tp; one may be divided `by_hand`.
         policy: how `fsdp` shards it; by default every data rank holds all of it.
         order: the layers as they run; the model is then cut into the stages of a pipeline. Without it, and with several
             ranks along pp, the model is this rank's part already.
@@ -207,3 +218,61 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
                 stages=(mesh.coord("pp"),),
             )
     return SplitPlan(shape=mesh.shape, parameters=parameters, tied=tied)
+
+
+def split_rewritten(
+    model: nn.Module,
+    mesh: Mesh,
+    rewrite: Callable[[], nn.Module],
+    *,
+    checkpoint: Place | None = None,
+    ranks_at_a_time: int | None = None,
+) -> nn.Module:
+    """Splits a model by what `rewrite` puts in place of its modules, modules that divide themselves; a parameter of
+    theirs that has the name and the full shape of one of before is given that one's part.
+
+    Args:
+        rewrite: changes the model, and returns it.
+        model, checkpoint, ranks_at_a_time: as of `Values`.
+
+    Returns:
+        What `rewrite` returns.
+
+    Raises:
+        UnsupportedError: the mesh has stages.
+
+    Communicates: as `adopt_model` and `Values`; nothing where `rewrite` has split the model.
+    """
+    with Values(model, mesh, checkpoint=checkpoint, ranks_at_a_time=ranks_at_a_time) as values:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        with raise_on_all_ranks(mesh.group(), "rewriting the model"):
+            model = rewrite()
+            if mesh.size("pp") > 1 and not is_split(model):
+                raise UnsupportedError(
+                    f"a model rewritten by hand on {mesh.shape}",
+                    why="nobody cuts it into stages",
+                    fix="use pp_size 1, or the automatic split",
+                )
+        if not is_split(model):
+            adopt_model(model, mesh)
+        registry = registry_of(model)
+        if registry.local_state:
+            _take_over(model, registry, before)
+            if values.filling is None:
+                model.to(mesh.device)
+        values.put(registry)
+    return model
+
+
+def _take_over(model: nn.Module, registry: Registry, before: Mapping[str, nn.Parameter]) -> None:
+    """Gives new parameters their part of those that had their names; meta where these were."""
+    for fqn, value in list(model.named_parameters()):
+        old, entry = before.get(fqn), registry.entry(fqn)
+        if old is None or old is value or tuple(old.shape) != entry.layout.shape:
+            continue
+        shape = entry.layout.local_shape(registry.mesh.coords)
+        if old.is_meta:
+            own = torch.empty(shape, dtype=old.dtype, device="meta")
+        else:
+            own = local_tensor(old.detach(), entry.layout, registry.mesh.coords).to(registry.mesh.device)
+        put_tensor(model, registry, entry.fqn, own)

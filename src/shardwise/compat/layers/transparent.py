@@ -49,7 +49,7 @@ class Transparent(nn.Module):
         """Of the first floating-point parameter."""
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
-    def train(self, mode: bool = True) -> Transparent:  # noqa: FBT001, FBT002 - torch's signature
+    def train(self, mode: bool = True) -> Transparent:
         """Sets the mode of the module, and of this wrapper."""
         self.training = mode
         self.__dict__["module"].train(mode)

@@ -4,7 +4,7 @@ Each divides its own parameters over tp when it is built, from the values that t
 models of any tp size start alike after the same seed. What it does to activations is said at its own edges: gradients
 of what enters and leaves are full, as anywhere outside of regions.
 
-See `shardwise.api.by_hand` for the model around them.
+See `shardwise.compat.layers.by_hand` for the model around them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,79 @@
+"""How a hand-written model can be cut into stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.agree import gather_from_all
+from shardwise.compat.layers.grouped import note_heads
+from shardwise.compat.layers.split_module import running_alone
+from shardwise.mesh import Mesh
+from shardwise.plan.pipeline_plan import LayerOrder
+from shardwise.proof.draws import seeded
+from shardwise.runtime.modes import has_dropout
+from shardwise.search.layer_order import no_stages, no_stages_because, tried_order
+from shardwise.search.trial import failures_explained
+from shardwise.tiny.inputs import guess_batches
+from shardwise.tiny.models import choose_mode
+from shardwise.tiny.objective import copied
+
+__all__ = ["layer_order_by_hand"]
+
+
+def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str] = ()) -> LayerOrder:
+    """As `find_layer_order`, of a model that was written by hand: there is no tiny one, so copies of itself run, on the
+    first of `guess_batches` that it takes; on rank 0 alone, since code that fails on one rank only must let no other
+    one wait.
+
+    Args:
+        model: real, the same on every rank; it may hold modules that are divided over tp of `mesh`.
+        layers: the modules that are cut apart; by default the items of its outermost `nn.ModuleList`s.
+
+    Raises:
+        PlanError: it cannot be cut into stages, or does not run on this batch.
+
+    Communicates: one gather of a small object over all ranks; before it as `note_heads`.
+    """
+    group = mesh.group()
+    note_heads(model, mesh)
+
+    def find() -> dict[str, Any] | None:
+        if group is not None and group.rank():
+            return None
+        with running_alone(model, mesh):
+            return _order_by_hand(model, layers).to_json()
+
+    found = gather_from_all(group, "finding the layers of the model", find)[0]
+    assert found is not None
+    return LayerOrder.from_json(found)
+
+
+def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
+    with failures_explained(no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
+        own = copy.deepcopy(model)
+        batch = _taken_batch(own)
+        choose_mode(own, batch)
+        return tried_order(own, batch, layers=layers, drops=has_dropout(model))
+
+
+def _taken_batch(model: nn.Module) -> dict[str, Tensor]:
+    fault: Exception | None = None
+    for batch in guess_batches(model):
+        try:
+            with torch.no_grad():
+                copy.deepcopy(model)(**copied(batch))
+        except Exception as error:  # noqa: BLE001 - it takes other inputs
+            fault = fault or error
+        else:
+            return batch
+    raise no_stages(
+        type(model).__name__,
+        f"it takes none of the inputs that were tried, token ids and numbers: {fault}",
+        at="",
+        fix="let forward take token ids, or give the list of layers, to be cut by hand",
+    )

@@ -1,1 +1,0 @@
-"""Parallel layers for models written by hand: linears, embeddings, padded heads."""
