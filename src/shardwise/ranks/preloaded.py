@@ -8,6 +8,11 @@ __all__: list[str] = []
 
 gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
 
+# torchao asks for the card's capability when it is imported. A process forked from one that has started CUDA cannot use
+# CUDA, so the card is hidden during the imports.
+_cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 for _name in (
     "encodings.idna",  # of names of hosts
     "torch.distributed.tensor",
@@ -23,5 +28,9 @@ if "COVERAGE_PROCESS_START" not in os.environ:  # what is imported before a rank
     _front = importlib.import_module("shardwise")
     for _name in _front.__all__:
         getattr(_front, _name)
+if _cards is None:
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = _cards
 gc.freeze()  # forks share these objects with this process for as long as nobody looks at them
 gc.enable()
