@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
-from shardwise.job.processes import CALM_VARIABLE
 from shardwise.ranks.spawn import spawn
 from tests.families import rows_of, tiny_batch, tiny_model
 
@@ -131,31 +126,6 @@ def test_a_mesh_that_cannot_be_taken_over_is_every_ranks_error(case, parts, refu
     first, second = refusals
     assert first[case] == second[case]
     assert all(part in first[case] for part in parts), first[case]
-
-
-def policies_of_loops(is_ours=True):
-    """Of every thread that watches gloo's sockets: how the kernel schedules it, and its niceness."""
-    if not is_ours:
-        del os.environ[CALM_VARIABLE]
-    with shardwise.Mesh.open("tp2", device="cpu"):
-        threads = [
-            int(task.name) for task in Path("/proc/self/task").iterdir() if "loop" in (task / "comm").read_text()
-        ]
-        loops = [thread for thread in threads if Path(f"/proc/{thread}/comm").read_text().startswith("gloo")]
-        return [(os.sched_getscheduler(thread), os.getpriority(os.PRIO_PROCESS, thread)) for thread in loops]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux schedules threads one by one")
-def test_gloo_gives_way_where_ranks_of_tests_take_every_core():
-    crowded, roomy = ({"LOCAL_WORLD_SIZE": str(size)} for size in (len(os.sched_getaffinity(0)), 0))
-    found = spawn(policies_of_loops, 2, env=crowded)
-    if not any(found) and torch.__version__ < (2, 13):
-        pytest.skip("gloo's threads have no names in this torch, so that nobody can tell them from others")
-    for policies in found:
-        assert policies and {policy for policy, _ in policies} == {os.SCHED_BATCH}
-        assert all(niceness > 0 for _, niceness in policies)
-    for policies in (*spawn(policies_of_loops, 2, env=roomy), *spawn(policies_of_loops, 2, False, env=crowded)):
-        assert policies and set(policies) == {(os.SCHED_OTHER, 0)}
 
 
 class LeftError(Exception):

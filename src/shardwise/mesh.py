@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +16,7 @@ from shardwise.errors import MeshError
 from shardwise.job.adopted import read_device_mesh, read_groups
 from shardwise.job.devices import pick_device
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
-from shardwise.job.missing import explain
-from shardwise.job.processes import calm_gloo_loops, current_watch, end_processes, start_processes
+from shardwise.job.processes import current_heartbeat, end_processes, start_processes
 from shardwise.job.rendezvous import read_world_size
 from shardwise.job.slurm import adopt_slurm
 from shardwise.topology.axes import AXES, DATA_AXES
@@ -74,7 +73,7 @@ class Mesh:
         self._subgroups: dict[tuple[str, Blocks], dist.ProcessGroup | None] = {}
         self._timeout = timeout
         self._owns_processes = owns_processes
-        self._watch = current_watch()
+        self._heartbeat = current_heartbeat()
 
     @classmethod
     def open(
@@ -174,7 +173,6 @@ class Mesh:
         """The mesh over processes that have met, with every group it needs."""
         rank = dist.get_rank() if shape.world_size > 1 else 0
         groups = make_groups(shape, ranks, given=given or {}, timeout=timeout)
-        calm_gloo_loops()
         mesh = cls(
             shape, rank=rank, device=device, ranks=ranks, groups=groups, timeout=timeout, owns_processes=owns_processes
         )
@@ -256,7 +254,6 @@ class Mesh:
             group = new_group(
                 [[line[coord] for coord in block] for line in lines for block in blocks], timeout=self._timeout
             )
-            calm_gloo_loops()
             self._subgroups[axis, blocks] = group if group is not None and group.size() > 1 else None
         return self._subgroups[axis, blocks]
 
@@ -264,9 +261,7 @@ class Mesh:
         """Another group of the ranks of `group(axis)`, which belongs to the caller. Every rank of the mesh calls."""
         if self.size(axis) == 1:
             return None
-        group = new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)
-        calm_gloo_loops()
-        return group
+        return new_group(ranks_along(self.shape, self._ranks, [axis]), timeout=self._timeout)
 
     @contextmanager
     def represented(self, stand_in: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> Iterator[None]:
@@ -280,27 +275,12 @@ class Mesh:
 
     def note_step(self) -> None:
         """Notes that this rank begins another training step, for messages about ranks that do not come to one."""
-        if self._watch is not None:
-            self._watch.step += 1
-
-    def within_step(self, name: str) -> AbstractContextManager[None]:
-        """A step of the pipeline of that name. Where `open` started the processes, this rank ends if it waits in the
-        step for a rank that has failed in it: see [Note: a step that is abandoned].
-        """
-        return nullcontext() if self._watch is None else self._watch.abandoned.within(name)
-
-    def read_abandoned(self, name: str) -> str:
-        """Which rank has left a step of that name by an error, with its traceback; "" where none is known."""
-        return "" if self._watch is None else self._watch.abandoned.read(name)
-
-    def note_abandoned(self, name: str, error: BaseException) -> None:
-        """Tells the ranks within a step of that name that this one leaves it by an error."""
-        if self._watch is not None:
-            self._watch.abandoned.note(name, error)
+        if self._heartbeat is not None:
+            self._heartbeat.step += 1
 
     def take_over(self) -> None:
         """Makes an error that leaves this mesh the end of the job, as one that leaves the mesh that began it."""
-        self._owns_processes = self._watch is not None
+        self._owns_processes = self._heartbeat is not None
 
     def close(self) -> None:
         """Lets go of the groups. Safe to call twice.
@@ -318,10 +298,10 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watch = self._watch if self._owns_processes else None
-        explained = explain(error, watch) if error is not None and watch is not None else None
-        if watch is not None:
-            watch.note_end(explained or error)
+        heartbeat = self._heartbeat if self._owns_processes else None
+        explained = heartbeat.explain(error) if error is not None and heartbeat is not None else None
+        if heartbeat is not None:
+            heartbeat.note_end(explained or error)
         self.close()
         if error is not None and self._owns_processes:
             end_processes(explained or error)  # others may wait for this rank in a collective: now they hear of it

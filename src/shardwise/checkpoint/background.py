@@ -26,7 +26,7 @@ from shardwise.checkpoint.save_job import SaveJob
 from shardwise.comm.agree import check_calls
 from shardwise.comm.operations import Group
 from shardwise.errors import ShardwiseError
-from shardwise.job.processes import calm_gloo_loops, end_processes
+from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
 from shardwise.sharding.boxes import Box
 
@@ -176,9 +176,7 @@ def _own_group(mesh: Mesh) -> Group | None:
     if everyone is None:
         return None
     check_calls(everyone, {}, device=mesh.device, doing="save_checkpoint")  # a group is waited for much longer
-    group = dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
-    calm_gloo_loops()
-    return group
+    return dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
 
 
 def _finish_at_exit() -> None:

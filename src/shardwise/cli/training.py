@@ -33,7 +33,6 @@ from shardwise.data.config import DataConfig, held_out
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import Rows
 from shardwise.errors import BatchError, ConfigError, LoadError, ShardwiseError, counted
-from shardwise.job.gpu_defaults import bind_to_card
 from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parallel.compiled import count_compilation
@@ -113,9 +112,7 @@ def train(config: TrainConfig) -> StepRecord | None:
 
 
 def _settle(mesh: Mesh) -> Console:
-    """This rank stays next to its card; what there is to say, also by transformers, is said by rank 0."""
-    if mesh.device.type == "cuda":
-        bind_to_card(mesh.device.index)
+    """The console of this rank; only rank 0's prints, and only rank 0 lets transformers log."""
     if mesh.rank != 0:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -154,7 +153,7 @@ def _run_by_hand(
         return Microbatch(placed[number] | made_up, loss_of)
 
     microbatches = [microbatch(number) for number in range(num_microbatches)]
-    with pipeline.within_step() if pipeline is not None else nullcontext(), gradients.together():
+    with gradients.together():
         if pipeline is not None and schedule is not None:
             pipeline.run(microbatches, schedule)
         else:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from contextlib import suppress
 
-__all__ = ["GPU_DEFAULTS", "bind_to_card", "set_gpu_defaults"]
+__all__ = ["GPU_DEFAULTS", "set_gpu_defaults"]
 
 GPU_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # rows of many lengths leave no holes that nothing fits into
@@ -27,24 +26,3 @@ def set_gpu_defaults(environment: MutableMapping[str, str] = os.environ) -> None
     for name, value in GPU_DEFAULTS.items():
         if not any(each in environment for each in (name, *_OTHER_NAMES.get(name, ()))):
             environment[name] = value
-
-
-def bind_to_card(index: int) -> bool:
-    """Keeps this process on the cores next to its card (its NUMA node), where torch knows them.
-
-    Does nothing where somebody has bound the process already (`numactl`, Slurm, `torchrun --numa-binding`), or where
-    the machine has no such cores.
-
-    Returns:
-        Whether it is bound now.
-    """
-    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
-        return False
-    with suppress(Exception):  # torch's own names for it may change, and a container may hide or forbid all of it
-        from torch.numa import binding
-
-        cores = binding._node_get_logical_cpus_to_bind_to(gpu_index=index)
-        if cores:
-            binding._bind_all_threads_in_current_process_to_logical_cpus(logical_cpu_indices=cores)
-            return True
-    return False

@@ -96,8 +96,7 @@ class Pipelined:
             )
         runner = runner_of(model)
         assert runner is not None
-        with runner.within_step():
-            return _Forward(model, runner, registry, args, kwargs).run()
+        return _Forward(model, runner, registry, args, kwargs).run()
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises UnsupportedError: no graph can hold a schedule, nor a stage that ends inside of the forward."""

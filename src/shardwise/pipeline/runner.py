@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardwise.comm.operations import all_gather_objects, broadcast_object
-from shardwise.errors import LayoutError, RankError, ShardwiseError
+from shardwise.errors import LayoutError, RankError
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.pipeline.stage import Microbatch, PipelineStage, Round
 from shardwise.plan.pipeline_plan import PipelinePlan
@@ -150,10 +150,6 @@ class PipelineRunner:
         """Whether any stage had something to train in the last run."""
         return len(self._registry.idle_stages) < self.group.size()
 
-    def within_step(self) -> AbstractContextManager[None]:
-        """A whole training step or forward, of which `run` is a part: ranks wait for each other in all of it."""
-        return self._registry.mesh.within_step(self._line.name)
-
     def run(
         self,
         parts: Sequence[Microbatch],
@@ -262,13 +258,7 @@ class PipelineRunner:
             try:
                 yield
             except BaseException as error:
-                mesh, name = self._registry.mesh, self._line.name
-                traceback = mesh.read_abandoned(name) if _is_lost_connection(error) else ""
-                mesh.note_abandoned(name, error)  # before connections close, so that ranks that lose one find it
-                why = _first_and_last(traceback) if traceback else f"{type(error).__name__}: {error}".splitlines()[0]
-                self._line.hang_up(why)
-                if traceback:
-                    raise RankError("another rank failed in a step of this pipeline", why=traceback) from error
+                self._line.hang_up(f"{type(error).__name__}: {error}".splitlines()[0])
                 raise
 
     def forget_stages(self) -> None:
@@ -306,17 +296,6 @@ class _Receives(dict[Any, Any]):
     def pop(self, key: Any, *default: Any) -> Any:
         self._stages[key[0]].round.asked_at = time.perf_counter()
         return super().pop(key, *default)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    is_theirs = isinstance(error, RuntimeError) and not isinstance(error, ShardwiseError)
-    return is_theirs and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
-
-
-def _first_and_last(text: str) -> str:
-    """The first and the last line of a traceback."""
-    first, *_, last = text.splitlines()
-    return f"{first} {last}"
 
 
 @contextmanager

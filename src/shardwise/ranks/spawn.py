@@ -308,7 +308,6 @@ def _rank_variables(world_size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         # Otherwise gloo resolves the host's name, which may be slow or lead elsewhere.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "SHARDWISE_CALM_GLOO": "1",  # [Note: gloo's loop spins], job/processes.py
         "OMP_NUM_THREADS": "1",
         "SHARDWISE_DEVICE": os.environ.get("SHARDWISE_DEVICE") or "cpu",
     }

@@ -6,7 +6,6 @@ import inspect
 import json
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -176,7 +175,7 @@ class TrainStep:
             the data ranks, one all-reduce of the loss.
         """
         self.mesh.note_step()
-        with hidden(), self._pipeline.within_step() if self._pipeline is not None else nullcontext():
+        with hidden():
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, Any]) -> StepResult:
