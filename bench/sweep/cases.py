@@ -144,7 +144,7 @@ def _proved(case: Case, config: Any, timeout_seconds: float, *, drops: bool) -> 
         num_microbatches=fewest_microbatches(spec.pipeline, MeshShape.parse(variant.layout)),
     )
     try:
-        report = proof.run(case.class_name, timeout_seconds=timeout_seconds)
+        report = proof.run(timeout_seconds=timeout_seconds)
     except (PlanError, UnsupportedError) as error:
         return {"result": "refused", "cause": one_line(error)}
     except Exception as error:  # noqa: BLE001 - one architecture's failure is a row, not the end

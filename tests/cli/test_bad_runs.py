@@ -211,7 +211,7 @@ CASES = {
         ["model: a model of type 'vit'", "shardwise.TrainStep"],
     ),
     "model: vit without a class": (part(write_as, "vit", architectures=None), [], ["no class is known for a model of"]),
-    "model: a classifier": (with_head, [], ["20 of 21 tensors fit LlamaForCausalLM", "lm_head.weight", "score.weight"]),
+    "model: a classifier": (with_head, [], ["model: a model of type", "this one is a LlamaForSequenceClassification"]),
     "data: nothing but an empty file": (
         lambda: Path("corpus/a.txt").write_text(""),
         [],

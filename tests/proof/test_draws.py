@@ -252,7 +252,7 @@ def verify_along_the_sequence(config, name, layout, **options):
     """As `shardwise.verify`, with fewer steps: those after the third are those of tests/train/test_data_parallel.py."""
     spec = ParallelSpec(sequence_parallel=True)
     proof = Proof(config=config, model_class=model_class(name), layout=layout, spec=spec, num_steps=3, **options)
-    return proof.run("")
+    return proof.run()
 
 
 @pytest.mark.spawn

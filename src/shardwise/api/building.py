@@ -48,8 +48,9 @@ def load(  # noqa: PLR0913 - the public surface: each is a choice of the user's
 
     Args:
         source: a directory that `save_pretrained` wrote, a hub id, or a config to initialise at random.
-        auto_class: any transformers auto class or model class; by default `AutoModelForCausalLM`, or what the config
-            names in `architectures` where transformers has no causal language model of its type.
+        auto_class: any transformers auto class or model class; by default the class that the config names in
+            `architectures`, or `AutoModelForCausalLM` where it names none of transformers' classes. A checkpoint whose
+            config names none must not hold further modules (an encoder), unless `allow_unused` names them.
         plan: as in `parallelize`.
         sequence_parallel: as in `parallelize`.
         fsdp, precision, recompute, compilation, pipeline: as in `parallelize`.

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import tp_layouts
 from shardwise.lora.inject import inject, inject_alike
-from shardwise.parallel.build import as_dtype, build_meta_model, read_config, read_generation_config
+from shardwise.parallel.build import as_dtype, build_meta_model, named_class, read_config, read_generation_config
 from shardwise.parallel.construction import Construction
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights, load_weights
@@ -184,7 +184,8 @@ def build_unfilled(
     with Construction() as construction:
         model = build_meta_model(config, auto_class, dtype=chosen, options=options)
     if index is not None:
-        found = find_weights(model, index, allowed=allowed, key_mapping=key_mapping)
+        is_guess = auto_class is None and named_class(config) is None
+        found = find_weights(model, index, allowed=allowed, is_guess=is_guess, key_mapping=key_mapping)
     unsplit = record_missing(model, construction, found.tensors if found else ())
     if not isinstance(source, PreTrainedConfig):
         model.config.name_or_path = model.name_or_path = os.fspath(source)

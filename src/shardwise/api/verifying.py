@@ -102,8 +102,7 @@ def verify(
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
         adapters=adapters,
     )
-    subject = f"a tiny model of {config.model_type}" + " with adapters" * bool(adapters)
-    return proof.run(subject, timeout_seconds=timeout_seconds)
+    return proof.run(timeout_seconds=timeout_seconds)
 
 
 def _read_target(source: Any, auto_class: Any, options: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -161,7 +160,7 @@ class Proof:
     tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
     num_steps: int = 20
 
-    def run(self, subject: str, *, timeout_seconds: float = 300.0) -> Report:
+    def run(self, *, timeout_seconds: float = 300.0) -> Report:
         """Starts the ranks and reports what they find."""
         start = time.perf_counter()
         shape = MeshShape.parse(self.layout)
@@ -170,7 +169,7 @@ class Proof:
         decide(_inject(self.adapters, tiny) if self.adapters else tiny, shape, self.exact_spec)
         measurements = spawn(_prove_on_this_rank, shape.world_size, self, timeout=timeout_seconds)
         return Report(
-            subject=subject,
+            subject=f"a tiny {type(tiny).__name__}" + " with adapters" * bool(self.adapters),
             layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,
             measurements=tuple(measurements),
             seconds=time.perf_counter() - start,

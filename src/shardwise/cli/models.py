@@ -30,7 +30,7 @@ from shardwise.search.apart import find_apart
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 
-__all__ = ["build_model", "check_model", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
+__all__ = ["build_model", "check_model", "class_of", "find_run_apart", "make_optimizer", "read_model_config", "spec_of"]
 
 logger = logging.getLogger("shardwise.train")
 
@@ -59,6 +59,7 @@ def build_model(
         model_config if given.path is None else given.path,
         mesh,
         spec_of(config, mesh.device),
+        auto_class=class_of(config),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
         adapter=adapter,
@@ -102,7 +103,7 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: 
     problems = Problems()
     with problems.of("model"):
         if config.model.path is not None:  # before the tokenizer, which may be missing because there is no model
-            _check_task(read_config(config.model.path, {})[0])
+            _check_task(read_config(config.model.path, {})[0], config)
     if not problems:
         with problems.of("model.tokenizer"):
             tokenizer = load_tokenizer(config)
@@ -110,7 +111,7 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: 
     if not problems:
         with problems.of("model"):
             found = read_model_config(config, tokenizer)
-            _check_task(found)
+            _check_task(found, config)
     if not problems:
         if with_data:
             problems += check_records(config, tokenizer)
@@ -128,11 +129,19 @@ def _read_by(config: TrainConfig) -> list[DataConfig]:
     return list({rows_of(data): data for data in read}.values())
 
 
-def _check_task(model_config: Any) -> None:
-    if model_class_of(model_config) is not transformers.AutoModelForCausalLM:
+def class_of(config: TrainConfig) -> Any:
+    """The class of a run's model, as `auto_class` of `load`: the one that its checkpoint names, unless the run's file
+    says that a new head is to be trained on the checkpoint's body (`model.allow_missing`).
+    """
+    return transformers.AutoModelForCausalLM if config.model.allow_missing else None
+
+
+def _check_task(model_config: Any, config: TrainConfig) -> None:
+    chosen = class_of(config) or model_class_of(model_config)
+    if chosen is not transformers.AutoModelForCausalLM:
         raise UnsupportedError(
             f"a model of type {model_config.model_type!r}",
-            why="shardwise train trains causal language models, and transformers has none of this type",
+            why=f"shardwise train trains causal language models, and this one is a {chosen.__name__}",
             fix="train it in Python, with shardwise.load and shardwise.TrainStep",
         )
 
@@ -145,6 +154,7 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
         shape=MeshShape.parse(config.layout),
         spec=spec_of(config),
         dtype=dtype,
+        auto_class=class_of(config),
         adapter=adapter_of(config),
     )
     problems = Problems()

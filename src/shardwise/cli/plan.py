@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_timeline(arguments.timeline, shape)
     with importing():  # torch and transformers, which takes long
         from shardwise.api.describing import describe
+        from shardwise.cli.models import class_of
 
     batch, num_microbatches = None, None
     if config is not None:
@@ -87,7 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
     adapter = arguments.adapter
     if config is not None and adapter is None:
         adapter = _adapter_of(arguments.model, config)
-    print(describe(model, shape, batch=batch, num_microbatches=num_microbatches, adapter=adapter, **vars(spec)))
+    auto_class = None if config is None else class_of(config)
+    options = {"auto_class": auto_class, "batch": batch, "num_microbatches": num_microbatches, "adapter": adapter}
+    print(describe(model, shape, **options, **vars(spec)))
     if arguments.timeline is not None:
         _draw_step(arguments.timeline, shape, spec, num_microbatches)
     return 0

@@ -34,8 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
     with importing():  # torch and transformers, which takes long
         from shardwise.api.verifying import verify
+        from shardwise.cli.models import class_of
 
-    num_microbatches = config.num_microbatches if config is not None else None
-    report = verify(model, shape, num_microbatches=num_microbatches, adapter=arguments.adapter, **vars(spec))
+    auto_class, num_microbatches = (None, None) if config is None else (class_of(config), config.num_microbatches)
+    options = {"auto_class": auto_class, "num_microbatches": num_microbatches, "adapter": arguments.adapter}
+    report = verify(model, shape, **options, **vars(spec))
     print(report)
     return 0 if report.passed else 1

@@ -23,6 +23,7 @@ __all__ = [
     "as_dtype",
     "build_meta_model",
     "model_class_of",
+    "named_class",
     "num_positions",
     "read_class_config",
     "read_config",
@@ -133,24 +134,37 @@ def _check_file(source: str | os.PathLike[str], where: dict[str, Any]) -> None:
         raise LoadError(f"{path} is no model config", why=why, fix="copy or download the file again")
 
 
+def named_class(config: PreTrainedConfig) -> Any:
+    """The model class that a config names in `architectures`: the first one that transformers has for such a config.
+    None where it names none.
+    """
+    for name in config.architectures or ():
+        model_class: Any = getattr(transformers, name, None)
+        is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+        if is_model and isinstance(config, model_class.config_class or object):
+            return model_class
+    return None
+
+
 def model_class_of(config: PreTrainedConfig) -> Any:
-    """The class for `config` where the user names none: `AutoModelForCausalLM` if it has a model of this type, or else
-    what the config names in `architectures`.
+    """The class of a model where the user names none: the one that its config names in `architectures`, or else, and
+    where that is the causal language model of its type, `AutoModelForCausalLM`.
 
     Raises:
-        UnsupportedError: there is neither.
+        UnsupportedError: the config names no class, and transformers has no causal language model of its type.
     """
-    causal = transformers.AutoModelForCausalLM
-    if type(config) in causal._model_mapping or causal.__name__ in (getattr(config, "auto_map", None) or {}):
+    causal, named = transformers.AutoModelForCausalLM, named_class(config)
+    if type(config) in causal._model_mapping:
+        return causal if named in (None, causal._model_mapping[type(config)]) else named
+    if named is not None:
+        return named
+    if causal.__name__ in (getattr(config, "auto_map", None) or {}):
         return causal
-    named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
-    if named is None:
-        raise UnsupportedError(
-            f"no class is known for a model of type {config.model_type!r}",
-            why="transformers has no causal language model of this type, and `architectures` in the config names none",
-            fix="pass auto_class, such as transformers.AutoModel, or name the class in the config",
-        )
-    return getattr(transformers, named)
+    raise UnsupportedError(
+        f"no class is known for a model of type {config.model_type!r}",
+        why="transformers has no causal language model of this type, and `architectures` in the config names no class",
+        fix="pass auto_class, such as transformers.AutoModel, or name the class in the config",
+    )
 
 
 def build_meta_model(

@@ -53,15 +53,22 @@ class Allowed:
 
 
 def check_coverage(
-    model: PreTrainedModel, resolution: Resolution, *, names: Iterable[str], location: str, allowed: Allowed
+    model: PreTrainedModel,
+    resolution: Resolution,
+    *,
+    names: Iterable[str],
+    location: str,
+    allowed: Allowed,
+    is_guess: bool = False,
 ) -> None:
     """Raises what makes the result another model than the checkpoint's, all of it at once, and logs what is allowed.
 
     Buffers that the checkpoint lacks are the model's own to make; what it holds beside the model is only logged, as
-    transformers does, unless it belongs to a layer that the model has too few of.
+    transformers does, unless it belongs to a layer that the model has too few of, or nobody has named the class.
 
     Args:
         names: every name of the model's state, each tied tensor once.
+        is_guess: whether neither the user nor the checkpoint names the model's class, which may be one of a part.
 
     Raises:
         LoadError: tensors are missing, of another shape or kind, cannot be converted, or belong to further layers.
@@ -73,7 +80,9 @@ def check_coverage(
     missing = [name for name in resolution.missing if name in parameters and name not in failed]
     modules = dict(model.named_modules())
     prefixes = ("", f"{model.base_model_prefix}.")
-    beyond = [name for name in resolution.unexpected if any(_is_beyond(modules, p + name) for p in prefixes)]
+    beyond = [
+        name for name in resolution.unexpected if is_guess or any(_is_beyond(modules, p + name) for p in prefixes)
+    ]
     strange = {
         fqn: f"{fqn}: {lazy.dtype} in the checkpoint, {parameters[fqn]} in the model"
         for fqn, lazy in resolution.tensors.items()
@@ -85,7 +94,10 @@ def check_coverage(
     ]
     faults = [
         *_listed("not in the checkpoint", [name for name in missing if not _fits(name, allowed.missing)]),
-        *_listed("of layers that the model does not have", [n for n in beyond if not _fits(n, allowed.unused)]),
+        *_listed(
+            f"{'in modules' if is_guess else 'of layers'} that the model does not have",
+            [name for name in beyond if not _fits(name, allowed.unused)],
+        ),
         *_listed("of another kind", strange.values()),
         *([] if allowed.mismatched else _listed("of another shape", other_shapes)),
         *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
@@ -98,7 +110,9 @@ def check_coverage(
             f"{num_fitting} of {len(own)} tensors fit {type(model).__name__}{has_all}",
             at=location,
             why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - {*beyond})]),
-            fix="\n".join(_remedies(_roots(missing, parameters), _roots(beyond, parameters), resolution)),
+            fix="\n".join(
+                _remedies(_roots(missing, parameters), _roots(beyond, parameters), resolution, is_guess=is_guess)
+            ),
         )
     _log(model, resolution, location)
 
@@ -142,8 +156,11 @@ def _check_patterns(patterns: Sequence[str], parameters: Collection[str]) -> Non
             )
 
 
-def _remedies(missing: Sequence[str], beyond: Sequence[str], resolution: Resolution) -> Iterator[str]:
-    yield "load with the config and the class that the checkpoint was made with"
+def _remedies(
+    missing: Sequence[str], beyond: Sequence[str], resolution: Resolution, *, is_guess: bool
+) -> Iterator[str]:
+    how = " (auto_class=, or architectures in its config.json)" if is_guess else ""
+    yield f"load with the config and the class that the checkpoint was made with{how}"
     for names, option, does in (
         (missing, "allow_missing", "start them at random values"),
         (beyond, "allow_unused", "leave them out"),

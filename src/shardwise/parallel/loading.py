@@ -29,12 +29,18 @@ logger = logging.getLogger("shardwise.load")
 
 
 def find_weights(
-    model: PreTrainedModel, index: CheckpointIndex, *, allowed: Allowed, key_mapping: Mapping[str, str] | None = None
+    model: PreTrainedModel,
+    index: CheckpointIndex,
+    *,
+    allowed: Allowed,
+    is_guess: bool = False,
+    key_mapping: Mapping[str, str] | None = None,
 ) -> Resolution:
     """What the checkpoint has for each parameter and persistent buffer of `model`, which is not split yet.
 
     Args:
         allowed: what the checkpoint may lack, or hold that the model does not have.
+        is_guess: whether neither the user nor the checkpoint names the model's class.
         key_mapping: as for `from_pretrained`: patterns of checkpoint keys to their replacements.
 
     Raises:
@@ -43,7 +49,7 @@ def find_weights(
     state = state_tensors(model)
     resolution = _resolve(model, index, {fqn: tuple(value.shape) for fqn, value in state.items()}, key_mapping)
     names = {id(value): fqn for fqn, value in state.items()}.values()  # one of each tied tensor
-    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed)
+    check_coverage(model, resolution, names=names, location=index.location, allowed=allowed, is_guess=is_guess)
     return resolution
 
 
