@@ -4,7 +4,7 @@
 `_PipelineScheduleRuntime` runs any order of actions, adds sends and receives to it, and gathers and reduces what FSDP2
 holds. It asks a stage for a few methods; ours are these, and not those of `PipelineStage`: that one votes about shapes,
 runs the model to find them, keeps one buffer a microbatch for ever, and is another one in every version of torch
-(docs/torch-pipelining.md). Here shapes are known from the arguments, so that they may differ from step to step; buffers
+(docs/decisions/0035-what-torchs-pipelining-does.md). Here shapes are known from the arguments, so that they may differ from step to step; buffers
 are made when a receive is posted and go with the backward.
 """
 
