@@ -21,9 +21,12 @@ docs/launching.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +36,15 @@ from typing import Any
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a card without touching it
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # for all contenders alike
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# torchao starts CUDA when it is imported, and a fork of such a process cannot use CUDA.
+_cards = os.environ.get("CUDA_VISIBLE_DEVICES")
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+with contextlib.suppress(ImportError):
+    importlib.import_module("torchao")
+del os.environ["CUDA_VISIBLE_DEVICES"]
+if _cards is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = _cards
 
 from onecard.processes import ON_DEMAND, PARTS, can_fork, contenders, expected_seconds, run_apart, run_here
 from onecard.setting import Setting
@@ -60,7 +72,7 @@ def main() -> int:
         "on": describe_machine("cpu"),
         "rows": [],
     }
-    for rows in _measured(arguments.parts, setting, until=started + arguments.seconds):
+    for rows in _measured(arguments.parts, arguments.only, setting, until=started + arguments.seconds):
         for row in rows:
             print(f"{row['part']:<10} {row['contender']:<36} {row['state']}", file=sys.stderr, flush=True)
             record["on"]["device"] = row.pop("device", record["on"]["device"])
@@ -84,14 +96,14 @@ def _write(record: dict[str, Any], arguments: argparse.Namespace) -> None:
         (RESULTS / f"{name}.md").write_text(as_markdown(record), encoding="utf-8")
 
 
-def _measured(parts: list[str], setting: Setting, *, until: float) -> Iterator[list[dict[str, Any]]]:
+def _measured(parts: list[str], only: str, setting: Setting, *, until: float) -> Iterator[list[dict[str, Any]]]:
     """The rows of one contender after the other; of those for which no time is left, that. None without a card."""
     forks = not setting.quick and can_fork(setting.device)
     if not setting.quick and not forks:
         (found,) = run_apart("machine", "products", setting, until=until, most=SECONDS_EACH, forks=False)
         if found["state"] != "ok":
             return
-    chosen = contenders(parts, setting)
+    chosen = [each for each in contenders(parts, setting) if re.search(only, each[1])]
     if not setting.quick:
         _tell_budget(chosen, setting, seconds=until - time.monotonic())
     for part, name in chosen:
@@ -121,6 +133,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="toy sizes on the CPU; the numbers mean nothing")
     every, always = ",".join((*PARTS, *ON_DEMAND)), ",".join(PARTS)
     parser.add_argument("--parts", help=f"of {every} (with --quick all, else {always})")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only contenders whose name matches")
     parser.add_argument("--seconds", type=float, default=570.0, help="of everything (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--contender", nargs=2, help=argparse.SUPPRESS)
