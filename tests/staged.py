@@ -19,10 +19,10 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.parameters.canonical import canonical_tensor
 from shardwise.plan.options import ParallelSpec, Pipeline
+from shardwise.probe.layer_order import find_layer_order
+from shardwise.probe.staged import train_in_stages
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
-from shardwise.search.staged import train_in_stages
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 

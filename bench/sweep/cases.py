@@ -17,11 +17,11 @@ from shardwise.estimate.cuts import fewest_microbatches
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
+from shardwise.probe.tried_model import trial_of
 from shardwise.proof.parity import Measurement
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.deriving import trial_of
 from shardwise.search.planning import plan_for
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config

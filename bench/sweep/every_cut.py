@@ -7,9 +7,9 @@ import time
 
 from torch import Tensor
 
+from shardwise.probe.layer_order import find_layer_order
+from shardwise.probe.staged import train_in_stages
 from shardwise.proof.rounding import Tolerance
-from shardwise.search.layer_order import find_layer_order
-from shardwise.search.staged import train_in_stages
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import copied, objective_of
 from sweep.known import default_config, model_class

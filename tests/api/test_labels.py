@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 import shardwise
 from shardwise.errors import UnsupportedError
 from shardwise.loss.label_use import LabelUse
+from shardwise.probe import disk_cache, label_use
+from shardwise.probe.label_use import find_label_use, probe_label_use
 from shardwise.ranks.spawn import spawn
-from shardwise.search import kept, label_use
-from shardwise.search.label_use import find_label_use, probe_label_use
 from shardwise.tiny.models import shrink_config
 from tests.families import COMMON, MOE, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
@@ -84,7 +84,7 @@ def test_what_is_no_causal_model_shows_nothing():
 @pytest.mark.single
 @pytest.mark.parametrize("expected", [FINE, SEES, None])
 def test_what_was_found_is_kept_for_models_of_the_same_config(expected, monkeypatch, tmp_path):
-    monkeypatch.setattr(kept.constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(disk_cache.constants, "HF_HOME", str(tmp_path))
     probed = []
     monkeypatch.setattr(label_use, "probe_label_use", lambda model: probed.append(model) or expected)
     first, same, other = (build("llama", options) for options in ({}, {}, {"num_attention_heads": 8}))

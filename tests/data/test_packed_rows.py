@@ -15,8 +15,8 @@ from bench.onecard.reads import ReadCount
 from shardwise.data.rows import segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
+from shardwise.probe.documents import find_apart
 from shardwise.runtime import attention_kernels, own_attention
-from shardwise.search.apart import find_apart
 from shardwise.train.step import TrainStep
 from tests.families import FULL_PRODUCT, tiny_model
 from tests.varlen_loop import attend_by_loop

@@ -25,10 +25,10 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parameters.registry import registry_of
 from shardwise.plan.adapters import plan_adapter
 from shardwise.plan.options import FsdpPolicy, ParallelSpec
+from shardwise.probe import adapters
+from shardwise.probe.trial import Trial
 from shardwise.runtime.adapters import find_model
-from shardwise.search import adapters
 from shardwise.search.planning import plan_for
-from shardwise.search.trial import Trial
 from shardwise.sharding.placement import Replicate, Split
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.topology.shape import MeshShape

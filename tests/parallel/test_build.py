@@ -10,7 +10,7 @@ import pytest
 import shardwise
 from shardwise.errors import LoadError
 from shardwise.parallel.build import read_config
-from shardwise.search.kept import read_kept
+from shardwise.probe.disk_cache import read_kept
 from shardwise.weights.kinds import check_no_checkpoint, kind_of
 from tests.families import tiny_model
 

@@ -20,9 +20,9 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
-from shardwise.search.layer_order import find_layer_order
+from shardwise.probe.layer_order import find_layer_order
+from shardwise.probe.staged import train_in_stages
 from shardwise.search.planning import plan_for
-from shardwise.search.staged import train_in_stages
 from shardwise.stages.absent import Absent
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from shardwise.tiny.objective import copied

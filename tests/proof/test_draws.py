@@ -20,17 +20,18 @@ from shardwise.data.batch import split_rows
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import Draws, Redraws, problems_of, training_copy
+from shardwise.probe.trial import Trial
+from shardwise.proof.draws import Draws, Redraws, problems_of
 from shardwise.proof.parity import measure, measure_in_training
 from shardwise.proof.report import Report
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.context import SplitContext
 from shardwise.search.deriving import derive_plan
 from shardwise.search.planning import plan_for
-from shardwise.search.trial import Trial
 from shardwise.stages.model import Stages
 from shardwise.stages.run import StageRun
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
+from shardwise.tiny.random import training_copy
 from tests.families import FULL_PRODUCT, tiny_model
 
 WIDTH, VOCABULARY = 16, 23

@@ -18,9 +18,9 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
+from shardwise.probe.trial import Trial
 from shardwise.runtime.forward_state import Entered
 from shardwise.search.deriving import derive_plan
-from shardwise.search.trial import Trial
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.simulate import SimulatedMesh
 from tests.families import FULL_PRODUCT

@@ -17,7 +17,8 @@ from shardwise.parallel.facts import read_facts
 from shardwise.parallel.fake import fake_tensors
 from shardwise.plan.resolve import resolve
 from shardwise.plan.spec import Plan
-from shardwise.search import deriving, real_sizes
+from shardwise.probe import tried_model
+from shardwise.search import real_sizes
 from shardwise.search.deriving import derive_plan
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import shrink_config
@@ -51,7 +52,7 @@ def test_a_hybrid_without_attention_layers_is_split(model_type, limit, monkeypat
     config = default_config(model_type)
     vars(config)[field] = [kind] * len(getattr(config, field))
     model = build_meta_model(shrink_config(config), model_class(name), dtype=None, options={})
-    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", limit)
+    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
     derived = derive_plan(model, Plan(()), tp_size=2)
     assert derived.problem is None
     resolved = resolve(derived.plan, read_facts(model), tp_size=2).parameters
@@ -104,7 +105,7 @@ def planned(model_type, name, *, tp_size, **fields):
 def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
     model_type, name, fields, attention, mlp, patched, monkeypatch
 ):
-    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
     for each, value in patched.items():
         monkeypatch.setattr(real_sizes, each, value)
     rows = {each.fqn for each in planned(model_type, name, tp_size=2, **fields).regions if each.edge == "row"}
@@ -119,7 +120,7 @@ def test_a_tiny_model_s_plan_gives_way_where_it_does_not_fit_the_model(
 )
 def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value_heads, monkeypatch):
     """The tiny model of two ranks has eight heads: no number that six divides, and too few for ten or sixteen ranks."""
-    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
     fields = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "hidden_size": 8 * heads}
     found = planned("stablelm", "StableLmForCausalLM", tp_size=tp_size, **fields)
     assert {region.fqn for region in found.regions if region.edge == "row"} >= {"model.layers.0.self_attn"}
@@ -136,7 +137,7 @@ def test_a_tiny_model_s_heads_divide_as_the_model_s_do(tp_size, heads, key_value
     ],
 )
 def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, fields, monkeypatch):
-    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", limit)
+    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", limit)
     found = planned(model_type, name, tp_size=2, **fields).parameters.values()
     assert any(isinstance(each.placement, Split) for each in found)
 
@@ -144,7 +145,7 @@ def test_other_sizes_than_the_tiny_model_s_are_planned(model_type, name, limit, 
 @pytest.mark.single
 def test_layers_that_the_tiny_model_of_two_layers_lacks_are_split_too(monkeypatch):
     """Dense layers without a table of biases, and experts of which the tiny model has fewer; they run with values."""
-    monkeypatch.setattr(deriving, "_SMALL_ENOUGH", 0)
+    monkeypatch.setattr(tried_model, "_SMALL_ENOUGH", 0)
     fields = {"num_layers": 4, "encoder_sparse_step": 4, "num_heads": 12, "num_experts": 6}
     found = planned("switch_transformers", "SwitchTransformersEncoderModel", tp_size=2, **fields)
     split = {fqn for fqn, each in found.parameters.items() if isinstance(each.placement, Split)}

@@ -7,10 +7,10 @@ import pytest
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.plan.spec import Plan
+from shardwise.probe.trial import Verdict
 from shardwise.search import deriving
 from shardwise.search.deriving import derive_plan
 from shardwise.search.refusal import no_plan_error
-from shardwise.search.trial import Verdict
 from shardwise.tiny.models import build_tiny_model, shrink_config
 
 pytestmark = pytest.mark.single

@@ -18,10 +18,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from bench.sweep.known import default_config, model_class
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.spec import Plan
+from shardwise.probe.trial import Trial
 from shardwise.search.influence import find_row_products
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.traced_sizes import Equation, TracedInt, solve
-from shardwise.search.trial import Trial
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 
 pytestmark = pytest.mark.single

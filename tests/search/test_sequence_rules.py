@@ -18,9 +18,9 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.sequence_plan import Stack, find_sequence
 from shardwise.plan.spec import Plan
+from shardwise.probe.trial import Trial
 from shardwise.search.deriving import derive_plan
 from shardwise.search.generalize import generalize
-from shardwise.search.trial import Trial
 from shardwise.search.widen_regions import widen_regions
 from shardwise.tiny.models import build_tiny_model, make_batch, shrink_config
 from tests.families import FULL_PRODUCT

@@ -37,11 +37,11 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, outermost_layers
+from shardwise.probe.label_use import find_label_use
+from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.wrapping import refuse_wrapping
-from shardwise.search.label_use import find_label_use
-from shardwise.search.layer_order import find_layer_order
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import to_json
 from shardwise.sharding.layout import Layout

@@ -28,6 +28,7 @@ from shardwise.parallel.build import as_dtype, build_meta_model, model_class_of,
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.structure import outermost_layers
+from shardwise.probe.label_use import find_label_use
 from shardwise.proof.draws import Redraws
 from shardwise.proof.parity import Measurement, measure, measure_in_training, measure_narrow
 from shardwise.proof.report import Report
@@ -35,7 +36,6 @@ from shardwise.proof.rounding import Tolerance
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.label_use import find_label_use
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import has_loss, objective_of
 from shardwise.topology.axes import DATA_AXES

@@ -26,7 +26,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.optimizer import build_optimizer
 from shardwise.parallel.build import model_class_of, num_positions, read_config
 from shardwise.plan.options import ParallelSpec, Precision
-from shardwise.search.apart import find_apart
+from shardwise.probe.documents import find_apart
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import OptimizerConfig, Problem, TrainConfig
 

@@ -5,7 +5,7 @@ Several documents share a row, one after the other, and none may see another. Po
 which transformers' models make the mask (`masking_utils.find_packed_sequence_indices`: where no attention mask is given
 and no cache is kept); models that need a mask besides are given one of four dims. What is left of a row is filled with
 padding, which is one more document without targets. The first token of a document is no target: what stands before it
-is another's. Whether a model keeps documents apart is tried (`search/apart.py`), not known by its name.
+is another's. Whether a model keeps documents apart is tried (`probe/documents.py`), not known by its name.
 """
 
 from __future__ import annotations

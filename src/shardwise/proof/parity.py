@@ -23,9 +23,10 @@ from shardwise.parameters.replicas import find_unequal_replicas
 from shardwise.plan.match import star_numbers
 from shardwise.plan.structure import is_within, outermost_layers
 from shardwise.proof.counting import counted_layers
-from shardwise.proof.draws import Draws, Redraws, in_order, problems_of, seeded, training_copy
+from shardwise.proof.draws import Draws, Redraws, in_order, problems_of
 from shardwise.proof.rounding import Difference, Tolerance, all_passed, in_float64, without_rounding
 from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.random import seeded, training_copy
 from shardwise.topology.axes import DATA_AXES
 
 __all__ = ["Measurement", "measure", "measure_in_training", "measure_narrow"]

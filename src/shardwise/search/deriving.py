@@ -7,23 +7,21 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.data.batch import split_rows
 from shardwise.errors import PlanError, UnsupportedError
 from shardwise.parallel.declared_plans import vocabulary_plan
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import UNREACHED
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import set_dropout
+from shardwise.probe.trial import Trial, Verdict, failures_explained
+from shardwise.probe.tried_model import build_tried_model, is_small, trial_of
 from shardwise.runtime.modes import has_dropout
 from shardwise.search.fuse_reductions import fuse_reductions
-from shardwise.search.generalize import generalize, with_every_kind
+from shardwise.search.generalize import generalize
 from shardwise.search.given_full import num_stacks, repaired
 from shardwise.search.influence import find_row_products
 from shardwise.search.real_sizes import RealSizes
@@ -31,19 +29,13 @@ from shardwise.search.refusal import no_plan_error, problem_of, split_share, wit
 from shardwise.search.rules import Block, find_blocks
 from shardwise.search.sequence_rules import sequence_plans
 from shardwise.search.trace import Run, watch
-from shardwise.search.trial import Trial, Verdict, failures_explained
 from shardwise.search.widen_regions import widen_regions
 from shardwise.sharding.placement import Split
-from shardwise.tiny.fields import read_field
-from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, perturb_parameters, shrink_config
-from shardwise.tiny.shrink import apply_repeatable
 
-__all__ = ["Derivation", "build_tried_model", "derive_plan", "trial_of"]
+__all__ = ["Derivation", "derive_plan"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SMALL_ENOUGH = 8_000_000
-"""Elements up to which a model is its own tiny model, so that even parts given element by element fit it."""
 _WELL_SPLIT = 0.9
 _MAX_REPAIRED, _MAX_REPAIRS = 8, 24  # plans along the sequence, and steps in which each is repaired
 
@@ -98,7 +90,7 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         )
 
     with failures_explained(explain):
-        own_size = _is_small(model)
+        own_size = is_small(model)
         tiny = build_tried_model(model, tp_size=tp_size)
         trial = trial_of(tiny, tp_size=tp_size, drops=has_dropout(model))
         facts = trial.facts
@@ -116,53 +108,6 @@ def derive_plan(model: nn.Module, declared: Plan, *, tp_size: int, sequence_para
         plan = with_reasons(best.plan, facts, search.reasons | unseen, tp_size=tp_size)
         problem = problem_of(name, plan, facts, reached, tp_size=tp_size)
         return Derivation(plan=generalize(plan, tiny, model), problem=problem)
-
-
-def trial_of(tiny: PreTrainedModel, *, tp_size: int, drops: bool) -> Trial:
-    """Trials of what `build_tried_model` gave.
-
-    Raises:
-        PlanError: it does not run unsplit.
-    """
-    batch = make_batch(tiny, seed=0)
-    choose_mode(tiny, batch)
-    padded = split_rows(make_batch(tiny, seed=0, padding="right"), 2, 2)[1]
-
-    def explain(verdict: Verdict) -> PlanError:
-        own = tiny.config.get_text_config()
-        sizes = (f"{name} {read_field(own, name)}" for name in ("hidden_size", "num_attention_heads", "head_dim"))
-        return PlanError(
-            f"{type(tiny).__name__} does not run unsplit, so nothing shows how to split it",
-            at=verdict.module or None,
-            why=f"{verdict.reason}\n(tried with {', '.join(sizes)} and tokens [2, 16])",
-            fix="correct the sizes in its config until it runs, or give rules of your own",
-        )
-
-    with failures_explained(explain):
-        return Trial(tiny, batch, tp_size=tp_size, padded=padded, drops=drops)
-
-
-def _is_small(model: nn.Module) -> bool:
-    return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL_ENOUGH
-
-
-def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedModel:
-    """The model with other weights, or where it is large a tiny one, made by `shrink_config` with these options."""
-    own_size = _is_small(model)
-    if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = copy.deepcopy(model).float().eval().requires_grad_()  # whatever the caller trains
-        set_dropout(tiny, 0.0)
-        apply_repeatable(tiny.config)
-        perturb_parameters(tiny, torch.Generator().manual_seed(0))
-        return tiny
-    if own_size:
-        return build_tiny_model(apply_repeatable(copy.deepcopy(model.config)), type(model), seed=0).eval()
-
-    def build(num_layers: int) -> PreTrainedModel:
-        config = shrink_config(model.config, without_dropout=True, **{"num_layers": num_layers, **shrinking})
-        return build_tiny_model(config, type(model), seed=0).eval()
-
-    return with_every_kind(build, model)
 
 
 class _Search:

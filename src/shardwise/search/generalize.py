@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
-from typing import TypeVar
 
 from torch import nn
 
-from shardwise.parallel.facts import read_facts, read_stacks
+from shardwise.parallel.facts import read_facts
 from shardwise.plan.match import match, star_numbers
 from shardwise.plan.rule import SECTIONS, InputRule, ParameterRule, Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, Shape, is_within, outermost_layers
+from shardwise.probe.tried_model import ITEM, layer_kind, names_in
 
-__all__ = ["generalize", "with_every_kind"]
-
-Model = TypeVar("Model", bound=nn.Module)
+__all__ = ["generalize"]
 
 _Suffixed = tuple[str, Rule]
 """A rule of a layer, and what follows the layer's name in its pattern."""
-
-_ITEM = re.compile(r"(?<![^.])(expert_)?\d+(?![^.])")
-"""The name of an item of a list, or of a dictionary of experts: "0", "expert_0"."""
-
-_MAX_LAYERS = 6  # with which a few layers are tried to be of every kind
 
 
 def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
@@ -38,12 +30,12 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     Rules on inputs are those of all layers of the kind: an input that only some are given is None in the others.
     """
     tiny_facts, facts = read_facts(tiny), read_facts(model)
-    tiny_layers = {layer: _names(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
+    tiny_layers = {layer: names_in(tiny, layer) for layer in outermost_layers(tiny_facts.stacks)}
     modules = {
         layer: frozenset(f".{name}" for name, _ in tiny.get_submodule(layer).named_modules(remove_duplicate=False))
         for layer in tiny_layers
     }
-    layers = {layer: _names(model, layer) for layer in outermost_layers(facts.stacks)}
+    layers = {layer: names_in(model, layer) for layer in outermost_layers(facts.stacks)}
     inside: dict[str, list[Rule]] = {layer: [] for layer in tiny_layers}
     outside: list[Rule] = []
     for rule in plan.rules:
@@ -59,21 +51,6 @@ def generalize(plan: Plan, tiny: nn.Module, model: nn.Module) -> Plan:
     return Plan(tuple(outside)) | Plan(tuple(found))
 
 
-def with_every_kind(build: Callable[[int], Model], model: nn.Module) -> Model:
-    """What `build` makes of the fewest layers that are of every kind of `model`'s; of two where no few are.
-
-    Args:
-        build: a model like `model`, of that many layers if they are all alike.
-    """
-    wanted, tried = _kinds(model), map(build, range(2, _MAX_LAYERS + 1))
-    first = next(tried)
-    return next((few for few in itertools.chain((first,), tried) if wanted <= _kinds(few)), first)
-
-
-def _kinds(model: nn.Module) -> set[tuple[str, frozenset[str]]]:
-    return {_kind(layer, _names(model, layer)) for layer in outermost_layers(read_stacks(model))}
-
-
 def _for_layers(
     inside: dict[str, list[_Suffixed]],
     tiny_layers: dict[str, frozenset[str]],
@@ -86,10 +63,10 @@ def _for_layers(
     """
     examples: dict[tuple[str, frozenset[str]], list[str]] = {}
     for layer, names in tiny_layers.items():
-        examples.setdefault(_kind(layer, names), []).append(layer)
+        examples.setdefault(layer_kind(layer, names), []).append(layer)
     found: list[tuple[str, _Suffixed]] = []
     for layer, names in layers.items():
-        alike = examples.get(_kind(layer, names), [])
+        alike = examples.get(layer_kind(layer, names), [])
         is_known = layer in alike and tiny_layers[layer] == names
         if is_known:
             own = inside[layer]
@@ -170,7 +147,7 @@ def _for_any_length(rules: list[_Suffixed], names: frozenset[str]) -> list[_Suff
 def _starred(suffix: str, position: int) -> str:
     """`suffix` with `*` for the component at `position`, if it is an item's."""
     parts = suffix.split(".")
-    if position < len(parts) and _ITEM.fullmatch(parts[position]):
+    if position < len(parts) and ITEM.fullmatch(parts[position]):
         parts[position] = "*"
     return ".".join(parts)
 
@@ -217,18 +194,6 @@ def _numbered_otherwise(suffix: str, rule: Rule, others: list[list[_Suffixed]]) 
 def _generic(pattern: str, other: str) -> str:
     parts = zip(pattern.split("."), other.split("."), strict=True)
     return ".".join(mine if mine == theirs else "*" for mine, theirs in parts)
-
-
-def _kind(layer: str, names: frozenset[str]) -> tuple[str, frozenset[str]]:
-    """What makes layers alike: their stack, and the names of what they hold, whatever the length of lists."""
-    return layer.rpartition(".")[0], frozenset(_ITEM.sub(r"\1*", name) for name in names)
-
-
-def _names(model: nn.Module, layer: str) -> frozenset[str]:
-    """The names of a layer's parameters and of the modules that own them, from after its own name on."""
-    module = model.get_submodule(layer)
-    own = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    return frozenset(f".{name}" for each in own for name in (each, each.rpartition(".")[0]) if name)
 
 
 def _folded(found: list[tuple[str, _Suffixed]], layers: list[str]) -> Iterator[Rule]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from shardwise.plan.rule import SequenceRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, parent_of
-from shardwise.search.trial import Verdict
+from shardwise.probe.trial import Verdict
 
 __all__ = ["num_stacks", "repaired"]
 

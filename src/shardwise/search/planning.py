@@ -22,11 +22,11 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.proof.draws import seeded
+from shardwise.probe.adapters import try_adapters
+from shardwise.probe.disk_cache import keep, path_of, read_kept
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.search.adapters import try_adapters
 from shardwise.search.deriving import Derivation, derive_plan
-from shardwise.search.kept import keep, path_of, read_kept
+from shardwise.tiny.random import seeded
 
 __all__ = ["plan_for"]
 

@@ -26,8 +26,9 @@ from shardwise.parallel.fake import AsOnDevices, fake_tensors, materialize_fake
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
-from shardwise.search.generalize import generalize, with_every_kind
-from shardwise.search.trial import Verdict, failed
+from shardwise.probe.trial import Verdict, failed
+from shardwise.probe.tried_model import smallest_with_all_layer_kinds
+from shardwise.search.generalize import generalize
 from shardwise.sharding.placement import Split
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch
 from shardwise.tiny.objective import objective_of
@@ -59,7 +60,7 @@ class RealSizes:
         unsplit: Verdict | None
         try:
             with torch.device("meta"):
-                self.model = with_every_kind(
+                self.model = smallest_with_all_layer_kinds(
                     lambda number: type(model)(keep_layers(model.config, num_layers=number)).train(model.training),
                     model,
                 )

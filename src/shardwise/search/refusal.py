@@ -13,7 +13,7 @@ from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.search.trial import Verdict
+from shardwise.probe.trial import Verdict
 from shardwise.sharding.placement import Split
 
 __all__ = ["no_plan_error", "problem_of", "split_share", "with_reasons"]

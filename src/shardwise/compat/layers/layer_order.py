@@ -14,13 +14,13 @@ from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import running_alone
 from shardwise.mesh import Mesh
 from shardwise.plan.pipeline_plan import LayerOrder
-from shardwise.proof.draws import seeded
+from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
+from shardwise.probe.trial import failures_explained
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.layer_order import no_stages, no_stages_because, tried_order
-from shardwise.search.trial import failures_explained
 from shardwise.tiny.inputs import guess_batches
 from shardwise.tiny.models import choose_mode
 from shardwise.tiny.objective import copied
+from shardwise.tiny.random import seeded
 
 __all__ = ["layer_order_by_hand"]
 

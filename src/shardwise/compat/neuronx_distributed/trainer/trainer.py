@@ -29,8 +29,8 @@ from shardwise.optim.optimizer import check_class, divided_groups
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, Pipeline, Recompute, check_kind
 from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.structure import outermost
+from shardwise.probe.layer_order import find_layer_order
 from shardwise.runtime.adapters import find_model
-from shardwise.search.layer_order import find_layer_order
 
 __all__ = ["initialize_parallel_model", "initialize_parallel_optimizer"]
 

@@ -10,12 +10,12 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.lora.inject import inject_alike
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.proof.draws import seeded
+from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.trial import Verdict, failed
+from shardwise.probe.tried_model import build_tried_model, trial_of
 from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.deriving import build_tried_model, trial_of
-from shardwise.search.kept import keep, path_of, read_kept
-from shardwise.search.trial import Verdict, failed
+from shardwise.tiny.random import seeded
 
 __all__ = ["try_adapters"]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from shardwise.data.batch import count_targets, share_among, split_rows, target_names
 from shardwise.loss.label_use import LabelUse, claims_to_shift, may_shift, note_label_use, says_nothing
-from shardwise.search.kept import keep, path_of, read_kept
+from shardwise.probe.disk_cache import keep, path_of, read_kept
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import build_tiny_model, shrink_config
 

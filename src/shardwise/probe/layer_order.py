@@ -20,17 +20,17 @@ from shardwise.errors import PlanError, UnsupportedError, one_line
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import nearest, upwards
-from shardwise.proof.draws import draws_in_backward, seeded
+from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.staged import train_in_stages
+from shardwise.probe.trial import Verdict, failed, failures_explained
+from shardwise.probe.tried_model import build_tried_model
+from shardwise.probe.watch_order import merged, modules_around, watch_order
 from shardwise.runtime.modes import has_dropout
-from shardwise.search.deriving import build_tried_model
-from shardwise.search.kept import keep, path_of, read_kept
-from shardwise.search.staged import train_in_stages
-from shardwise.search.trial import Verdict, failed, failures_explained
-from shardwise.search.watch_order import merged, modules_around, watch_order
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import choose_mode
 from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.random import draws_in_backward, seeded
 
 __all__ = ["find_layer_order", "no_stages", "no_stages_because", "tried_order"]
 

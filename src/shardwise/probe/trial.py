@@ -24,8 +24,9 @@ from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.sequence_plan import NoStackError
 from shardwise.plan.spec import Plan
-from shardwise.proof.draws import Draws, Redraws, problems_of, seeded, training_copy
+from shardwise.proof.draws import Draws, Redraws, problems_of
 from shardwise.tiny.objective import copied, objective_of
+from shardwise.tiny.random import seeded, training_copy
 from shardwise.tiny.simulate import SimulatedMesh
 from shardwise.topology.shape import MeshShape
 

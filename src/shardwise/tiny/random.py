@@ -1,0 +1,106 @@
+"""Random numbers of tiny models: one seed for all streams, dropout of a given chance, and who draws when."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.runtime.modes import is_in_backward
+from shardwise.tiny.objective import copied, objective_of
+
+__all__ = ["draws_in_backward", "draws_shared", "seeded", "set_dropout", "training_copy"]
+
+_DROPOUT = 0.2
+
+_NO_MASKS = ("attention", "rnn", "lstm", "gru", "aten::random_")
+"""In the names of operations that drop nothing on the CPU where they are one operation; and of that which draws seeds
+(see [Note: random numbers] in `shardwise.runtime.context`)."""
+
+
+def draws_shared(func: Any, kwargs: Any, *, in_backward: bool = False) -> bool:
+    """Whether an operation draws from the stream that a model's forward shares; not from a generator of its own.
+
+    Args:
+        in_backward: whether it must run in backward, else in forward.
+    """
+    return (
+        (kwargs or {}).get("generator") is None
+        and torch.Tag.nondeterministic_seeded in func.tags
+        and not any(name in func.name() for name in _NO_MASKS)
+        and is_in_backward() == in_backward
+    )
+
+
+class _DrawsAgain(TorchDispatchMode):
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= draws_shared(func, kwargs, in_backward=True)
+        return func(*args, **(kwargs or {}))
+
+
+def draws_in_backward(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Whether a model, trained with dropout, draws again in backward, by seeds that it has kept."""
+    trained = copy.deepcopy(model).train()
+    set_dropout(trained, _DROPOUT)
+    try:
+        with seeded(), _DrawsAgain() as again:
+            objective_of(trained(**copied(batch))).backward()
+    except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
+        return False
+    return again.found
+
+
+def training_copy(model: nn.Module, batch: Mapping[str, Any], *, drops: bool = True) -> nn.Module | None:
+    """A copy of a model without dropout, in training mode with it; in the model's own mode where it cannot be trained
+    on `batch` so or `drops` is False, and None where not even that.
+    """
+    for in_training in (True, False) if drops else (False,):
+        made = copy.deepcopy(model)
+        if in_training:
+            set_dropout(made.train(), _DROPOUT)
+        try:
+            with seeded():
+                objective_of(copy.deepcopy(made)(**copied(batch))).backward()
+        except Exception:  # noqa: BLE001 - the model's own code fails in any way where it wants other inputs to train
+            continue
+        return made
+    return None
+
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Inside, every stream of random numbers on the CPU starts from the same seed; afterwards they are as before."""
+    states = numpy.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        numpy.random.seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            numpy.random.set_state(states[0])
+            random.setstate(states[1])
+
+
+def set_dropout(model: nn.Module, chance: float) -> None:
+    """Sets every chance to drop, and noise on routers, that modules and configs know; not of layers."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    for owner in {id(each): each for each in (*configs, *model.modules()) if each is not None}.values():
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float | int) and not isinstance(value, bool) and _is_chance(owner, name):
+                setattr(owner, name, chance)
+
+
+def _is_chance(owner: object, name: str) -> bool:
+    if isinstance(owner, nn.Dropout) and name == "p":
+        return True
+    return ("drop" in name or "jitter" in name) and "layer" not in name.removesuffix("_layer")
