@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights
-from shardwise.weights.conversion import ExportGroup, plan_export
+from shardwise.weights.conversion import ExportGroup, has_tied_weights, plan_export, untie
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.write import PretrainedWriter
 
@@ -130,11 +130,13 @@ def _write(
     directory: str | os.PathLike[str],
     read: Callable[[str], torch.Tensor],
     *,
-    tied: Collection[str],
+    tied: Mapping[str, str],
     companions: Iterable[Any],
 ) -> None:
     """Writes weights, which `read` gives by name, and config of `model`, and whatever of the `companions` there is."""
-    groups = plan_export(model, tensors)
+    if not (is_tied := has_tied_weights(model, tied)):
+        untie(model.config)
+    groups = plan_export(model, tensors, is_tied=is_tied)
     planned = [each for group in groups for each in group.described]
     with PretrainedWriter(directory, max_shard_bytes=_SHARD_BYTES, planned=planned) as writer:
         for group in groups:

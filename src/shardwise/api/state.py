@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
         each split parameter; over pp, one broadcast (with `rank0_only` a message to rank 0) of each parameter, and one
         broadcast of each persistent buffer.
     """
-    registry = registry_of(model)
+    registry, model = registry_of(model), _named_as_split(model)
     _meet(model, "full_state_dict")
     reshard(model)
     entries, values = named_entries(model), {name: each.detach() for name, each, _ in find_parameters(model)}
@@ -60,6 +60,7 @@ def full_gradients(model: nn.Module, *, rank0_only: bool = False) -> dict[str, T
 
     Communicates: gathers as `full_state_dict` does.
     """
+    model = _named_as_split(model)
     _meet(model, "full_gradients")
     reshard(model)
     gradients_of(model).complete()
@@ -101,6 +102,7 @@ def export_pretrained(
     Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
         that another rank holds than the one that writes it.
     """
+    model = _named_as_split(model)
     _meet(model, "export_pretrained", directory=_shown(directory), max_shard_bytes=max_shard_bytes, adapter=adapter)
     mode = _adapter_mode(model, adapter)
     if not isinstance(directory, str | os.PathLike):
@@ -126,6 +128,20 @@ def export_pretrained(
             base = Base(names=names, change=Merger(model).change_of)
     inner = find_model(model)
     write_pretrained(inner, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer, base=base)
+
+
+def _named_as_split(model: nn.Module) -> nn.Module:
+    """The split model, or PEFT's wrapper around it, where the modules around these hold no tensors of their own
+    (`torch.compile`'s wrapper, a LightningModule); else `model`.
+    """
+    root = registry_of(model).model()
+    inner = next((each for each in model.modules() if each is root or find_model(each) is root), model)
+    return inner if set(map(id, _tensors(model))) == set(map(id, _tensors(inner))) else model
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
 
 
 def _meet(model: nn.Module, doing: str, **asked: object) -> None:

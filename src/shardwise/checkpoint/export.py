@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import dtypes_of, state_names
 from shardwise.parameters.registry import find_parameters, named_entries, registry_of
 from shardwise.parameters.replicas import check_replicas
-from shardwise.weights.conversion import plan_export
+from shardwise.weights.conversion import has_tied_weights, plan_export, untie
 from shardwise.weights.write import PlannedShards, PretrainedWriter
 
 __all__ = ["export_bytes", "write_pretrained"]
@@ -44,8 +45,12 @@ def write_pretrained(
     with raise_on_all_ranks(group, "preparing the export"):
         base = base or Base(names={name: name for name in state_names(model)})
         every = _full_metas(model, dtypes)
+        entries = named_entries(model)
+        tensor_of = {name: entries[own].fqn for name, own in base.names.items() if own in entries}
+        if not (is_tied := has_tied_weights(model, tensor_of)):
+            base = replace(base, names=_with_all_ties(model, base.names))
         metas = {name: every[own] for name, own in base.names.items()}
-        groups = plan_export(model, metas)
+        groups = plan_export(model, metas, is_tied=is_tied)
         planned = [each for group in groups for each in group.described]
         is_first = registry.mesh.rank == 0
         writer = PretrainedWriter(directory, max_shard_bytes=max_shard_bytes, planned=planned) if is_first else None
@@ -63,13 +68,19 @@ def write_pretrained(
         with raise_on_all_ranks(group, "completing the export"):
             if writer is not None:
                 with writer.companions() as staging:
-                    _write_companions(model, staging, tokenizer)
+                    _write_companions(model, staging, tokenizer, is_tied=is_tied)
                     base.add(staging)
                 written = {own: every[own] for own in base.names.values()}
                 writer.finish({"total_parameters": _total(model, written, Tensor.numel)})
     finally:
         if writer is not None:
             writer.abort()
+
+
+def _with_all_ties(model: Any, names: Mapping[str, str]) -> dict[str, str]:
+    """`names` with all names that transformers ties: a model whose config says that nothing is tied needs them."""
+    ties = model.all_tied_weights_keys.items()
+    return {**{target: names[source] for target, source in ties if source in names}, **names}
 
 
 def export_bytes(model: nn.Module) -> int:
@@ -105,12 +116,14 @@ def _total(model: nn.Module, metas: Mapping[str, Tensor], size: Callable[[Tensor
     return sum(size(value) for name, value in metas.items() if name not in tied)
 
 
-def _write_companions(model: nn.Module, directory: Path, tokenizer: Any) -> None:
+def _write_companions(model: nn.Module, directory: Path, tokenizer: Any, *, is_tied: bool) -> None:
     """Config, generation config and tokenizer, next to the weights; of another model a tokenizer alone."""
     if isinstance(model, PreTrainedModel):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = next(model.parameters()).dtype
+        if not is_tied:
+            untie(config)
         config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)

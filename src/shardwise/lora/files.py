@@ -23,6 +23,7 @@ from shardwise.lora.wrapper import named_biases
 from shardwise.parameters.at_rest import reshard
 from shardwise.parameters.canonical import canonical_tensor, dtypes_of, names_only, state_names
 from shardwise.parameters.registry import Registry, named_entries, registry_of
+from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapters import find_model
 from shardwise.weights.kinds import ADAPTER_CONFIG
 from shardwise.weights.staging import atomic_file
@@ -77,11 +78,13 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
     if registry.mesh.rank == 0:
         names = {id(value): fqn for fqn, value in shown.items()}
         with names_only(registry):
-            state = peft().get_peft_model_state_dict(model, state_dict=dict(shown), adapter_name=name)
+            by_fqn = {fqn_of("", key): key for key in model.state_dict()}  # PEFT looks for compiled modules by its key
+            keyed = {by_fqn.get(fqn, fqn): value for fqn, value in shown.items()}
+            state = peft().get_peft_model_state_dict(model, state_dict=keyed, adapter_name=name)
         base: Any = find_model(model)
         state |= {fqn: shown[fqn] for fqn in named_biases(model, base.peft_config[name])}
         prefix = "" if find_model(model) is not model else _PREFIX
-        chosen = {f"{prefix}{key}": names[id(value)] for key, value in state.items()}
+        chosen = {fqn_of("", f"{prefix}{key}"): names[id(value)] for key, value in state.items()}
     group = registry.mesh.group()
     return dict(all_gather_objects(chosen, group)[0] if group is not None else chosen or {})
 

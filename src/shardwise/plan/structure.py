@@ -227,8 +227,11 @@ def parent_of(fqn: str) -> str:
 
 
 def fqn_of(module: str, name: str) -> str:
-    """`a.b` for what the module `a` calls `b`; the model itself has the empty name."""
-    return f"{module}.{name}" if module else name
+    """`a.b` for what the module `a` calls `b`; the model itself has the empty name. `torch.compile`'s wrapper has the
+    name of the module inside.
+    """
+    joined = f"{module}.{name}" if module else name
+    return ".".join(part for part in joined.split(".") if part != "_orig_mod") if "_orig_mod" in joined else joined
 
 
 def nearest(fqn: str, modules: Container[str]) -> str | None:

@@ -35,7 +35,7 @@ from shardwise.weights.index import CheckpointIndex
 from shardwise.weights.lazy import LazyTensor
 from shardwise.weights.nodes import Source
 
-__all__ = ["ExportGroup", "Resolution", "plan_export", "resolve_keys"]
+__all__ = ["ExportGroup", "Resolution", "has_tied_weights", "plan_export", "resolve_keys", "untie"]
 
 Shape = tuple[int, ...]
 
@@ -261,7 +261,29 @@ class _StateStore:
         """Nothing is read from disk."""
 
 
-def plan_export(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[ExportGroup, ...]:
+def has_tied_weights(model: nn.Module, tensor_of: Mapping[str, str]) -> bool:
+    """Whether all names that transformers ties are names of one tensor.
+
+    Args:
+        tensor_of: name to the name of its tensor; a name that is not there is the name of its own tensor.
+    """
+    ties = model.all_tied_weights_keys.items() if isinstance(model, PreTrainedModel) else ()
+    return all(tensor_of.get(target, target) == tensor_of.get(source, source) for target, source in ties)
+
+
+def untie(config: Any) -> None:
+    """Sets `tie_word_embeddings` of a config, and of configs in it, to False, where their classes keep that value: T5's
+    do not, and transformers ties weights only where a checkpoint has one of them, or equal ones.
+    """
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        if getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
+            part.tie_word_embeddings = type(part).from_dict(part.to_dict()).tie_word_embeddings
+
+
+def plan_export(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], *, is_tied: bool = True
+) -> tuple[ExportGroup, ...]:
     """How to write `model` in the format of its checkpoint: the smallest groups of tensors that convert together.
 
     transformers' reverse conversion runs once, over all of the model, on lazy tensors: a group is what the result shows
@@ -270,11 +292,13 @@ def plan_export(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[
     Args:
         model: Any transformers model, unsplit or split; the tensors of another model are written as they are.
         tensors: FQN to a tensor (meta will do) of the canonical shape and dtype to be saved, for the unsplit model.
+        is_tied: whether names that transformers ties are names of one tensor (`has_tied_weights`).
     """
     store = _StateStore()
     dropped: set[str] = set()
     if isinstance(model, PreTrainedModel):
-        dropped = {target for target, source in model.all_tied_weights_keys.items() if source in tensors}
+        if is_tied:
+            dropped = {target for target, source in model.all_tied_weights_keys.items() if source in tensors}
         dropped.update(model._keys_to_ignore_on_save or ())
     lazies = {
         fqn: LazyTensor.of(store, fqn, tensor.shape, tensor.dtype)
