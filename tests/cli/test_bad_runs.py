@@ -117,7 +117,7 @@ CASES = {
     "config: no such type": (part(set_config, model_type="lama"), [], ["cannot read the model config", "lama"]),
     "config: negative layers": (part(set_config, num_hidden_layers=-1), [], ["18 of layers that the model does not"]),
     "config: more layers": (part(set_config, num_hidden_layers=3), [], ["21 of 30 tensors fit", "allow_missing"]),
-    "config: fewer layers": (part(set_config, num_hidden_layers=1), [], ["9 others of the checkpoint", "allow_unused"]),
+    "config: fewer layers": (part(set_config, num_hidden_layers=1), [], ["9 of layers that", "allow_unused"]),
     "config: other width": (part(set_config, hidden_size=64), [], ["0 of 21 tensors fit", "[301, 32] in the check"]),
     "config: attention that is not installed": (
         part(set_config, attn_implementation="flash_attention_2"),

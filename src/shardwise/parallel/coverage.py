@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from shardwise.errors import ConfigError, LoadError, did_you_mean
+from shardwise.errors import ConfigError, LoadError, UnsupportedError, did_you_mean
 from shardwise.plan.match import match, star_numbers
 from shardwise.plan.structure import parent_of, upwards
 from shardwise.weights.conversion import Resolution
@@ -61,10 +60,10 @@ def check_coverage(
     allowed: Allowed,
     is_guess: bool = False,
 ) -> None:
-    """Raises what makes the result another model than the checkpoint's, all of it at once, and logs what is allowed.
+    """Raises one error for all that the checkpoint lacks of the model, and logs what `allowed` lets pass.
 
-    Buffers that the checkpoint lacks are the model's own to make; what it holds beside the model is only logged, as
-    transformers does, unless it belongs to a layer that the model has too few of, or nobody has named the class.
+    Buffers that the checkpoint lacks keep the model's own values. Further tensors of the checkpoint are only logged, as
+    transformers does, unless they belong to a layer that the model does not have, or nobody has named the class.
 
     Args:
         names: every name of the model's state, each tied tensor once.
@@ -72,17 +71,19 @@ def check_coverage(
 
     Raises:
         LoadError: tensors are missing, of another shape or kind, cannot be converted, or belong to further layers.
+        UnsupportedError: the weights are quantized.
         ConfigError: a pattern of `allowed.missing` fits no parameter of the model.
     """
     parameters = {name: value.dtype for name, value in model.named_parameters(remove_duplicate=False)}
     _check_patterns(allowed.missing, parameters)
-    failed = resolution.conversion_errors
+    _check_scales(resolution, location)
+    failed, modules = resolution.conversion_errors, dict(model.named_modules())
     missing = [name for name in resolution.missing if name in parameters and name not in failed]
-    modules = dict(model.named_modules())
-    prefixes = ("", f"{model.base_model_prefix}.")
-    beyond = [
-        name for name in resolution.unexpected if is_guess or any(_is_beyond(modules, p + name) for p in prefixes)
-    ]
+    beyond = {
+        name
+        for name in resolution.unexpected
+        if is_guess or _is_beyond(modules, name) or _is_beyond(modules, f"{model.base_model_prefix}.{name}")
+    }
     strange = {
         fqn: f"{fqn}: {lazy.dtype} in the checkpoint, {parameters[fqn]} in the model"
         for fqn, lazy in resolution.tensors.items()
@@ -103,18 +104,36 @@ def check_coverage(
         *_listed("not to be converted", [f"{fqn}: {text.strip().splitlines()[-1]}" for fqn, text in failed.items()]),
     ]
     if faults:
-        own = set(names)
-        num_fitting = len((own & resolution.tensors.keys()) - strange.keys())
-        has_all = f", and {len(beyond)} others of the checkpoint do not" if num_fitting == len(own) else ""
+        wanted, how = set(names), " (auto_class=, or architectures in its config.json)" if is_guess else ""
+        num_fitting = len((wanted & resolution.tensors.keys()) - strange.keys())
         raise LoadError(
-            f"{num_fitting} of {len(own)} tensors fit {type(model).__name__}{has_all}",
+            f"{num_fitting} of {len(wanted)} tensors fit {type(model).__name__}",
             at=location,
-            why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - {*beyond})]),
-            fix="\n".join(
-                _remedies(_roots(missing, parameters), _roots(beyond, parameters), resolution, is_guess=is_guess)
-            ),
+            why="\n".join([*faults, *_listed("others of the checkpoint", resolution.unexpected - beyond)]),
+            fix=f"load with the config and the class that the checkpoint was made with{how};\n"
+            "allow_missing, allow_unused (model.allow_missing in the file of a run) and ignore_mismatched_sizes say\n"
+            "what may differ",
         )
-    _log(model, resolution, location)
+    for what, unfit in (
+        ("in the checkpoint but not in the model, and not used", resolution.unexpected),
+        ("not in the checkpoint and newly initialised", resolution.missing),
+        ("of another shape in the checkpoint and newly initialised", resolution.mismatched),
+    ):
+        for line in _listed(what, unfit):
+            logger.warning("%s from %s: %s", type(model).__name__, location, line)
+
+
+def _check_scales(resolution: Resolution, location: str) -> None:
+    """Raises `UnsupportedError` where float8 weights have scales beside them: without these they are other weights."""
+    scales = sorted(name for name in resolution.unexpected if "scale" in name.rpartition(".")[2])
+    narrow = sorted(fqn for fqn, lazy in resolution.tensors.items() if str(lazy.dtype).startswith("torch.float8"))
+    if scales and narrow:
+        raise UnsupportedError(
+            f"a quantized checkpoint ({len(narrow)} float8 tensors, with scales)",
+            at=location,
+            why=f"{narrow[0]} has to be multiplied by a scale such as {scales[0]}, and the config does not say how",
+            fix="load the checkpoint it was quantized from",
+        )
 
 
 def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
@@ -126,12 +145,6 @@ def _listed(what: str, names: Iterable[str]) -> Iterator[str]:
     if shown:
         rest = f" and {len(shown) - MOST_NAMES} more" if len(shown) > MOST_NAMES else ""
         yield f"{sum(map(len, groups.values()))} {what}: {', '.join(shown[:MOST_NAMES])}{rest}"
-
-
-def _roots(names: Sequence[str], parameters: Collection[str]) -> list[str]:
-    """`names`, where a module has no other parameters by its own name: the patterns that a user would write."""
-    taken = {each for name in {*parameters} - {*names} for each in upwards(parent_of(name))}
-    return list(dict.fromkeys([each for each in upwards(name) if each not in taken][-1] for name in names))
 
 
 def _is_beyond(modules: Mapping[str, nn.Module], name: str) -> bool:
@@ -154,29 +167,3 @@ def _check_patterns(patterns: Sequence[str], parameters: Collection[str]) -> Non
                 f"allow_missing has {pattern!r}, which is no parameter of the model{did_you_mean(pattern, parameters)}",
                 fix="name parameters or modules by their full names, with * for one component and ** for any number",
             )
-
-
-def _remedies(
-    missing: Sequence[str], beyond: Sequence[str], resolution: Resolution, *, is_guess: bool
-) -> Iterator[str]:
-    how = " (auto_class=, or architectures in its config.json)" if is_guess else ""
-    yield f"load with the config and the class that the checkpoint was made with{how}"
-    for names, option, does in (
-        (missing, "allow_missing", "start them at random values"),
-        (beyond, "allow_unused", "leave them out"),
-    ):
-        if names:
-            patterns = json.dumps(sorted(names)[:MOST_NAMES])
-            yield f"to {does}: {option}={patterns}, or model.{option} in the file of a run"
-    if resolution.mismatched:
-        yield "to start those of another shape at random values: ignore_mismatched_sizes=True"
-
-
-def _log(model: nn.Module, resolution: Resolution, location: str) -> None:
-    for what, names in (
-        ("in the checkpoint but not in the model, and not used", resolution.unexpected),
-        ("not in the checkpoint and newly initialised", resolution.missing),
-        ("of another shape in the checkpoint and newly initialised", resolution.mismatched),
-    ):
-        for line in _listed(what, names):
-            logger.warning("%s from %s: %s", type(model).__name__, location, line)
