@@ -28,9 +28,9 @@ def held_back(monkeypatch):
     go = threading.Event()
     run = SaveJob.run
 
-    def wait(job, group):
+    def wait(job, *arguments):
         assert go.wait(60)
-        return run(job, group)
+        return run(job, *arguments)
 
     monkeypatch.setattr(SaveJob, "run", wait)
     return go

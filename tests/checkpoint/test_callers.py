@@ -241,6 +241,19 @@ def test_frozen_parameters_are_left_out_where_they_are_a_base(tmp_path, before, 
     assert not differing(there.whole(), here.whole())
 
 
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_what_was_trained_and_is_frozen_now_is_saved(tmp_path, with_optimizer):
+    """By a new optimizer of the head alone, which holds no states of what was trained before; or without one."""
+    here = Training(shardwise.Mesh.open("tp1"), "llama")
+    here.steps(1)
+    frozen(here, ["layers", "embed"])
+    optimizer = torch.optim.AdamW(here.model.lm_head.parameters()) if with_optimizer else None
+    here.save(tmp_path, tag="a", optimizer=optimizer, scheduler=None)
+    there = Training(shardwise.Mesh.open("tp1"), "llama", lost=True)
+    there.load(tmp_path, optimizer=None, scheduler=None)
+    assert not differing(shardwise.full_state_dict(there.model), shardwise.full_state_dict(here.model))
+
+
 def test_two_models_save_to_one_directory_at_once(training, tmp_path):
     """Each on a mesh of its own: neither takes what the other writes for what a crash has left."""
     other = Training(shardwise.Mesh.open("tp1"), "qwen3")

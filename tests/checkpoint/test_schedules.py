@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import shardwise
 from shardwise.checkpoint.schedules import common_state, state_for_groups
+from shardwise.compat.neuronx_distributed import trainer
+from shardwise.compat.optimizers.wrapped import CompletingOptimizer
 from shardwise.errors import LoadError
+from tests.families import tiny_model
 
 pytestmark = pytest.mark.single
 
@@ -55,3 +59,32 @@ def test_entries_that_differ_are_refused_for_other_groups():
         state_for_groups(plateau.state_dict(), optimizer_of(0.1).param_groups)
     uniform = lr_scheduler.ReduceLROnPlateau(optimizer_of(0.1, 0.2), min_lr=0.01)
     assert state_for_groups(uniform.state_dict(), optimizer_of(0.1).param_groups)["min_lrs"] == [0.01]
+
+
+@pytest.mark.parametrize("loads_optimizer", [True, False])
+def test_the_scheduler_of_a_wrapped_optimizer_goes_on_with_the_rates_of_its_groups(tmp_path, loads_optimizer):
+    """As neuronx_distributed's trainer wraps optimizers; the groups have another order and number when it is loaded."""
+    mesh = shardwise.Mesh.open("tp1")
+
+    def build(*names):
+        model = shardwise.parallelize(tiny_model("llama", num_key_value_heads=2), mesh)
+        matrices, vectors = ([each for each in model.parameters() if each.ndim == ndim] for ndim in (2, 1))
+        by_name = {"matrices": (matrices[1:], 0.1), "vectors": (vectors, 0.2), "embedding": (matrices[:1], 0.2)}
+        groups = [{"params": by_name[name][0], "lr": by_name[name][1]} for name in names]
+        optimizer = CompletingOptimizer(torch.optim.AdamW(groups), mesh, max_norm=None)
+        return {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
+
+    saved, loaded = build("matrices", "vectors", "embedding"), build("embedding", "vectors", "matrices")
+    saved["optimizer"].step()
+    saved["scheduler"].step()
+    trainer.save_checkpoint(tmp_path, "a", **saved)
+    if not loads_optimizer:
+        with pytest.raises(LoadError, match="rates of the scheduler's groups"):
+            shardwise.load_checkpoint(tmp_path, "a", model=loaded["model"], scheduler=loaded["scheduler"])
+        return
+    trainer.load_checkpoint(tmp_path, "a", **loaded)
+    assert loaded["scheduler"].base_lrs == [0.2, 0.2, 0.1]
+    assert [group["lr"] for group in loaded["optimizer"].param_groups] == [0.1, 0.1, 0.05]
+    loaded["optimizer"].step()
+    loaded["scheduler"].step()
+    assert loaded["scheduler"].get_last_lr() == [0.05, 0.05, 0.025]

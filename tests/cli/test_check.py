@@ -138,7 +138,8 @@ def test_a_run_that_would_go_on_from_a_damaged_checkpoint_is_told_now(run, tmp_p
     (tmp_path / "saved" / "step-2" / "manifest.json").write_text("{")
     assert main(["check", run, f"checkpoint.dir={tmp_path / 'saved'}"]) == 1
     assert "checkpoint.dir: manifest.json is damaged" in capsys.readouterr().out
-    assert main(["check", run, f"checkpoint={{dir: {tmp_path / 'saved'}, resume: never}}"]) == 0
+    assert main(["check", run, f"checkpoint={{dir: {tmp_path / 'saved'}, resume: never}}"]) == 1
+    assert "holds checkpoints of another run: step-2" in capsys.readouterr().out
 
 
 def test_an_encoder_is_no_causal_model(run, capsys):

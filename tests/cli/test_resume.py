@@ -91,5 +91,10 @@ def test_another_layout_is_welcome_and_another_run_is_refused(run, tmp_path):
         with pytest.raises((ConfigError, LoadError), match=says):
             train(config_of({**other, "steps": 8, **changed}))
     fresh = {**other, "checkpoint": {**other["checkpoint"], "resume": "never"}, "export": None, "seed": 1, "steps": 2}
+    before = sorted(path.name for path in Path(fresh["checkpoint"]["dir"]).iterdir())
+    with pytest.raises(ConfigError, match=r"holds checkpoints of another run: step-4, step-6[\s\S]*another directory"):
+        train(config_of(fresh))
+    assert sorted(path.name for path in Path(fresh["checkpoint"]["dir"]).iterdir()) == before
+    fresh["checkpoint"]["dir"] = str(tmp_path / "empty")
     train(config_of(fresh))
     assert [line["step"] for line in lines_of(fresh)] == [1, 2]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.sharding.boxes import full_box, intersect, move, shape_of, subtract, volume
+from shardwise.sharding.boxes import find_overlap, full_box, intersect, move, shape_of, subtract, volume
 from tests.sharding.strategies import at
 
 pytestmark = pytest.mark.pure
@@ -48,3 +48,9 @@ def test_intersection_and_difference_are_those_of_the_elements(boxes):
     rest = subtract(first, second)
     assert all(volume(box) for box in rest)
     assert (sum((painted(box) for box in rest), np.zeros_like(expected)) == painted(first) - expected).all()
+
+
+@given(st.integers(1, 3).flatmap(lambda rank: st.lists(st.tuples(*[intervals] * rank).filter(volume), max_size=6)))
+def test_an_overlap_is_found_where_two_boxes_share_elements(boxes):
+    total = sum(map(painted, boxes)) if boxes else np.zeros(1)
+    assert (find_overlap(boxes) is not None) == bool((total > 1).any())

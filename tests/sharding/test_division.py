@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from shardwise.errors import LayoutError
 from shardwise.sharding.boxes import full_box, shape_of, volume
 from shardwise.sharding.division import LEAST_ELEMENTS, MOST_ELEMENTS, divide_boxes
 from shardwise.sharding.layout import Layout, Step
@@ -63,3 +64,10 @@ def test_what_some_ranks_do_not_have_they_do_not_write():
     assert {portion.rank for portion in found["a"]} == {2}
     assert not divide_boxes({"a": Layout((0, 8))}, mesh)["a"]
     assert shape_of(found["a"][0].box) == (8, 8)
+
+
+def test_holders_that_hold_nothing_are_an_error():
+    mesh = MeshShape.parse("fsdp4")
+    layout = Layout((8, 8), (Step("fsdp", 4, Chunk(0)),))
+    with pytest.raises(LayoutError, match=r"no rank of \[2\] holds the elements \[0:2, 0:8\] of a"):
+        divide_boxes({"a": layout}, mesh, holders={"a": [2]})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.background import PendingSave, finish_all_saves, finish_saves, writer_of
+from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_saves, writer_of
 from shardwise.checkpoint.directory import check_tag, root_of
 from shardwise.checkpoint.load import Session, load_into
 from shardwise.checkpoint.save import prepare_save
@@ -75,7 +75,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
     writer = writer_of(registry_of(_module(model)).mesh)
-    writer.finish()
+    writer.join()
     (gradients := check_steps(model)).parameters()  # what came into the model later has an entry from here on
     job = prepare_save(
         lambda: _request(path, tag, extra, keep),
@@ -85,9 +85,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         loss_scale=gradients.loss_scale.state_dict() if gradients.loss_scale is not None else None,
         extra=extra,
         companions=adapter_companions(registry_of(model).model() or model),
-        meanwhile=writer.take_copies if async_save else lambda job: None,
     )
-    return writer.start(job) if async_save else writer.write(job)
+    return writer.write_later(job) if async_save else writer.write(job)
 
 
 def _module(model: Any) -> nn.Module:
@@ -160,7 +159,7 @@ def load_session(path: str | os.PathLike[str], tag: str | None, session: Session
         finish_all_saves()
     else:
         registry = registry_of(_module(model))
-        finish_saves(registry.mesh)
+        join_saves(registry.mesh)
         gradients_of(model).parameters()
         put = functools.partial(put_tensor, registry.model() or model, registry)
     loaded = load_into(path, tag, session, put=put)

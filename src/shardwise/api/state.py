@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.background import settle_saves
+from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import Base
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
@@ -109,7 +109,7 @@ def export_pretrained(
         raise ConfigError(f"{directory!r:.100} cannot be a directory", fix="pass a str or pathlib.Path")
     directory = os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
     mesh = registry_of(model).mesh
-    settle_saves(mesh)  # into a directory in this one, perhaps, which moves
+    join_saves(mesh, raises=False)  # into a directory in this one, perhaps, which moves
     if mode is None:
         write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         return

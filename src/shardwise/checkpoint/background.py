@@ -4,6 +4,11 @@
 A save in the background owns copies of what it writes, in host memory that is kept and used again. There is one set of
 them, so a save waits for the one before: the training thread then pays what is left of that. The thread communicates
 over a process group of its own: collectives of two threads over one group would meet each other's.
+
+# [Note: a save as a script's last act]
+When a script has ended, the interpreter starts no new threads and its thread pools take no work, but threads that run
+go on until the functions of `atexit` return. So all threads of a save are started by the call that asks for it, and a
+function of `atexit` waits for the save. Processes of multiprocessing end without `atexit`, but run its finalizers.
 """
 
 from __future__ import annotations
@@ -16,8 +21,10 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from multiprocessing.util import Finalize
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,28 +32,76 @@ from torch import Tensor
 from shardwise.checkpoint.save_job import SaveJob
 from shardwise.comm.agree import check_calls
 from shardwise.comm.operations import Group
-from shardwise.errors import ShardwiseError
 from shardwise.job.processes import end_processes
 from shardwise.mesh import Mesh
 from shardwise.sharding.boxes import Box
 
-__all__ = ["PendingSave", "Writer", "finish_all_saves", "finish_saves", "settle_saves", "writer_of"]
+__all__ = ["PendingSave", "Threads", "Writer", "finish_all_saves", "join_saves", "writer_of"]
 
 
 _LONGEST = datetime.timedelta(days=1)
 _WRITERS: weakref.WeakKeyDictionary[Mesh, Writer] = weakref.WeakKeyDictionary()
+_UNFINISHED: list[PendingSave] = []
+"""Saves in the background that may be under way, or whose error has not been raised; their meshes may be gone."""
+
+
+class Threads:
+    """Threads that wait for work, each started before the work is given: [Note: a save as a script's last act]."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._num_threads = 0
+
+    def start(self, num_threads: int) -> bool:
+        """Starts threads until there are `num_threads`; returns False where the interpreter starts none any more."""
+        try:
+            while self._num_threads < num_threads:
+                threading.Thread(target=_work_off, args=(self._work,), name="shardwise-checkpoint", daemon=True).start()
+                self._num_threads += 1
+                weakref.finalize(self, self._work.put, None)
+        except RuntimeError:
+            return False
+        return True
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Has a thread call `function`."""
+        future: Future[Any] = Future()
+        self._work.put(functools.partial(_call, future, function, *arguments))
+        return future
+
+    def map(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        """The results of `function` for each of `arguments`. The calling thread computes the first one."""
+        if not self._num_threads:
+            return list(map(function, arguments))
+        later = [self.submit(function, each) for each in arguments[1:]]
+        first: Future[Any] = Future()
+        for each in arguments[:1]:
+            _call(first, function, each)
+        return [each.result() for each in ((first, *later) if arguments else ())]
+
+
+def _work_off(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := work.get()) is not None:
+        call()
+        del call
+
+
+def _call(future: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
+        future.set_exception(error)
 
 
 class PendingSave:
     """A checkpoint that is being written, or has been."""
 
-    def __init__(self) -> None:
-        self._written: Future[str] = Future()
-        self._is_raised = False
+    def __init__(self, written: Future[str]) -> None:
+        self._written, self._is_raised = written, False
 
     @property
     def tag(self) -> str | None:
-        """Of the checkpoint, once it is complete."""
+        """The checkpoint's tag, once it is complete."""
         return self._written.result() if self._written.done() and self._written.exception() is None else None
 
     def wait(self) -> str:
@@ -60,77 +115,61 @@ class PendingSave:
             raise error
         return self._written.result()
 
-    def settle(self) -> None:
-        """As `wait`, but raises nothing."""
+    def join(self) -> None:
+        """Waits until the save has ended, without raising its error."""
         self._written.exception()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to be waited for, or to be said."""
+        """Whether the save has ended, and its error, if there is one, has been raised."""
         return self._written.done() and (self._is_raised or self._written.exception() is None)
-
-    def run(self, job: SaveJob, group: Group | None) -> None:
-        """Writes the checkpoint; keeps what is raised for the one who waits."""
-        try:
-            self._written.set_result(job.run(group))
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits for it
-            self._written.set_exception(error)
 
 
 class Writer:
     """Writes the checkpoints of one mesh.
 
-    Its thread is there from the first save in the background on: to start one takes until it has been given a core.
+    Its threads stay from the first save that needs them: to start one takes until it has been given a core.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._group = _own_group(mesh)
         self._buffers: dict[tuple[str, Box], Tensor] = {}
         self._pending: PendingSave | None = None
-        self._work: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._thread, self._helpers = Threads(), Threads()
 
-    def finish(self) -> None:
+    def join(self, *, raises: bool = True) -> None:
         """Waits for a save under way.
 
-        Raises:
-            LoadError: it failed, and nobody has been told.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.is_over:
-            pending.wait()
+        Args:
+            raises: whether an error of it that has not been raised yet is raised now.
 
-    def settle(self) -> None:
-        """Waits for a save under way, and leaves its error to `finish`."""
-        if self._pending is not None:
-            self._pending.settle()
+        Raises:
+            LoadError: the save failed.
+        """
+        if self._pending is None:
+            return
+        self._pending.join()
+        if raises:
+            pending, self._pending = self._pending, None
+            _finish(pending)
 
     def write(self, job: SaveJob) -> PendingSave:
         """Writes a checkpoint before it returns."""
-        done = PendingSave()
-        done.run(job, self._group)
-        done.wait()
-        return done
+        self._helpers.start(job.request.num_writers - 1)
+        written: Future[str] = Future()
+        _call(written, job.run, self._group, self._helpers.map)
+        written.result()
+        return PendingSave(written)
 
-    def take_copies(self, job: SaveJob) -> None:
-        """Copies what a checkpoint holds into the buffers of the last one."""
+    def write_later(self, job: SaveJob) -> PendingSave:
+        """Copies what a checkpoint holds to host memory, and writes it in the background."""
         job.take_copies(self._buffers)
-
-    def start(self, job: SaveJob) -> PendingSave:
-        """Writes a checkpoint of which `take_copies` has made copies, in the background."""
-        if self._work is None:
-            self._work = queue.SimpleQueue()
-            thread = threading.Thread(target=_work_off, args=(self._work,), name="shardwise-checkpoint", daemon=True)
-            thread.start()
-            weakref.finalize(self, self._work.put, None)
-        self._pending = PendingSave()
-        self._work.put(functools.partial(self._pending.run, job, self._group))
+        self._helpers.start(job.request.num_writers - 1)
+        if not self._thread.start(1):
+            return self.write(job)
+        self._pending = PendingSave(self._thread.submit(job.run, self._group, self._helpers.map))
+        _UNFINISHED.append(self._pending)
         return self._pending
-
-
-def _work_off(given: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (work := given.get()) is not None:
-        work()
-        del work
 
 
 def writer_of(mesh: Mesh) -> Writer:
@@ -140,35 +179,35 @@ def writer_of(mesh: Mesh) -> Writer:
     """
     if mesh not in _WRITERS:
         if not _WRITERS:
-            atexit.register(_finish_at_exit)  # before the processes' groups are torn down: last in, first out
+            Finalize(None, _finish_at_exit, exitpriority=100)
+        atexit.unregister(_finish_at_exit)
+        atexit.register(_finish_at_exit)  # last in, first out: before the process groups are destroyed
         _WRITERS[mesh] = Writer(mesh)
     return _WRITERS[mesh]
 
 
-def finish_saves(mesh: Mesh) -> None:
-    """Waits for a save of `mesh` that is under way.
-
-    Raises:
-        LoadError: it failed, and nobody has been told.
-    """
+def join_saves(mesh: Mesh, *, raises: bool = True) -> None:
+    """Waits for a save of `mesh` that is under way; see `Writer.join`."""
     if mesh in _WRITERS:
-        _WRITERS[mesh].finish()
-
-
-def settle_saves(mesh: Mesh) -> None:
-    """Waits for a save of `mesh` that is under way; one that failed is still to be told."""
-    if mesh in _WRITERS:
-        _WRITERS[mesh].settle()
+        _WRITERS[mesh].join(raises=raises)
 
 
 def finish_all_saves() -> None:
     """Waits for all saves of this process that are under way.
 
     Raises:
-        LoadError: one failed, and nobody has been told.
+        LoadError: one failed, and its error has not been raised yet.
     """
-    for writer in list(_WRITERS.values()):
-        writer.finish()
+    while _UNFINISHED:
+        _finish(_UNFINISHED[-1])
+
+
+def _finish(pending: PendingSave) -> None:
+    pending.join()
+    if pending in _UNFINISHED:
+        _UNFINISHED.remove(pending)
+    if not pending.is_over:
+        pending.wait()
 
 
 def _own_group(mesh: Mesh) -> Group | None:
@@ -180,13 +219,12 @@ def _own_group(mesh: Mesh) -> Group | None:
 
 
 def _finish_at_exit() -> None:
-    """A process that exits normally finishes its save; one whose save failed does not exit normally."""
-    for writer in list(_WRITERS.values()):
-        try:
-            writer.finish()
-        except ShardwiseError as error:
-            print(f"error: the last checkpoint was not saved: {error}", file=sys.stderr)
-            end_processes()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+    """Finishes the saves of a process that exits; ends the process with exit code 1 where one fails."""
+    try:
+        finish_all_saves()
+    except BaseException as error:  # noqa: BLE001 - the exit code says it
+        print(f"error: the last checkpoint was not saved: {error}", file=sys.stderr)
+        end_processes()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -183,7 +183,8 @@ def lock(root: Path) -> None:
             f"{holder} saves its checkpoints in {root}",
             at=str(place),
             why="two jobs would delete each other's checkpoints",
-            fix="wait for it to end, or save in another directory",
+            fix="wait for it to end, or save in another directory; if that process no longer runs, delete .lock:\n"
+            "a shared file system may keep the lock of a machine that is gone for minutes, or for ever",
         ) from error
     except OSError as error:  # a file system without locks
         logger.warning("%s cannot be locked (%s): let no other job save there", root, error)

@@ -54,7 +54,7 @@ class _Division:
     described: Mapping[str, Any]
     is_partial: bool
     base: Mapping[str, str]
-    portions: dict[str, tuple[Portion, ...]]
+    portions: Mapping[str, tuple[Portion, ...]]
     own: dict[str, OwnPortions]
 
 
@@ -72,20 +72,18 @@ def prepare_save(
     loss_scale: Mapping[str, Any] | None,
     extra: Any,
     companions: Mapping[str, Callable[[], bytes]] | None = None,
-    meanwhile: Callable[[SaveJob], None] = lambda job: None,
 ) -> SaveJob:
     """The checkpoint as it is to be written, views of what is saved. All ranks call it.
 
     Args:
         make_request: where it goes; what it raises is raised on every rank.
         companions: makes further files, by name, besides the model's configuration.
-        meanwhile: is given the job, and called again with another one where ranks turn out to hold something else.
 
     Raises:
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
         LayoutError: ranks hold different copies of a parameter, or of an optimizer's state of one.
 
-    Communicates: one all-gather of 16 bytes over all ranks, while `meanwhile` works; where ranks hold something else
+    Communicates: one all-gather of 16 bytes over all ranks; where ranks hold something else
         than at the last save, or do not agree, one gather of a small object.
     """
     registry = registry_of(model)
@@ -101,9 +99,7 @@ def prepare_save(
         return _describe_held(seen[0], registry, has_adapters=any(map(is_adapter, model.modules())))
 
     def make(division: _Division) -> SaveJob:
-        job = _make_job(seen[0], division, model, registry, companions or {})
-        meanwhile(job)
-        return job
+        return _make_job(seen[0], division, model, registry, companions or {})
 
     known, job = _DIVISIONS.get(registry), None
     with suppress(Exception):  # raised below, on every rank
@@ -281,7 +277,7 @@ def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: Sequen
 
 def _divide_portions(
     registry: Registry, everyone: list[dict[str, Any]], left_out: Collection[str]
-) -> dict[str, tuple[Portion, ...]]:
+) -> Mapping[str, tuple[Portion, ...]]:
     shape = registry.mesh.shape
     layouts: dict[str, Layout] = {name: entry.layout for name, entry in registry.entries.items()}
     holders: dict[str, list[int]] = {}

@@ -13,7 +13,6 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,8 +175,11 @@ class SaveJob:
         buffers.clear()
         buffers.update(kept)
 
-    def run(self, group: Group | None) -> str:
+    def run(self, group: Group | None, spread: Callable[..., list[Any]]) -> str:
         """Writes the checkpoint; returns its tag. All ranks of `group` call it.
+
+        Args:
+            spread: calls a function for each of some arguments, several at a time; returns the results.
 
         Raises:
             LoadError: it cannot be written; the same on every rank. What was there is still there.
@@ -195,7 +197,7 @@ class SaveJob:
                     alone.callback(staged.abort)
             place = next(each for each in all_gather_objects(staged and str(staged.path), group) if each)
             with raise_on_all_ranks(group, "writing the checkpoint"), as_load_error(self.request.root):
-                report = self._write(Path(place))
+                report = self._write(Path(place), spread)
             reports = all_gather_objects(report, group)
             with raise_on_all_ranks(group, "completing the checkpoint"), as_load_error(self.request.root):
                 tag = self._finish(staged, reports) if staged is not None else None
@@ -213,7 +215,7 @@ class SaveJob:
         known = [each.number for _, _, each in list_checkpoints(self.request.root) if isinstance(each, Manifest)]
         return max(known, default=0) + 1
 
-    def _write(self, directory: Path) -> _Report:
+    def _write(self, directory: Path, spread: Callable[..., list[Any]]) -> _Report:
         """Writes this rank's files, several at a time if that was asked for; on every rank."""
         if not directory.is_dir():
             raise LoadError(
@@ -225,11 +227,7 @@ class SaveJob:
         groups = _deal(self.written, self.request.num_writers)
         names = [f"rank-{self.rank:05d}" + f"-{number}" * (len(groups) > 1) for number in range(len(groups))]
         paths = [directory / f"{name}.safetensors" for name in names]
-        if len(groups) > 1:
-            with ThreadPoolExecutor(len(groups), "shardwise-write") as threads:
-                files = list(threads.map(_write_file, paths, groups))
-        else:
-            files = list(map(_write_file, paths, groups))
+        files = spread(_write_file, list(zip(paths, groups, strict=True)))
         return _Report(files, self.described, self.optimizer[1] if self.optimizer is not None else {})
 
     def _finish(self, staged: StagedDirectory, reports: list[_Report]) -> str:
@@ -303,7 +301,8 @@ class _Report:
     optimizer: dict[str, Any]
 
 
-def _write_file(path: Path, written: list[_Written]) -> _File:
+def _write_file(file_and_parts: tuple[Path, list[_Written]]) -> _File:
+    path, written = file_and_parts
     ordered = sorted(written, key=lambda each: -each.value.dtype.itemsize)
     header = [(part_name(each.key, each.box), each.value.dtype, each.value.shape) for each in ordered]
     with TensorFileWriter(path, header) as file:

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from shardwise.api.checkpoints import load_checkpoint, load_session, save_checkpoint
-from shardwise.checkpoint.background import finish_saves
+from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.directory import clean, find_tag, find_tags, lock
 from shardwise.checkpoint.load import Session
 from shardwise.checkpoint.save_job import as_load_error
@@ -141,7 +141,7 @@ class RunCheckpoints:
     def __exit__(self, kind: object, *error: object) -> None:
         try:
             if kind is None:
-                finish_saves(self._mesh)
+                join_saves(self._mesh)
         finally:
             self._restore()
 
@@ -191,9 +191,9 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
     with raise_on_all_ranks(mesh.group(), "claiming the directory of checkpoints"):
         if mesh.rank == 0:
             _claim(Path(config.dir))
-    if config.resume == "never":
-        return None
     with raise_on_all_ranks(mesh.group(), "looking for checkpoints"):
+        if mesh.rank == 0:
+            _check_new(config)
         own = _newest(Path(config.dir)) if mesh.rank == 0 else None
     tag = all_gather_objects(own, mesh.group())[0]
     if tag is None:
@@ -205,7 +205,7 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
             raise ConfigError(
                 f"{config.dir} holds checkpoints that are no run's",
                 at="checkpoint.dir",
-                fix="name another directory, or set checkpoint.resume=never",
+                fix="name another directory",
             )
         _check_same_run(saved, run)
     console.print(f"resume  {Path(config.dir) / tag}")
@@ -213,9 +213,28 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
 
 
 def check_saved(config: CheckpointConfig) -> None:
-    """Raises `LoadError` where a run would go on from a checkpoint that is damaged. Reads none of its parameters."""
-    if config.dir is not None and config.resume == "auto" and (tag := _newest(Path(config.dir))) is not None:
+    """Checks the checkpoints that a run would go on from, or write next to. Reads no parameters.
+
+    Raises:
+        ConfigError: the run never resumes, and there are checkpoints of another one.
+        LoadError: the newest checkpoint is damaged.
+    """
+    _check_new(config)
+    if config.dir is not None and (tag := _newest(Path(config.dir))) is not None:
         load_checkpoint(config.dir, tag)
+
+
+def _check_new(config: CheckpointConfig) -> None:
+    """Raises where a run that never resumes would replace another run's checkpoints, or delete them by `keep_last`."""
+    if config.dir is None or config.resume != "never" or not Path(config.dir).is_dir():
+        return
+    if tags := sorted(find_tags(Path(config.dir))):
+        raise ConfigError(
+            f"{config.dir} holds checkpoints of another run: {', '.join(tags[-5:])}",
+            at="checkpoint.dir",
+            why="with checkpoint.resume=never this run would replace or delete them",
+            fix="name another directory, or move these away",
+        )
 
 
 def _claim(directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.digest import tensor_digest
 from shardwise.comm.operations import Group, all_gather_objects
 from shardwise.errors import LayoutError
 from shardwise.mesh import Mesh
@@ -39,7 +39,7 @@ def _parameters(model: nn.Module) -> Copies:
 
 def _find_unequal(copies: Copies, group: Group | None) -> tuple[str, ...]:
     digests = {
-        (name, place): hashlib.sha256(_bytes(value)).digest()
+        (name, place): int(tensor_digest(value))
         for name, entry, local in copies
         for place, _, value in _shared_values(entry, local)
     }
@@ -74,15 +74,13 @@ def check_replicas(model: nn.Module, copies: Copies | None = None) -> None:
 
 def balance_of(copies: Copies) -> int:
     """A number of 64 bits whose sum over all ranks is zero, modulo 2**64, where they hold equal copies, and as good as
-    never otherwise: of what n ranks hold, the first adds n - 1 times the sum of its bits, the others take theirs away.
+    never otherwise: of what n ranks hold, the first adds n - 1 times its digest, the others subtract theirs.
 
     Reads what others hold too, once, and from its device a single number.
     """
-    sums: list[Tensor] = []
-    for _, entry, local in copies:
-        for _, factor, value in _shared_values(entry, local):
-            bits = _bits(value)
-            sums.append(factor * (bits.sum(dtype=torch.int64) + _ODD * bits[::3].sum(dtype=torch.int64)))
+    sums = [
+        factor * tensor_digest(value) for _, entry, local in copies for _, factor, value in _shared_values(entry, local)
+    ]
     return int(torch.stack([each.to(sums[0].device) for each in sums]).sum()) if sums else 0
 
 
@@ -116,15 +114,3 @@ def _coords_that_hold(placement: Placement | None, size: int) -> Sequence[int]:
     if isinstance(placement, Held):
         return placement.coords
     return range(size) if placement is None or isinstance(placement, Replicate) else ()
-
-
-def _bits(value: Tensor) -> Tensor:
-    flat = value.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.view(torch.int64) if flat.numel() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat
-
-
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # as good as random bits, as 64-bit arithmetic wraps around
-
-
-def _bytes(value: Tensor) -> bytes:
-    return value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

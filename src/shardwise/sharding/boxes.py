@@ -3,9 +3,22 @@
 An `Interval` `(start, stop)` is half open. A `Box` has one interval per dim; the box of a scalar is `()`, of volume 1.
 """
 
+import itertools
 import math
+from collections.abc import Sequence
 
-__all__ = ["Box", "Interval", "full_box", "intersect", "move", "shape_of", "slices", "subtract", "volume"]
+__all__ = [
+    "Box",
+    "Interval",
+    "find_overlap",
+    "full_box",
+    "intersect",
+    "move",
+    "shape_of",
+    "slices",
+    "subtract",
+    "volume",
+]
 
 Interval = tuple[int, int]
 Box = tuple[Interval, ...]
@@ -49,6 +62,28 @@ def subtract(box: Box, hole: Box) -> tuple[Box, ...]:
             if slab[0] < slab[1]:
                 rest.append((*common[:dim], slab, *box[dim + 1 :]))
     return tuple(rest)
+
+
+def find_overlap(boxes: Sequence[Box]) -> Box | None:
+    """One of `boxes` that shares elements with another one, or None where all are disjoint. All have elements.
+
+    Boxes of a grid, such as shards of a tensor, take time in proportion to their number.
+    """
+    if len(boxes) < 2:
+        return None
+    for dim in range(len(boxes[0])):
+        groups: dict[Interval, list[Box]] = {}
+        for box in boxes:
+            groups.setdefault(box[dim], []).append(box)
+        if len(groups) > 1 and all(a[1] <= b[0] for a, b in itertools.pairwise(sorted(groups))):
+            return next(filter(None, map(find_overlap, groups.values())), None)
+    before: list[Box] = []
+    for box in sorted(boxes):
+        before = [each for each in before if not box or each[0][1] > box[0][0]]
+        if hit := next((each for each in before if intersect(each, box) is not None), None):
+            return hit
+        before.append(box)
+    return None
 
 
 def move(box: Box, origin: Box, target: Box) -> Box:

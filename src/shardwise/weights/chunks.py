@@ -4,7 +4,6 @@ files. It serves what `CheckpointIndex` serves, reading only the chunks that a b
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LoadError
-from shardwise.sharding.boxes import Box, full_box, intersect, move, shape_of, slices, volume
+from shardwise.sharding.boxes import Box, find_overlap, full_box, intersect, move, shape_of, slices, volume
 from shardwise.weights.index import CheckpointIndex, TensorEntry
 from shardwise.weights.nodes import Source
 
@@ -117,14 +116,15 @@ def _checked(key: str, tensor: ChunkedTensor, location: str) -> ChunkedTensor:
     """`tensor` with each chunk once: ranks may have written the same one."""
     chunks = list({chunk.box: chunk for chunk in tensor.chunks}.values())
     full = full_box(tensor.shape)
-    strays = [chunk.box for chunk in chunks if len(chunk.box) != len(full) or intersect(chunk.box, full) != chunk.box]
-    overlaps = [] if strays else [a.box for a, b in itertools.combinations(chunks, 2) if intersect(a.box, b.box)]
-    held = sum(volume(chunk.box) for chunk in chunks)
-    if (strays and volume(full)) or overlaps or held != volume(full):
+    boxes = [chunk.box for chunk in chunks if volume(chunk.box)]
+    has_strays = any(len(box) != len(full) or intersect(box, full) != box for box in boxes)
+    overlap = None if has_strays else find_overlap(boxes)
+    held = sum(map(volume, boxes))
+    if has_strays or overlap is not None or held != volume(full):
         raise LoadError(
             f"{key} is not complete: its {len(chunks)} parts hold {held:,} of {volume(full):,} elements",
             at=location,
-            why=f"parts overlap: {overlaps[0]}" if overlaps else "some parts are missing, or were not written",
+            why=f"parts overlap: {overlap}" if overlap is not None else "some parts are missing, or were not written",
             fix="copy the files again; what DCP's safetensors writer loses of a tensor held in several boxes is gone",
         )
     return ChunkedTensor(tensor.dtype, tensor.shape, chunks)

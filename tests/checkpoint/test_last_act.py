@@ -1,0 +1,155 @@
+"""What a script saves as its last act is saved when it ends, or its exit code is not 0."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from safetensors.torch import load_file
+
+import shardwise
+from shardwise.checkpoint.save_job import SaveJob
+from shardwise.ranks.spawn import warm
+from tests.checkpoint.training import Training
+
+pytestmark = pytest.mark.spawn
+
+
+def save(place, **options):
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    write = SaveJob._write
+    SaveJob._write = lambda *arguments: time.sleep(0.5) or write(*arguments)  # the interpreter is gone by then
+    return training, training.save(place, tag="a", async_save=True, **options)
+
+
+def end_of_script(place):
+    save(place, num_writers=3)
+
+
+def export_after_it(place):
+    training, _ = save(place, num_writers=3)
+    shardwise.export_pretrained(training.model, place / "model")
+
+
+def raise_error(place):
+    save(place, num_writers=3)
+    raise ValueError("something else")
+
+
+def exit_with_code(place):
+    save(place)
+    sys.exit(7)
+
+
+def be_terminated(place):
+    save(place)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def save_in_a_thread(place):
+    threading.Thread(target=save, args=(place,), kwargs={"num_writers": 3}).start()
+
+
+def fail(place):
+    place.write_text("no directory")
+    save(place, num_writers=3)
+
+
+def fail_with_another_error(place):
+    """An error that is none of Shardwise's."""
+    training = Training(shardwise.Mesh.open("tp1"), "llama")
+    config = training.model.config
+    config.to_json_string = lambda **_: 1 / 0
+    training.save(place, tag="a", async_save=True)
+
+
+ENDINGS = {
+    end_of_script: 0,
+    export_after_it: 0,
+    raise_error: 1,
+    exit_with_code: 7,
+    be_terminated: -signal.SIGTERM,
+    save_in_a_thread: 0,
+    fail: 1,
+    fail_with_another_error: 1,
+}
+
+
+def end_as_a_script(ending, place, output):
+    """Runs `ending` in a forked process that has imported everything, and ends as the interpreter ends a script."""
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), 2)
+    code = 0
+    try:
+        ending(place)
+    except SystemExit as error:
+        code = error.code
+    except ValueError:
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+
+
+def run(target, *arguments):
+    warm()
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+    process.start()
+    process.join(100)
+    return process.exitcode
+
+
+def is_saved(place):
+    return (place / "a" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("ending", ENDINGS, ids=lambda ending: ending.__name__)
+def test_a_script_that_ends_has_saved_or_fails(tmp_path, ending):
+    code = run(end_as_a_script, ending, tmp_path / "root", tmp_path / "stderr")
+    said = (tmp_path / "stderr").read_text()
+    assert code == ENDINGS[ending], said
+    assert is_saved(tmp_path / "root") or code not in (0, 7), said
+    if ending in (fail, fail_with_another_error):
+        assert said.count("error: the last checkpoint was not saved") == 1
+    if ending is export_after_it:
+        assert load_file(tmp_path / "root" / "model" / "model.safetensors")
+
+
+def test_a_process_of_multiprocessing_has_saved_too(tmp_path):
+    """Such a process ends without the functions of atexit."""
+    assert run(end_of_script, tmp_path / "root") == 0
+    assert is_saved(tmp_path / "root")
+
+
+SCRIPT = """
+    import sys
+    import peft, torch, transformers, shardwise
+
+    mesh = shardwise.Mesh.open("tp2")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=16,
+    )
+    torch.manual_seed(0)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
+    model = shardwise.parallelize(model, mesh)
+    shardwise.export_pretrained(model, sys.argv[1] + "/adapter")
+    shardwise.save_checkpoint(sys.argv[1], model=model, tag="a", async_save=True, num_writers=3)
+"""
+
+
+def test_the_ranks_of_a_script_have_saved_when_they_exit(tmp_path):
+    """Real interpreters, whose process groups end with them."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(tmp_path)], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert is_saved(tmp_path)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
