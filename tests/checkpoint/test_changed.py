@@ -284,18 +284,6 @@ def test_gradients_of_other_weights_are_dropped(mesh, training, tmp_path):
     assert other.steps(2) == training.steps(2)
 
 
-def test_adapters_of_a_base_in_another_dtype_are_refused_with_both(mesh, tmp_path):
-    def build(precision):
-        whole = tiny_model("llama", num_key_value_heads=2)
-        whole.requires_grad_(False).lm_head.requires_grad_(True)
-        return shardwise.parallelize(whole, mesh, precision=PRECISIONS[precision])
-
-    shardwise.save_checkpoint(tmp_path, model=build("float32"))
-    with pytest.raises(LoadError, match=r"model.embed_tokens.weight \(bfloat16 here, float32 then\)"):
-        shardwise.load_checkpoint(tmp_path, model=build("bfloat16"))
-    shardwise.load_checkpoint(tmp_path, model=build("bfloat16"), strict=False)
-
-
 def test_what_is_read_while_another_saves_and_deletes_is_whole_or_an_error(mesh, training, tmp_path):
     training.save(tmp_path, extra={"step": 0})
     other, found, errors = Training(mesh, "llama", lost=True), [], []

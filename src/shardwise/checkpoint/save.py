@@ -250,13 +250,10 @@ def _describe_held(seen: _Seen, registry: Registry, *, has_adapters: bool) -> di
 
 
 def _left_out(everyone: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The frozen parameters that are not saved: where they are a base that is there anyway, under adapters, or larger
-    than what is trained. Some models have a few that nobody trains.
-    """
+    """The frozen parameters that are not saved: those under adapters."""
     trained = {name: size for each in everyone for name, size in each["trained"].items()}
     frozen = {name: size for each in everyone for name, size in each["frozen"].items() if name not in trained}
-    is_base = any(each["adapters"] for each in everyone) or sum(frozen.values()) > sum(trained.values())
-    return set(frozen) if trained and is_base else set()
+    return set(frozen) if trained and any(each["adapters"] for each in everyone) else set()
 
 
 def _divide(registry: Registry, held: Mapping[str, HeldTensor], everyone: Sequence[Mapping[str, Any]]) -> _Division:
