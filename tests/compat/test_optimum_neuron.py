@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from pathlib import Path
@@ -182,6 +183,11 @@ def in_stages(mesh, number, recomputes):
     problems += differing("loss", model.run_train(**batch), loss.detach(), LOSS)
     problems += differing_gradients(shardwise.full_gradients(model), own_gradients(reference))
     problems += differing("logits", model.run_eval(**batch).logits, whole(**batch).logits.detach(), 1e-4)
+    plain = make_optimizer_constructor_lazy(torch.optim.AdamW)(whole.parameters())
+    held = dict(model.named_parameters())
+    names = {id(value): held[name] for name, value in whole.named_parameters() if name in held}
+    with pytest.raises(ConfigError, match="knows it by its other name") if mesh.rank else contextlib.nullcontext():
+        Parallelizer.optimizer_for_mp(plain, names)
     parallel_state.destroy_model_parallel()
     return problems
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,91 +12,110 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import check_rows, count_targets, share_among, split_rows, target_names
-from shardwise.errors import BatchError, UnsupportedError
+from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.forward import named_call
-from shardwise.pipeline.runner import runner_of
+from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.arguments import argument_names
+from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.step import Count, TrainStep, Weight
+from shardwise.train.step import Count, StepResult, TrainStep, Weight
 
-__all__ = ["add_runners", "named_inputs", "run_batch", "run_microbatches"]
+__all__ = ["BatchRunner", "add_runners"]
 
 
-def run_batch(
-    model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int = 1, averages: bool = False, **kwargs: Any
-) -> Tensor:
-    """Forward and backward of one batch; the loss, detached.
+class BatchRunner:
+    """Runs forward and backward of one batch after another, and forwards without gradients.
 
-    A planned model with labels is trained as `TrainStep` does: the loss is the mean over the tokens of all data ranks'
+    A planned model with labels is trained by one `TrainStep`: the loss is the mean over the tokens of all data ranks'
     batches, the same on every rank, and microbatches and pipelines work. Any other model gives its loss, an output
-    with a `loss`, or a tuple that begins with it; gradients are means over data ranks, the loss is this one's.
+    with a `loss`, or a tuple that begins with it; gradients are means over data ranks, the loss is this rank's.
 
     Args:
-        args: one dictionary of inputs, or the arguments of forward.
-        averages: give the mean of the data ranks' losses, also of a hand-written model.
-
-    Raises:
-        BatchError: the model gives no loss, or rows do not divide.
-        UnsupportedError: microbatches, or a pipeline, of a planned model without named arguments and labels.
-
-    Communicates: as `TrainStep`, or as the model's forward and backward; in a pipeline one all-reduce over pp.
+        model: a split model.
+        num_microbatches: where a pipeline's schedule does not take so many, its stages run one after the other.
+        averages: return the mean of the data ranks' losses, also of a hand-written model.
+        returns_each: return a list of the microbatches' losses.
     """
-    args, kwargs = named_inputs(args, kwargs)
-    if registry_of(model).local_state:
-        losses, weights = _run_by_hand(model, mesh, args, kwargs, num_microbatches)
-        loss = losses @ weights
-        data = mesh.group(*DATA_AXES)
-        if averages and data is not None:
-            all_reduce_(loss, data)
-            loss /= mesh.data_size
-        return loss
-    args, kwargs = _named(model, args, kwargs)
-    pipeline = runner_of(find_model(model))
-    if not args and "labels" in kwargs and (pipeline is None or pipeline.takes(num_microbatches)):
-        return TrainStep(model, mesh, num_microbatches=num_microbatches)(kwargs).loss
-    if not args and "labels" in kwargs and pipeline is not None:  # as many as it takes
-        loss = model(**kwargs).loss
+
+    def __init__(
+        self, model: nn.Module, *, num_microbatches: int = 1, averages: bool = False, returns_each: bool = False
+    ) -> None:
+        self._model, self._mesh, self._num_microbatches = model, registry_of(model).mesh, num_microbatches
+        self._averages, self._returns_each = averages, returns_each
+        self._step: _Step | None = None  # from the first batch on: what it needs of the model is read once
+
+    def run_train(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward and backward of one batch, through all stages of a pipeline.
+
+        Args:
+            args: one dictionary of inputs, or the arguments of the model's forward.
+
+        Returns:
+            The loss, detached, on every rank. With `returns_each` a list of the losses of this data rank's
+            microbatches.
+
+        Raises:
+            BatchError: the model gives no loss, rows do not divide, or a loss of a microbatch without targets is asked
+                for.
+            UnsupportedError: microbatches, or a pipeline, of a planned model without named arguments and labels.
+
+        Communicates: as `TrainStep`, or as the model's forward and backward; in a pipeline one all-reduce over pp.
+        """
+        args, kwargs = _named_inputs(args, kwargs)
+        if registry_of(self._model).local_state:
+            return self._run_by_hand(args, kwargs)
+        args, kwargs = _named(self._model, args, kwargs)
+        if not args and "labels" in kwargs:
+            if self._step is None:
+                new = _NotingStep if self._returns_each else _Step
+                self._step = new(self._model, self._mesh, num_microbatches=self._num_microbatches)
+            loss = self._step(kwargs).loss
+            return self._losses_of_microbatches(self._step) if isinstance(self._step, _NotingStep) else loss
+        if self._num_microbatches > 1 or self._mesh.size("pp") > 1 or self._returns_each:
+            raise UnsupportedError(
+                f"{counted(self._num_microbatches, 'microbatch')} on {self._mesh.shape} of a batch without labels, or "
+                "without names",
+                why="it is the model's own targets that say how microbatches are weighted",
+                fix="pass the keyword arguments of the model's forward, labels included",
+            )
+        loss = _loss_of(self._model(*args, **kwargs))
         loss.backward()
         return loss.detach()
-    if num_microbatches > 1 or mesh.size("pp") > 1:
-        raise UnsupportedError(
-            f"{num_microbatches} microbatches on {mesh.shape} of a batch without labels, or without names",
-            why="it is the model's own targets that say how microbatches are weighted",
-            fix="pass the keyword arguments of the model's forward, labels included",
-        )
-    loss = _loss_of(model(*args, **kwargs))
-    loss.backward()
-    return loss.detach()
 
-
-def run_microbatches(model: nn.Module, mesh: Mesh, *args: Any, num_microbatches: int, **kwargs: Any) -> list[Tensor]:
-    """As `run_batch`; the losses of the microbatches of this data rank, detached, on every rank of a pipeline.
-
-    Raises:
-        BatchError: also where a microbatch has no targets, so that there is no loss of it.
-    """
-    args, kwargs = named_inputs(args, kwargs)
-    if registry_of(model).local_state:
-        losses, weights = _run_by_hand(model, mesh, args, kwargs, num_microbatches)
+    def _losses_of_microbatches(self, step: _NotingStep) -> list[Tensor]:
+        number, mesh = self._num_microbatches, self._mesh
+        losses = torch.zeros(number, device=mesh.device)
+        pipeline = runner_of(find_model(self._model))
         with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
-            _check_losses(int(weights.count_nonzero()), num_microbatches)
+            if pipeline is None or pipeline.is_last:
+                _check_losses(len(step.seen), number)
+                losses += torch.stack(step.seen)
+        if pipeline is not None:
+            all_reduce_(losses, pipeline.group)
         return list(losses)
-    step = _NotingStep(model, mesh, num_microbatches=num_microbatches)
-    step(_named(model, args, kwargs)[1])
-    losses = torch.zeros(num_microbatches, device=mesh.device)
-    pipeline = runner_of(find_model(model))
-    with raise_on_all_ranks(mesh.group(), "reading the losses of microbatches"):
-        if pipeline is None or pipeline.is_last:
-            _check_losses(len(step.seen), num_microbatches)
-            losses += torch.stack(step.seen)
-    if pipeline is not None:
-        all_reduce_(losses, pipeline.group)
-    return list(losses)
+
+    def _run_by_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        losses, weights = _run_by_hand(self._model, self._mesh, args, kwargs, self._num_microbatches)
+        if self._returns_each:
+            with raise_on_all_ranks(self._mesh.group(), "reading the losses of microbatches"):
+                _check_losses(int(weights.count_nonzero()), self._num_microbatches)
+            return list(losses)
+        loss, data = losses @ weights, self._mesh.group(*DATA_AXES)
+        if self._averages and data is not None:
+            all_reduce_(loss, data)
+            loss /= self._mesh.data_size
+        return loss
+
+    @torch.no_grad()
+    def run_eval(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the model computes, without gradients; the same on every rank of a pipeline."""
+        args, kwargs = _named_inputs(args, kwargs)
+        return self._model(*args, **kwargs)
 
 
 def _check_losses(number: int, num_microbatches: int) -> None:
@@ -105,12 +123,20 @@ def _check_losses(number: int, num_microbatches: int) -> None:
         raise BatchError("a microbatch has no targets", why="there is no loss of it", fix="leave it out")
 
 
-class _NotingStep(TrainStep):
+class _Step(TrainStep):
+    """Takes any number of microbatches."""
+
+    @staticmethod
+    def _schedule_of(pipeline: PipelineRunner, num_microbatches: int) -> Schedule:
+        return pipeline.fitting(num_microbatches)
+
+
+class _NotingStep(_Step):
     """Keeps the loss of every microbatch whose loss is computed here, in their order."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __call__(self, batch: Mapping[str, Any]) -> StepResult:
         self.seen: list[Tensor] = []
+        return super().__call__(batch)
 
     def _count(self, part: Mapping[str, Any]) -> Count:
         return count_targets(self.model, part)  # of one without targets there is no loss, which the host must know
@@ -186,25 +212,11 @@ def add_runners(model: nn.Module, *, num_microbatches: int) -> None:
     pipeline = runner_of(find_model(model))
     if pipeline is not None:
         pipeline.num_microbatches = num_microbatches
-    model.__dict__["run_train"] = MethodType(_run_train, model)
-    model.__dict__["run_eval"] = MethodType(_run_eval, model)
+    runner = BatchRunner(model, num_microbatches=num_microbatches if pipeline is not None else 1)
+    model.__dict__.update(run_train=runner.run_train, run_eval=runner.run_eval)
 
 
-def _run_train(model: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Forward and backward of one batch, in the microbatches that were asked for; the loss, detached."""
-    pipeline = runner_of(find_model(model))
-    number = (pipeline.num_microbatches if pipeline is not None else None) or 1
-    return run_batch(model, registry_of(model).mesh, *args, num_microbatches=number, **kwargs)
-
-
-@torch.no_grad()
-def _run_eval(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the model computes, without gradients."""
-    args, kwargs = named_inputs(args, kwargs)
-    return model(*args, **kwargs)
-
-
-def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call; one dictionary of inputs is taken apart.
 
     Raises:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from shardwise.errors import UnsupportedError
 
-__all__ = ["initialize_meta"]
+__all__ = ["allocate_meta", "initialize_meta"]
 
 
 def initialize_meta(model: nn.Module) -> None:
@@ -27,6 +27,7 @@ def initialize_meta(model: nn.Module) -> None:
         for module, new in zip(model.modules(), fresh.modules(), strict=True):
             for name, value in module._parameters.items():
                 if value is not None and (start := new._parameters[name]) is not None:
+                    start.__dict__.update(vars(value))
                     module._parameters[name] = start.requires_grad_(value.requires_grad)
             module._buffers.update(new._buffers)
         return
@@ -37,16 +38,26 @@ def initialize_meta(model: nn.Module) -> None:
             f"{unable[0] or type(model).__name__} is on the meta device and has no reset_parameters()",
             fix="give it one that sets every parameter and buffer, or build the model on a real device",
         )
-    made: dict[int, nn.Parameter] = {}  # shared parameters stay shared
-    for _, module in holding:
-        for name, value in module._parameters.items():
-            if value is not None and value.is_meta:
-                empty = nn.Parameter(torch.empty_like(value, device="cpu"), requires_grad=value.requires_grad)
-                module._parameters[name] = made.setdefault(id(value), empty)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device="cpu")
+    allocate_meta(model)
     for _, module in holding:
         module.reset_parameters()
+
+
+def allocate_meta(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Gives meta parameters and buffers memory with undefined values, in place; what is real stays as it is. Unlike
+    `Module.to_empty`, shared parameters stay shared, and parameters keep their attributes.
+    """
+    new: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, value in module._parameters.items():
+            if value is not None and value.is_meta:
+                if id(value) not in new:
+                    new[id(value)] = nn.Parameter(torch.empty_like(value, device=device), value.requires_grad)
+                    new[id(value)].__dict__.update(vars(value))
+                module._parameters[name] = new[id(value)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _has_meta(module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ from shardwise.optim.summing import multiply_gradients, time_reduction
 from shardwise.parameters.local_parameter import hidden
 from shardwise.parameters.registry import registry_of
 from shardwise.pipeline.outputs import check_asked_outputs
-from shardwise.pipeline.runner import runner_of
+from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.attention_kernels import drop_kernels, take_kernels
@@ -47,6 +47,7 @@ from shardwise.runtime.same_batch import (
     describe_call,
     words_of,
 )
+from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
 from shardwise.train.division import Division
 
@@ -122,7 +123,7 @@ class TrainStep:
             )
         self._registry = registry_of(model)
         self._pipeline = runner_of(model)
-        self._schedule = self._pipeline.schedule(num_microbatches) if self._pipeline is not None else None
+        self._schedule = self._schedule_of(self._pipeline, num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
         self._division = Division(model, num_microbatches * mesh.data_size, mesh.device)
         self._targets = target_names(model)
@@ -141,6 +142,10 @@ class TrainStep:
         self._as_tuple = getattr(getattr(find_model(model), "config", None), "return_dict", True) is False
         # Gradients are divided by a factor when they are reduced, so that the loss is multiplied by it.
         self._loss_factor = self._registry.divide_factor if mesh.data_size > 1 else 1.0
+
+    @staticmethod
+    def _schedule_of(pipeline: PipelineRunner, num_microbatches: int) -> Schedule:
+        return pipeline.schedule(num_microbatches)
 
     def __call__(self, batch: Mapping[str, Any]) -> StepResult:
         """Computes loss and gradients of `batch`.

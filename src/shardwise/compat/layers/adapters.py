@@ -82,8 +82,7 @@ class _Divided:
         else:
             self.lora_B[adapter_name] = _last_of(base, last)
             is_partial, whole = base.sequence_dim is not None, first
-        for each in whole.parameters():
-            each.sequence_parallel_enabled = is_partial
+        whole.partial_parameters = tuple(whole._parameters) if is_partial else ()
 
     def merge(self, *args: Any, **options: Any) -> None:
         """As PEFT's, into this rank's part of one weight.
@@ -160,8 +159,9 @@ class _Replicated:
         """As PEFT's; where the output is a part of the sequence, gradients are parts, too."""
         super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
         own: Any = self
-        for each in (own.lora_embedding_A[adapter_name], own.lora_embedding_B[adapter_name]):
-            each.sequence_parallel_enabled = own.get_base_layer().sequence_dim is not None
+        if own.get_base_layer().sequence_dim is not None:
+            for each in (own.lora_embedding_A, own.lora_embedding_B):
+                each.partial_parameters = tuple(each.keys())
 
     def merge(self, *args: Any, **options: Any) -> None:
         """Refuses, with UnsupportedError."""

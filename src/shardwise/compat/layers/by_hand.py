@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.api.prepare import complete_split
@@ -32,7 +32,7 @@ from shardwise.parallel.fsdp import apply_data_parallelism
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parallel.recompute import apply_recomputation
 from shardwise.parallel.stages import apply_stages, fit_absent
-from shardwise.parallel.starting_values import initialize_meta
+from shardwise.parallel.starting_values import allocate_meta, initialize_meta
 from shardwise.parameters.canonical import local_tensor
 from shardwise.parameters.registry import (
     Registry,
@@ -90,7 +90,7 @@ def build_in_turns(
     assert model is not None
     device = torch.device("cpu") if mesh.size("pp") > 1 else mesh.device
     if on_meta and fill is not None:
-        model.to_empty(device=device)
+        allocate_meta(model, device)
         with torch.random.fork_rng(devices=()):  # what `fill` leaves out, such as buffers, starts as in the model
             for module in model.modules() if isinstance(model, PreTrainedModel) else ():
                 model._init_weights(module)  # type: ignore[operator]
@@ -163,6 +163,9 @@ def adopt_model(
     fit_absent(registry, compute_dtype=None)
     complete_split(model, registry)
     guard_wrapper(given, registry)
+    for module in model.modules():
+        if isinstance(module, SplitModule):
+            module.mark_parameters()
     if mesh.shape.world_size > 1 and stages is None:  # a pipeline runs parts of the model on every rank at other times
         _compare_once(model, registry)
     return registry
@@ -191,6 +194,14 @@ def _compare_once(model: nn.Module, registry: Registry) -> None:
     handle = model.register_forward_pre_hook(compare)
 
 
+def _is_partial(module: nn.Module, name: str, parameter: Tensor) -> bool:
+    """Whether a parameter's gradient on a rank is a term of a sum over tp. Our own layers say so themselves: marks on
+    their parameters are lost where these are replaced. Modules of the user's have the mark alone.
+    """
+    own = getattr(module, "partial_parameters", ())
+    return name in own or bool(getattr(parameter, "sequence_parallel_enabled", False))
+
+
 def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bool) -> SplitPlan:
     names: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -208,7 +219,7 @@ def _plan(model: nn.Module, mesh: Mesh, policy: FsdpPolicy | None, *, is_cut: bo
             split = module.placements.get(own) if isinstance(module, SplitModule) else None
             split = split or by_hand(parameter, mesh)
             layout = stored(parameter, split, mesh, data_axes=policy is None)
-            is_partial = mesh.size("tp") > 1 and bool(getattr(parameter, "sequence_parallel_enabled", False))
+            is_partial = mesh.size("tp") > 1 and _is_partial(module, own, parameter)
             parameters[fqn] = ParameterPlan(
                 fqn=fqn,
                 layout=Layout(layout.shape, (*stage, *layout.steps)),

@@ -1,4 +1,4 @@
-"""Linears by themselves, divided over tp by output or input features; see `shardwise.compat.layers.split_module`."""
+"""Linears and norms by themselves, see `shardwise.compat.layers.split_module`; linears are divided over tp."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.collectives import reduce_from_region, scatter_from_region
 from shardwise.compat.layers.split_module import Init, SplitModule, gather_features, new_linear, own_features
@@ -15,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.mesh import Mesh
 from shardwise.sharding.placement import equal_sections
 
-__all__ = ["ColumnLinear", "RowLinear"]
+__all__ = ["ColumnLinear", "LayerNorm", "RowLinear"]
 
 
 class _SplitLinear(SplitModule):
@@ -128,6 +128,9 @@ class RowLinear(_SplitLinear):
                 fix="pass input_is_parallel=True, after a column-split linear",
             )
         self.input_is_split, self.reduces = input_is_split, reduces
+        if self.bias is not None and (self.sequence_dim is not None or not reduces):
+            self.partial_parameters = ("bias",)
+            self.mark_parameters()
 
     def forward(self, x: Tensor) -> Any:
         """Args: x `[..., in]`, per rank its part where `input_is_split`. Returns `[..., out]`."""
@@ -152,3 +155,14 @@ class RowLinear(_SplitLinear):
         if bias is not None and not self.reduces and context.coord:
             bias = bias * 0
         return out if bias is None else out + bias
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`, which may be used on parts of the sequence: its gradients are then summed over tp."""
+
+    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.partial_parameters = tuple(self._parameters) if sequence_parallel_enabled else ()
+        for parameter in self.parameters():
+            parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]

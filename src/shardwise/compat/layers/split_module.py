@@ -65,13 +65,16 @@ class SplitModule(nn.Module):
 
     Attributes:
         placements: how each divided parameter is.
+        partial_parameters: replicated parameters whose gradient on a rank is a term of the sum over tp, because they
+            meet this rank's part of the sequence.
         padded_width: to how many features this rank's are filled up with zeros; see [Note: heads are padded in
             activations].
-        keeps_full: whether `start` leaves full weights, as they were drawn, in `full_values`; set before `__init__`.
+        keeps_full: whether `start` keeps full weights, as they were drawn, as `master_weight…`; set before `__init__`.
     """
 
     padded_width: int = 0
     keeps_full: bool = False
+    partial_parameters: tuple[str, ...] = ()
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
@@ -80,7 +83,6 @@ class SplitModule(nn.Module):
             mesh=mesh, plan=SplitPlan(shape=mesh.shape, parameters={}), context=self._split, local_state=True
         )
         self.placements: dict[str, Split] = {}
-        self.full_values: dict[str, Tensor] = {}
         self._draw: Callable[[], Mapping[str, Tensor | None]] = dict
         self.register_load_state_dict_pre_hook(take_parts)
 
@@ -95,7 +97,20 @@ class SplitModule(nn.Module):
         for name, full in draw().items():
             self.add_parameter(name, full, splits[name], device=device)
             if self.keeps_full and full is not None and name.startswith("weight") and not full.is_meta:
-                self.full_values[name] = full.detach().clone()
+                self.__dict__[f"master_{name}"] = full.detach().clone()
+        self.mark_parameters()
+
+    def mark_parameters(self) -> None:
+        """Puts NxD's attributes on divided parameters, for code that reads them; nothing here does."""
+        for name, split in self.placements.items():
+            parameter: Any = self._parameters.get(name)
+            if parameter is not None:  # another stage's
+                parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
+                parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
+        for name in self.partial_parameters:
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                parameter.sequence_parallel_enabled = True
 
     def add_parameter(
         self, name: str, full: Tensor | None, split: Split | None, *, device: torch.device | str | None = None
@@ -119,6 +134,7 @@ class SplitModule(nn.Module):
         Communicates: over tp, one all-gather of it.
         """
         mesh, parameter = self._provisional.mesh, self.get_parameter(name)
+        mark(parameter, entries_of(self)[name])  # it may have been replaced
         full = full_value(parameter)
         layout = layout_of(full.shape, split, mesh)
         parameter.data = local_tensor(full, layout, mesh.coords).to(parameter)

@@ -16,7 +16,7 @@ from shardwise.optim.elementwise import check_optimizer
 from shardwise.optim.optimizer import groups_of
 from shardwise.optim.plain_step import KEPT_BY_STEPS
 from shardwise.parameters.canonical import local_tensor
-from shardwise.parameters.registry import entry_of
+from shardwise.parameters.registry import entry_of, find_parameters
 from shardwise.plan.options import check_kind
 
 __all__ = ["lazy_class", "move_optimizer"]
@@ -95,12 +95,24 @@ def _own(each: Any) -> Any:
 def _check_all(groups: Iterable[Mapping[str, Any]], moved: Mapping[int, Tensor]) -> None:
     lost = [_own(each) for group in groups for each in group["params"] if id(_own(each)) not in moved]
     entry = next((entry for value in moved.values() if (entry := entry_of(value)) is not None), None)
-    if lost and (entry is None or entry.registry.mesh.size("pp") == 1):
+    if not lost:
+        return
+    if entry is None or entry.registry.mesh.size("pp") == 1:
         raise ConfigError(
             f"what became of {counted(len(lost), 'parameter')} of the optimizer is not said",
             why=f"of shapes {', '.join(str(list(each.shape)) for each in lost[:3])}",
             fix="map the id of every parameter that the optimizer was built with to the one of the same name",
         )
+    model, tied = entry.registry.model(), set(entry.registry.tied.values())
+    mapped, shapes = {id(value) for value in moved.values()}, {tuple(each.shape) for each in lost}
+    for fqn, value, own in find_parameters(model) if model is not None and tied else ():
+        is_lost = own is not None and own.fqn in tied and own.layout.shape in shapes and id(value) not in mapped
+        if is_lost and value.requires_grad:
+            raise ConfigError(
+                f"what became of a parameter of the optimizer is not said, and nothing became {fqn}",
+                why="it is tied, and this stage knows it by its other name",
+                fix="map by all names: model.named_parameters(remove_duplicate=False)",
+            )
 
 
 def _moved_group(group: Mapping[str, Any], moved: Mapping[int, Tensor]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.compat.layers.grouped import GroupedProjections
-from shardwise.compat.neuronx_distributed.parallel_layers.layers import mark, own_options
+from shardwise.compat.neuronx_distributed.parallel_layers.layers import own_options
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
@@ -59,7 +59,6 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         chosen = own_options(order, (dtype, device, sequence_parallel_enabled), options)
         chosen |= {"copies": kv_size_multiplier, "fused": fuse_qkv, "bias": bias, "gathers": gather_output}
         super().__init__(input_size, (output_size[0], output_size[1]), current_mesh(), **chosen)
-        mark(self)
 
     initialize_weight_biases = GroupedProjections.reset_parameters
 

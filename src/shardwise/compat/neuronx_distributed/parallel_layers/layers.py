@@ -8,13 +8,11 @@ from typing import Any
 import torch
 
 from shardwise.compat.layers.embedding import StandaloneEmbedding
-from shardwise.compat.layers.linears import ColumnLinear, RowLinear
-from shardwise.compat.layers.norms import LayerNorm
-from shardwise.compat.layers.split_module import SplitModule
+from shardwise.compat.layers.linears import ColumnLinear, LayerNorm, RowLinear
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
 from shardwise.errors import UnsupportedError
 
-__all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "mark", "own_options"]
+__all__ = ["ColumnParallelLinear", "LayerNorm", "ParallelEmbedding", "RowParallelLinear", "own_options"]
 
 _LINEAR = ("dtype", "device", "stride", "init_method", "sequence_parallel_enabled", "sequence_dimension")
 _EMBEDDING = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "init_method", "device", "dtype")
@@ -57,7 +55,6 @@ class ColumnParallelLinear(ColumnLinear):
         chosen = own_options(_LINEAR, args, options)
         super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
-        mark(self)
 
     init_weight_cpu = ColumnLinear.reset_parameters
 
@@ -81,9 +78,6 @@ class RowParallelLinear(RowLinear):
         chosen = own_options(_LINEAR, args, options) | {"input_is_split": input_is_parallel, "reduces": reduce_output}
         super().__init__(input_size, output_size, current_mesh(), bias=bias, **chosen)
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
-        if self.sequence_dim is not None and self.bias is not None:
-            self.bias.sequence_parallel_enabled = True  # type: ignore[attr-defined]
-        mark(self)
 
     init_weight_cpu = RowLinear.reset_parameters
 
@@ -98,7 +92,6 @@ class ParallelEmbedding(StandaloneEmbedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
         chosen = own_options(_EMBEDDING, args, options)
         super().__init__(num_embeddings, embedding_dim, current_mesh(), **chosen)
-        mark(self)
 
     init_weight_cpu = StandaloneEmbedding.reset_parameters
 
@@ -125,14 +118,3 @@ def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, An
     enabled, dim = given.pop("sequence_parallel_enabled", False), given.pop("sequence_dimension", None)
     given["sequence_dim"] = (dim or 0) if enabled else None
     return {_OURS.get(name, name): value for name, value in given.items() if name not in _IDLE}
-
-
-def mark(module: SplitModule) -> None:
-    """Puts NxD's attributes on parameters that are divided, and full weights that are kept on the module, as
-    `master_weight…`, for code that reads them; nothing here does.
-    """
-    for name, split in module.placements.items():
-        parameter: Any = module._parameters[name]
-        parameter.tensor_model_parallel, parameter.partition_dim = True, split.dim
-        parameter.partition_stride, parameter.num_partitions = max(map(len, split.pieces)), split.parts
-    module.__dict__.update({f"master_{name}": full for name, full in module.full_values.items()})

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardwise.compat.layers.transparent import Transparent, seen_through
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.run_batch import named_inputs, run_batch, run_microbatches
+from shardwise.compat.run_batch import BatchRunner
 from shardwise.parallel.state_dict_guard import local_state_dict
 
 __all__ = ["NxDModel"]
@@ -25,6 +24,13 @@ class NxDModel(Transparent):
         super().__init__(module)
         self.__dict__.update(nxd_config=dict(nxd_config), pp_enabled=current_mesh().size("pp") > 1)
         self.__dict__["lora_config"] = getattr(module, "lora_config", None)
+        config = nxd_config["pipeline_config"] or {}
+        self.__dict__["runner"] = BatchRunner(
+            self.local_module(),
+            num_microbatches=config.get("num_microbatches", 1),
+            averages=config.get("broadcast_and_average_loss", False),
+            returns_each=config.get("return_mb_loss", False),
+        )
         self.train()
 
     def local_module(self) -> nn.Module:
@@ -48,17 +54,11 @@ class NxDModel(Transparent):
     local_state_dict = state_dict
 
     def run_train(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward and backward of one batch, through all stages of a pipeline; the loss, detached, on every rank, or
-        with `return_mb_loss` a list of the microbatches'. See `shardwise.compat.run_batch`.
+        """Runs forward and backward of one batch, through all stages of a pipeline; returns the loss, detached, on
+        every rank, or with `return_mb_loss` a list of the microbatches'. See `shardwise.compat.run_batch.BatchRunner`.
         """
-        config, module, mesh = self.nxd_config["pipeline_config"] or {}, self.local_module(), current_mesh()
-        number, averages = config.get("num_microbatches", 1), config.get("broadcast_and_average_loss", False)
-        if config.get("return_mb_loss"):
-            return run_microbatches(module, mesh, *args, num_microbatches=number, **kwargs)
-        return run_batch(module, mesh, *args, num_microbatches=number, averages=averages, **kwargs)
+        return self.__dict__["runner"].run_train(*args, **kwargs)
 
-    @torch.no_grad()
     def run_eval(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model computes, without gradients; the same on every rank of a pipeline."""
-        args, kwargs = named_inputs(args, kwargs)
-        return self.local_module()(*args, **kwargs)
+        """Returns what the model computes, without gradients; the same on every rank of a pipeline."""
+        return self.__dict__["runner"].run_eval(*args, **kwargs)
