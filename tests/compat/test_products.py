@@ -43,7 +43,7 @@ OPTIONS = {
     "zero": [False, True],
     "number": [1, 2],  # microbatches
     "model": ["plain", "tied", "sequence"],
-    "start": ["real", "meta", "filled", "assigned"],  # how parameters came to their values
+    "start": ["real", "meta", "filled", "assigned", "planned from meta"],  # how parameters came to their values
 }
 
 
@@ -54,10 +54,11 @@ def is_offered(degrees, system, zero, number, model, start):
         return False
     if start == "assigned" and (has_stages or model == "tied"):  # torch unties them
         return False
-    by_hand = system in ("nxd by hand", "nxd guide")
-    if by_hand:
-        return not (has_stages and model == "sequence") and (start != "filled" or system == "nxd by hand")
-    return start == "real" or (start == "meta" and system == "nxd")
+    if system == "nxd guide" and start == "filled":
+        return False
+    if system in ("nxd by hand", "nxd guide"):
+        return not (has_stages and model == "sequence") and start != "planned from meta"
+    return start == "real" or (start == "planned from meta" and system == "nxd")
 
 
 def chosen():
@@ -172,7 +173,7 @@ class Split:
             optimizer_config={"zero_one_enabled": self.zero, "grad_clipping": True, "max_grad_norm": MAX_NORM},
             sequence_parallel=kind == "sequence",
             model_init_config={
-                "meta_device_init": start in ("meta", "filled"),
+                "meta_device_init": start in ("meta", "filled", "planned from meta"),
                 "param_init_fn": fill if start == "filled" else None,
             },
         )
