@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 
 from shardwise.api.rehearsal import Rehearsal
 from shardwise.cli.main import main
+from shardwise.cli.tokenizer import read_tokenizer
 from tests.cli.test_train import MODEL, make_tokenizer
 
 pytestmark = pytest.mark.single
@@ -156,6 +158,14 @@ def test_an_encoder_is_no_causal_model(run, capsys):
     assert "use is_decoder=True in its config" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["bert", "gemma", "gpt2", "llama", "qwen3", "t5"])
+def test_a_model_directory_without_tokenizer_files_is_a_problem(run, tmp_path, capsys, kind):
+    transformers.AutoConfig.for_model(kind).save_pretrained(tmp_path / "bare")
+    assert main(["check", run, f"model.tokenizer={tmp_path / 'bare'}"]) == 1
+    assert "model.tokenizer: cannot load a tokenizer from" in (out := capsys.readouterr().out), out
+    assert "found config.json" in out
+
+
 def test_what_does_not_bear_being_rehearsed_is_no_problem(run, monkeypatch):
     def fail(self):
         raise RuntimeError("a fake tensor has no values")
@@ -167,6 +177,7 @@ def test_what_does_not_bear_being_rehearsed_is_no_problem(run, monkeypatch):
 def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, capsys):
     assert main(["plan", run]) == 0
     printed = capsys.readouterr().out
+    assert f"[{len(read_tokenizer(str(tmp_path / 'tokenizer'), option=''))}, 32]" in printed  # as `train` has it
     assert "q_proj" in printed and "colwise" in printed
     assert "between forward and backward of 8 x 32 tokens it holds" in printed
     assert main(["plan", run, "--layout", "fsdp16.tp2"]) == 0

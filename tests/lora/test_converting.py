@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import peft
 import pytest
@@ -50,7 +51,10 @@ def test_a_checkpoint_gives_the_adapter_that_peft_reads(trained, tmp_path):
     assert main(["convert", str(trained / "run"), str(tmp_path / "out"), "--to", "hf", "--adapter"]) == 0
     ours, theirs = tensors_of(tmp_path / "out"), tensors_of(trained / "adapter")
     assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert peft.LoraConfig.from_pretrained(tmp_path / "out").modules_to_save == ["ln_f"]
+    written = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert written == json.loads((trained / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(trained / "base") and written["modules_to_save"] == ["ln_f"]
+    peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("adapter", ["run", "adapter"])

@@ -50,7 +50,7 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> N
     try:
         staged = StagedDirectory(directory, ending="export")
         try:
-            write_adapter_files(model, staged.path, "default", state)
+            write_adapter_files(staged.path, state, (stored.directory / ADAPTER_CONFIG).read_bytes())
             staged.commit()
         finally:
             staged.abort()

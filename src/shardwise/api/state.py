@@ -14,7 +14,7 @@ from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import Base
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
 from shardwise.errors import ConfigError, LoadError, did_you_mean
-from shardwise.lora.files import adapter_state, write_adapter_files
+from shardwise.lora.files import adapter_config_text, adapter_state, write_adapter_files
 from shardwise.lora.merging import Merger, base_tensors
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.at_rest import reshard
@@ -174,7 +174,8 @@ def _adapter_mode(model: nn.Module, adapter: str | None) -> str | None:
 def _write_adapters(model: nn.Module, directory: Path, states: Mapping[str, Mapping[str, Tensor]]) -> None:
     try:
         for name, state in states.items():
-            write_adapter_files(model, directory if name == "default" else directory / name, name, state)
+            place = directory if name == "default" else directory / name
+            write_adapter_files(place, state, adapter_config_text(model, name))
     except OSError as error:
         raise LoadError(
             f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300], fix="pass a directory that can be made"

@@ -133,17 +133,20 @@ def find_target(arguments: argparse.Namespace) -> tuple[Any, MeshShape, Parallel
         LoadError: the file is not there or not readable.
         MeshError: the layout is malformed.
     """
-    from shardwise.cli.models import spec_of  # torch and transformers are slow to import
-    from shardwise.parallel.build import read_config as read_model_config
+    from shardwise.cli.models import read_model_config, spec_of  # torch and transformers are slow to import
+    from shardwise.cli.tokenizer import load_tokenizer
+    from shardwise.parallel.build import read_config as read_config_values
 
     model: Any = str(arguments.model)
     layout, spec, config = arguments.layout, ParallelSpec(), None
     suffix = Path(model).suffix
     if suffix in (".yaml", ".yml"):
         config = read_config(Path(model))
-        model, layout, spec = config.model.path or config.model.config, layout or config.layout, spec_of(config)
-    if suffix == ".json" or (config is not None and config.model.path is None):
-        model = read_model_config(model, {})[0]
+        model, layout, spec = config.model.path, layout or config.layout, spec_of(config)
+        if model is None:
+            model = read_model_config(config, load_tokenizer(config))
+    if suffix == ".json":
+        model = read_config_values(model, {})[0]
     if layout is None:
         raise ConfigError("no layout is given", fix="add one, such as --layout tp2")
     if arguments.sequence_parallel:

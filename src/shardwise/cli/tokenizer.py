@@ -23,10 +23,14 @@ def read_tokenizer(place: str, *, option: str) -> Any:
     """The tokenizer of the directory or hub id that `option` names. Raises `LoadError` where it cannot be loaded."""
     directory = locate_source(place)
     try:
-        return transformers.AutoTokenizer.from_pretrained(place)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        if len(tokenizer.get_vocab().keys() - special) < 2:  # transformers makes T5's with one of its own
+            raise ValueError("its vocabulary holds special tokens alone, since there are no tokenizer files")
+        return tokenizer
     except Exception as error:  # a damaged file raises errors of many kinds
         names = [] if directory is None else sorted(entry.name for entry in directory.iterdir())
-        why = f"found {', '.join(names) or 'nothing'}; transformers says: " if directory is not None else ""
+        why = f"found {', '.join(names) or 'nothing'}; " if directory is not None else ""
         raise LoadError(
             f"cannot load a tokenizer from {place!r}",
             why=f"{why}{one_line(error)}",

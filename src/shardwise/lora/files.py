@@ -30,6 +30,7 @@ from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "adapter_companions",
+    "adapter_config_text",
     "adapter_state",
     "load_adapter_weights",
     "stored_names",
@@ -89,21 +90,24 @@ def _chosen(model: nn.Module, shown: Mapping[str, Tensor], name: str, registry: 
     return dict(all_gather_objects(chosen, group)[0] if group is not None else chosen or {})
 
 
-def write_adapter_files(model: nn.Module, directory: Path, name: str, state: Mapping[str, Tensor]) -> None:
-    """Writes an adapter's weights and config, for rank 0; the config is in the weights' header, too.
+def write_adapter_files(directory: Path, state: Mapping[str, Tensor], config: bytes) -> None:
+    """Writes an adapter's weights, and its config to a file and into the weights' header.
+
+    Args:
+        state: full CPU tensors by PEFT's names.
+        config: the text of `adapter_config.json`.
 
     Raises:
-        OSError: it cannot.
+        OSError: a file cannot be written.
     """
-    text = _config_text(model, name)
-    header = {"format": "pt", "adapter_config": json.dumps(json.loads(text), sort_keys=True)}
+    header = {"format": "pt", "adapter_config": json.dumps(json.loads(config), sort_keys=True)}
     with atomic_file(directory / "adapter_model.safetensors") as partial:
         try:
             save_file(dict(state), partial, metadata=header)
         except SafetensorError as error:  # a full disk, too
             raise OSError(str(error)) from error
     with atomic_file(directory / ADAPTER_CONFIG) as partial:  # with it, the directory holds an adapter
-        partial.write_bytes(text)
+        partial.write_bytes(config)
 
 
 def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
@@ -111,7 +115,11 @@ def adapter_companions(model: nn.Module) -> dict[str, Callable[[], bytes]]:
     as PEFT writes it. Nothing for other models.
     """
     configs = getattr(find_model(model), "peft_config", {})
-    return {ADAPTER_CONFIG: functools.partial(_config_text, model, "default")} if list(configs) == ["default"] else {}
+    return (
+        {ADAPTER_CONFIG: functools.partial(adapter_config_text, model, "default")}
+        if list(configs) == ["default"]
+        else {}
+    )
 
 
 def stored_names(model: nn.Module) -> dict[str, str]:
@@ -124,7 +132,7 @@ def stored_names(model: nn.Module) -> dict[str, str]:
     return {key: names[id(value)] for key, value in state.items()}
 
 
-def _config_text(model: nn.Module, name: str) -> bytes:
+def adapter_config_text(model: nn.Module, name: str) -> bytes:
     """PEFT's `adapter_config.json`."""
     base: Any = find_model(model)
     config = copy.deepcopy(base.peft_config[name])
