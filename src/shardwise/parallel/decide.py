@@ -49,11 +49,12 @@ def decide_split(
     if shape.pp_size > 1:
         assert order is not None, "a pipeline is cut where layers begin"
         stages = stages_with_adapters(cut(order, facts, spec.pipeline, pp_size=shape.pp_size), facts)
-    plan = with_data_axes(with_adapters(resolved, facts), facts, shape, stages, units=spec.fsdp.units)
+    trained = {name: str(value.dtype) for name, value in model.named_parameters() if value.requires_grad}
+    plan = with_adapters(resolved, facts)
+    plan = with_data_axes(plan, facts, shape, stages, units=spec.fsdp.units, dtypes=trained)
     norms = {
         name: recognise_norm(model.get_submodule(name)) for name, style in plan.modules.items() if style == "norm_split"
     }
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return replace(
         plan,
         stacks=facts.stacks,

@@ -8,8 +8,9 @@ and small tables, stays with the model itself, from whose first use to its last 
 share a parameter are one unit: it is gathered before the first of them runs and freed after the last.
 
 A parameter that cannot be split along its first dim is kept in full on every data rank, and the gradient phase sums its
-gradient: scalars, and key/value heads that tp ranks hold at different places (their parts would no longer be
-aligned).
+gradient: scalars, key/value heads that tp ranks hold at different places (their parts would no longer be
+aligned), and what has another dtype than most of its unit (transformers keeps routers and norms in float32), since
+FSDP2 reduces the gradients of a unit in one buffer.
 
 # [Note: units of stages]
 Each stage of a pipeline is a root of its own for FSDP2, so a parameter that two stages of one rank use (a tied
@@ -20,7 +21,8 @@ could be given to its root.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -44,14 +46,17 @@ def with_data_axes(
     pipeline: PipelinePlan | None = None,
     *,
     units: Sequence[str] | None = None,
+    dtypes: Mapping[str, str] | None = None,
 ) -> SplitPlan:
     """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`.
 
     Args:
         units: as in `find_units`.
+        dtypes: of the parameters that are trained, by their names.
     """
     plan = replace(plan, shape=shape, units=find_units(facts, units), pipeline=pipeline)
     kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
+    kept |= _of_rarer_dtypes(plan, dtypes or {})
     staged = {fqn: _over_stages(each, plan) for fqn, each in plan.parameters.items()}
     return replace(plan, parameters={fqn: _over_data(each, shape, in_full=fqn in kept) for fqn, each in staged.items()})
 
@@ -87,6 +92,20 @@ def _kept_in_full(plan: SplitPlan) -> frozenset[str]:
         plan.tied.get(fqn, fqn) for fqn, owner in owners.items() if owner in around_units or len(inside[owner]) > 1
     }
     return frozenset(twice | loose)
+
+
+def _of_rarer_dtypes(plan: SplitPlan, dtypes: Mapping[str, str]) -> frozenset[str]:
+    """The parameters that have another dtype than most elements of their unit."""
+    unit_of = {module: unit for unit in plan.units for module in unit}
+    groups: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    for fqn, dtype in dtypes.items():
+        unit = unit_of.get(nearest(parent_of(fqn), unit_of) or "", ())
+        groups.setdefault(unit, {}).setdefault(dtype, []).append(fqn)
+    kept: set[str] = set()
+    for by_dtype in groups.values():
+        by_size = sorted(by_dtype.values(), key=lambda fqns: sum(math.prod(plan.parameters[fqn].shape) for fqn in fqns))
+        kept.update(fqn for fqns in by_size[:-1] for fqn in fqns)
+    return frozenset(kept)
 
 
 def _over_data(planned: ParameterPlan, shape: MeshShape, *, in_full: bool) -> ParameterPlan:
