@@ -18,13 +18,15 @@ endif
 
 TASKS := text sequence_classification vision audio base
 
-.PHONY: help setup fix check lint types contract pure test demo bench drill coverage real lines cost clean
+.PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real lines cost clean
 
 help:
 	@echo 'make setup     create .venv with the versions of constraints.txt (every verb below does it when needed)'
 	@echo 'make fix       format, and fix what the linter can fix'
 	@echo 'make check     format, lint, types, import contract, pure tests: under a minute, before every commit'
 	@echo 'make test      check, then every test: what CI runs'
+	@echo 'make newest    every test with the versions of constraints-newest.txt (its torch is 6 GB on Linux)'
+	@echo 'make oldest    the tests of private names of torch and transformers, with the oldest versions of both'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
 	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
@@ -44,6 +46,14 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(BASE_PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" --constraint constraints.txt
 	.venv/bin/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	touch $@
+
+# Environments of other versions: constraints.txt, with what constraints-NAME.txt says in place of its lines.
+.venv-%/.stamp: pyproject.toml constraints.txt constraints-%.txt
+	test -x .venv-$*/bin/python || $(BASE_PYTHON) -m venv .venv-$*
+	{ grep -vE "^($$(sed -n 's/==.*//p' constraints-$*.txt | paste -sd '|'))==" constraints.txt; cat constraints-$*.txt; } > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet "$$(grep '^torch==' constraints-$*.txt)" --constraint .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --editable '.[dev]' --constraint .venv-$*/constraints.txt
 	touch $@
 
 fix: $(READY)
@@ -70,6 +80,12 @@ pure: $(READY)
 # together (tests/conftest.py); the largest groups begin.
 test: check
 	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup
+
+newest: .venv-newest/.stamp
+	.venv-newest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup
+
+oldest: .venv-oldest/.stamp
+	.venv-oldest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup -m oldest
 
 demo: $(READY)
 	$(PY) examples/demo.py
@@ -115,5 +131,5 @@ cost: $(READY)
 	$(PY) -m pytest -q -m 'not pure' --numprocesses 3 --dist loadgroup -p tests.cost
 
 clean:
-	rm -rf .venv build dist htmlcov .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist htmlcov .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -10,6 +11,9 @@ import transformers
 from torch import nn
 
 import shardwise
+
+CACHE = "cache" if "cache" in inspect.signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
+"""What transformers calls the argument and the output of keys and values."""
 
 COMMON = {
     "vocab_size": 96,

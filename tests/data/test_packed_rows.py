@@ -142,7 +142,7 @@ def test_a_packed_row_equals_its_documents_run_apart(on_ranks, layout, sequence_
     [
         ("llama", True, "positions"),
         ("gemma3_text", True, "positions"),
-        ("falcon", True, "mask"),
+        ("opt", True, "mask"),
     ],
 )
 def test_what_keeps_documents_apart_is_found_by_trying(kind, packed, apart):

@@ -13,7 +13,7 @@ from shardwise.comm.count import CommunicationCount
 from shardwise.errors import ConfigError
 from shardwise.parallel.activation_memory import MemoryCount
 from shardwise.plan.options import ParallelSpec
-from tests.families import rows_of, tiny_batch, tiny_model
+from tests.families import CACHE, rows_of, tiny_batch, tiny_model
 
 LAYERS, LENGTH = 4, 32
 
@@ -215,7 +215,7 @@ def test_a_head_that_hands_on_unnamed_whether_to_cache_builds_none():
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()  # a cache that grew in forward would be found longer when blocks run again
         with torch.no_grad():
-            assert model(input_ids=ids).past_key_values is not None
+            assert model(input_ids=ids)[CACHE] is not None
         with pytest.raises(ConfigError, match="use_cache=True"):
             model(input_ids=ids, use_cache=True)
 

@@ -10,7 +10,7 @@ import transformers
 
 import shardwise
 from shardwise.plan.options import Pipeline
-from tests.families import FULL_PRODUCT, tiny_batch, tiny_model
+from tests.families import CACHE, FULL_PRODUCT, tiny_batch, tiny_model
 from tests.oracle import Oracle, differing, differing_gradients
 from tests.pipeline.test_step import SEQ2SEQ
 from tests.pipeline.test_step import model_of as seq2seq_of
@@ -149,7 +149,7 @@ def refuse(mesh):
         lambda: model(**different),
         lambda: model(input_ids=batch["input_ids"]).logits.sum().backward(),
         lambda: model(**batch).logits.sum().backward(),
-        lambda: model(**batch, past_key_values=transformers.EncoderDecoderCache({}, {})),
+        lambda: model(**batch, **{CACHE: transformers.EncoderDecoderCache({}, {})}),
     ]
     said = []
     for call in calls:

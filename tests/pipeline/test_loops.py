@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import shardwise
 from shardwise.plan.options import FsdpPolicy
-from tests.families import tiny_batch, tiny_model
+from tests.families import CACHE, tiny_batch, tiny_model
 from tests.oracle import Oracle, differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -312,7 +312,7 @@ def refuse(mesh):
     cache = DynamicCache(config=model.config)
     for layer in range(2):
         cache.update(torch.zeros(4, 2, 1, 16), torch.zeros(4, 2, 1, 16), layer)
-    found |= {"prefix": said(lambda: model(**batch, past_key_values=cache))}
+    found |= {"prefix": said(lambda: model(**batch, **{CACHE: cache}))}
     loss = model(**batch).loss
     loss.backward(retain_graph=True)
     found |= {"again": said(loss.backward), "lbfgs": said(lambda: optimizer.step(lambda: model(**batch).loss))}

@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError, GradientError, LayoutError, RankError,
 from shardwise.optim.summing import time_reduction
 from shardwise.parameters.registry import entry_of, local_part, registry_of
 from shardwise.plan.options import FsdpPolicy
-from tests.families import checkpoint_layers, rows_of, tiny_batch, tiny_model
+from tests.families import CACHE, checkpoint_layers, rows_of, tiny_batch, tiny_model
 from tests.oracle import differing, differing_gradients
 
 pytestmark = pytest.mark.spawn
@@ -415,12 +415,12 @@ def trained_prefix(pair):
     ids, cache = pair.batches[0]["input_ids"], DynamicCache(config=pair.split.config)
     for layer in range(pair.split.config.num_hidden_layers):
         cache.update(*(torch.zeros(ROWS, 1, 2, 16, requires_grad=True) for _ in "kv"), layer)
-    with pytest.raises(UnsupportedError, match="trained keys and values in past_key_values"):
-        pair.split(input_ids=ids, past_key_values=cache)
+    with pytest.raises(UnsupportedError, match=f"trained keys and values in {CACHE}"):
+        pair.split(input_ids=ids, **{CACHE: cache})
     logits = []
     for model in (pair.full, pair.split):
         first = model.eval()(input_ids=ids[:, :4], use_cache=True)
-        logits.append(model(input_ids=ids[:, 4:], past_key_values=first.past_key_values).logits.detach())
+        logits.append(model(input_ids=ids[:, 4:], **{CACHE: first[CACHE]}).logits.detach())
     return differing("logits", *logits[::-1], 1e-4)
 
 

@@ -40,7 +40,7 @@ from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
-from shardwise.runtime.positions import leave_out_cache
+from shardwise.runtime.positions import cache_of, leave_out_cache
 from shardwise.runtime.same_batch import check_same_batch
 from shardwise.topology.axes import SAME_ROWS_AXES
 
@@ -123,7 +123,7 @@ class _Forward:
         self.targets = [name for name in target_names(model) if isinstance(self.arguments.get(name), Tensor)]
         # Not whether this rank has anything to train: all of them must choose alike.
         self.learns = bool(self.targets) and torch.is_grad_enabled()
-        if "use_cache" in inspect.signature(model.forward).parameters and self.arguments.get("past_key_values") is None:
+        if "use_cache" in inspect.signature(model.forward).parameters and cache_of(self.arguments) is None:
             leave_out_cache(model, self.arguments)
 
     def run(self) -> Any:
@@ -175,7 +175,7 @@ class _Forward:
                 why="the backward of the stages runs in the forward, and goes no further than the tensors it is given",
                 fix="pass the model's own inputs, or compute the encoder's output under torch.no_grad()",
             )
-        cache = self.arguments.get("past_key_values")
+        cache = cache_of(self.arguments)
         if self.learns and isinstance(cache, Cache) and cache.get_seq_length():
             raise UnsupportedError(
                 f"a training forward of a {type(self.model).__name__} in stages that goes on from keys and values",
@@ -183,11 +183,11 @@ class _Forward:
                 fix="pass all tokens, or a prefix as inputs_embeds",
             )
         check_caches(self.arguments, num_stages_per_rank=len(self.runner.stages.own))
-        if self.arguments.get("use_cache") and self.arguments.get("past_key_values") is None:
+        if self.arguments.get("use_cache") and cache is None:
             raise UnsupportedError(
                 f"use_cache=True of a {type(self.model).__name__} in stages, without a cache",
                 why="every stage fills its own layers, of a cache that the caller keeps",
-                fix="pass past_key_values=transformers.DynamicCache(config=model.config), as generate() does",
+                fix="pass a transformers.DynamicCache(config=model.config), as generate() does",
             )
 
     def _hand_out(self, output: Any, *, later: bool) -> Any:

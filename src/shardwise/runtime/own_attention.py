@@ -25,6 +25,7 @@ from torch.nn.attention import sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from shardwise.runtime.attention_kernels import chosen_kernels, is_faster_apart
+from shardwise.runtime.positions import cache_of
 from shardwise.runtime.varlen import Bounds, attend_apart, find_bounds, mask_of
 
 __all__ = ["OwnRows", "can_take_own_attention", "missed_rows", "own_rows", "take_own_attention"]
@@ -131,7 +132,7 @@ def own_rows(batch: Mapping[str, Any], device: torch.device) -> OwnRows | None:
     given = batch.get("input_ids")
     given = batch.get("inputs_embeds") if given is None else given
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if not isinstance(given, Tensor) or given.ndim < 2 or batch.get("past_key_values") is not None:
+    if not isinstance(given, Tensor) or given.ndim < 2 or cache_of(batch) is not None:
         return None
     shape = given.shape[:2]
     if mask is not None:

@@ -1,6 +1,9 @@
-"""Forwards that are given positions, and build no cache where the unsplit model would."""
+"""Forwards that are given positions or a cache, and build no cache where the unsplit model would."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +11,12 @@ from transformers import PreTrainedConfig
 
 from shardwise.runtime.arguments import Arguments, argument_names
 
-__all__ = ["leave_out_cache"]
+__all__ = ["cache_of", "leave_out_cache"]
+
+
+def cache_of(arguments: Mapping[str, Any]) -> Any:
+    """The cache in a forward's arguments, None without one. transformers 5.24 renamed the argument to `cache`."""
+    return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
 def leave_out_cache(module: nn.Module, arguments: Arguments) -> None:
