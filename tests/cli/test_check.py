@@ -205,7 +205,7 @@ def test_the_plan_is_printed_for_a_run_a_config_and_a_directory(run, tmp_path, c
     assert drawn.read_text().startswith("<svg")
     shown = capsys.readouterr().out
     assert "1f1b: 2 microbatches through 2 stages on 2 ranks" in shown
-    assert "pp 1: stage 1: 1 layer, model.layers.1" in shown and "in flight: 2 activations of" in shown
+    assert "pp 1: stage 1: 1 layer, model.layers.1" in shown and "holds activations of up to 2 microbatches: " in shown
     assert "stage 0 sends 1 tensor of" in shown
     assert main(["plan", str(config), "--layout", "pp2.tp2", "--batch", "2x16"]) == 0
     shown = capsys.readouterr().out

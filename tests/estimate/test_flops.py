@@ -20,8 +20,10 @@ MODULES = {
     "layers.0": ModuleFacts(kind="other"),
     "layers.0.attn": ModuleFacts(kind="other", heads=Heads(num_heads=4, num_key_value_heads=2, head_dim=8)),
     "layers.0.attn.q": ModuleFacts(kind="linear", parameters={"weight": (32, D), "bias": (32,)}),
+    "layers.0.attn.kv": ModuleFacts(kind="linear", parameters={"weight": (32, D)}),
     "layers.1": ModuleFacts(kind="other"),
     "layers.1.attn": ModuleFacts(kind="other", heads=Heads(num_heads=4, num_key_value_heads=4)),
+    "layers.1.attn.qkv": ModuleFacts(kind="linear", parameters={"weight": (48, D)}),
     "layers.1.experts": ModuleFacts(kind="other", parameters={"up": (4, D, HIDDEN)}, attributes=EXPERTS),
     "norm": ModuleFacts(kind="other", parameters={"weight": (D,)}),
     "head": ModuleFacts(kind="linear", parameters={"weight": (V, D)}),
@@ -33,8 +35,8 @@ FACTS = ModelFacts(
     tied={"head.weight": "embed.weight"},
     embedding="embed",
 )
-MULTIPLIED = 32 * D + 2 * D * HIDDEN + V * D
-"""The query, the experts that a token goes through, and the head, although it is the embedding's weight."""
+MULTIPLIED = 64 * D + 48 * D + 2 * D * HIDDEN + V * D
+"""Queries, keys, values, the experts that a token goes through, and the head, although it is the embedding's weight."""
 
 
 def test_weights_that_multiply_count_and_attention_as_far_as_it_sees():
@@ -52,19 +54,39 @@ def test_frozen_weights_cost_no_gradient_of_their_own():
 
 
 def test_features_of_values_may_differ_from_those_of_queries():
-    attention = ModuleFacts(
-        kind="other",
-        heads=Heads(num_heads=4, num_key_value_heads=4),
-        attributes={"qk_head_dim": 24, "v_head_dim": 16},
-    )
-    facts = ModelFacts(model_type="", modules={"": MODULES[""], "a": attention, "a.inner": MODULES["layers.1.attn"]})
-    assert count_work(facts, [], {}).attention == ((4 * (0 + 0), None),), "the innermost, of which nothing is known"
-    assert count_work(ModelFacts(model_type="", modules={"a": attention}), [], {}).attention == ((4 * 40, None),)
+    modules = {
+        "": MODULES[""],
+        "a": ModuleFacts(
+            kind="other",
+            heads=Heads(num_heads=4, num_key_value_heads=4),
+            attributes={"qk_head_dim": 24, "v_head_dim": 16},
+        ),
+        "a.q": ModuleFacts(kind="linear", parameters={"weight": (96, D)}),
+        "a.o": ModuleFacts(kind="linear", parameters={"weight": (D, 64)}),
+    }
+    assert count_work(ModelFacts(model_type="", modules=modules), [], {}).attention == ((4 * 40, None),)
+    around = {"": ModuleFacts(kind="other", heads=Heads(num_heads=2, num_key_value_heads=2, head_dim=3)), **modules}
+    assert len(count_work(ModelFacts(model_type="", modules=around), [], {}).attention) == 1, "the innermost alone"
 
 
 @pytest.mark.parametrize(
     ("name", "tflops"),
-    [("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA L4", 121), ("T4", None)],
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA L4", 121),
+        ("T4", None),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("AMD Instinct MI300X", 1307),
+    ],
 )
 def test_peaks_are_known_by_the_name_of_the_card(name, tflops):
     assert peak_flops(name) == (tflops and tflops * 1e12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -340,3 +341,6 @@ def test_a_plan_shows_adapters_and_that_frozen_weights_have_no_state():
     plain = str(describe(config, "tp2", batch=(2, 16)))
     adamw = [float(each.partition("AdamW ")[2].split()[0]) for each in (text, plain)]
     assert adamw[0] < 0.2 * adamw[1]
+    stages = str(describe(config, "pp2", adapter=lora))
+    parameters, at_rest = re.search(r"pp 0: .* ([\d,]+) parameters, ([\d.]+) MiB at rest", stages).groups()
+    assert float(at_rest) < 2 * 4 * int(parameters.replace(",", "")) / 2**20, "a frozen weight is its value alone"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, BertConfig, EsmConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BertConfig, EsmConfig, LlamaConfig, LlamaForCausalLM
 
 from bench.sweep.known import architectures, default_config, model_class
 from shardwise.errors import ConfigError, UnsupportedError
@@ -321,3 +321,17 @@ def test_architectures_are_listed_in_one_order():
     assert listed == architectures("causal_lm", "masked_lm", "seq2seq_lm")
     assert len(set(listed)) == len(listed) > 200
     assert ("llama", "causal_lm", "LlamaForCausalLM") in listed
+
+
+class WithTable(LlamaForCausalLM):
+    """A model with a table whose size stands in a field that no rule for tiny models knows."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Parameter(torch.empty(config.rows_of_table, 64))
+
+
+def test_a_field_that_stays_large_is_refused_before_anything_is_allocated():
+    config = shrink_config(LlamaConfig(rows_of_table=2**21))
+    with pytest.raises(UnsupportedError, match=r"134,\d+,\d+ elements[\s\S]*table \[2097152, 64\]"):
+        build_tiny_model(config, WithTable, seed=0)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import shardwise
+from bench.sweep.known import default_config
+from shardwise.estimate.flops import count_work
+from shardwise.parallel.facts import read_facts
+from shardwise.tiny.shrink import shrink_config
 from tests.families import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.single
@@ -25,6 +31,18 @@ def test_operations_are_those_that_torch_counts(family, length, within):
     with shardwise.Mesh.open("tp1", device="cpu") as mesh:
         result = shardwise.TrainStep(shardwise.parallelize(model, mesh), mesh)(batch)
     assert result.flops == pytest.approx(counted.get_total_flops(), rel=within)
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("mamba2", 0), ("bamba", 1), ("gpt2", 2), ("falcon", 2), ("deepseek_v3", 2), ("t5", 6), ("gemma4_text", 2)],
+)
+def test_attention_counts_only_where_keys_meet_queries(family, count):
+    """State space mixers have heads, too, and cost no more for a token of a longer row."""
+    config = shrink_config(default_config(family))
+    with torch.device("meta"):
+        facts = read_facts((AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM).from_config(config))
+    assert len(count_work(facts, [], {}).attention) == count
 
 
 def test_frozen_weights_cost_no_gradient_of_their_own():

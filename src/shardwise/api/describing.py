@@ -80,10 +80,10 @@ def describe(
         options=model_options,
         adapter=adapter,
     )
+    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
     if plan.pipeline is not None:
         schedule = schedule_of(plan, num_microbatches)
-        return _explain_stages(plan, rehearsal, schedule, _attention(model), dtype=dtype, batch=batch)
-    frozen = {fqn for fqn, value in model.named_parameters() if not value.requires_grad}
+        return _explain_stages(plan, rehearsal, schedule, _attention(model), frozen=frozen, dtype=dtype, batch=batch)
     kept = _at_rest(plan, frozen, dtype=dtype)
     parts = f"parameters {mib(kept.parameters)}, gradients {mib(kept.gradients)}, AdamW {mib(kept.optimizer)}"
     memory = f"{_attention(model)}\na rank keeps {mib(kept.total)} from step to step in {dtype}: {parts}"
@@ -108,6 +108,7 @@ def _explain_stages(
     schedule: Schedule,
     attention: str,
     *,
+    frozen: Collection[str],
     dtype: str,
     batch: tuple[int, int] | None,
 ) -> Explanation:
@@ -127,7 +128,7 @@ def _explain_stages(
                 lines += [f"over tp, a microbatch: stage {number}: {step.tp}" for number, step in steps.items()]
         except UnsupportedError as error:
             lines = [f"what stages hold between forward and backward is not known: {error.why or error.summary}"]
-    stages = describe_stages(plan, schedule, itemsize=itemsize, activations=found)
+    stages = describe_stages(plan, schedule, itemsize=itemsize, frozen=frozen, activations=found)
     return explain(plan, collectives=tuple(lines), memory=attention, stages=stages)
 
 
@@ -152,9 +153,9 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes
     activations = f"{middle} it holds {mib(kept.total)} besides: activations {mib(kept.activations)}{gathered}"
     peak = at_rest.parameters + at_rest.optimizer + step.peak_bytes
     activations += (
-        f"\nat the peak of a step it holds {mib(peak)}: parameters, AdamW, and {mib(step.peak_bytes)} that the "
+        f"\npeak during a step: {mib(peak)} (parameters, AdamW state, and {mib(step.peak_bytes)} of gradients, "
+        "activations and temporary tensors)"
     )
-    activations += "step makes, gradients and loss included"
     lines = []
     if rehearsal.shape.tp_size > 1:
         lines.append(f"over tp, a microbatch of {num_rows} x {seq_length:,} tokens: {step.tp}")

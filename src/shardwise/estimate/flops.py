@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping
 
 from shardwise.estimate.cuts import experts_of
-from shardwise.plan.structure import ModelFacts, parent_of, upwards
+from shardwise.plan.structure import Heads, ModelFacts, parent_of, upwards
 from shardwise.plan.token_work import TokenWork
 
 __all__ = ["count_work", "peak_flops"]
@@ -23,6 +24,7 @@ _PEAK_TFLOPS = (
     ("A100", 312.0),
     ("A800", 312.0),
     ("L40S", 362.0),
+    ("L40", 181.0),
     ("L4", 121.0),
     ("A10G", 70.0),
     ("A10", 125.0),
@@ -31,12 +33,12 @@ _PEAK_TFLOPS = (
     ("MI325X", 1307.0),
     ("MI300X", 1307.0),
 )
-"""Dense bfloat16 with float32 sums, from the makers' data sheets; the first name that a device's name contains."""
+"""Dense bfloat16 with float32 sums, from the makers' data sheets, by words in the device's name; the first holds."""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bfloat16 operations a second that the maker claims; None for devices that are not listed, and CPUs."""
-    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if name in device_name), None)
+    return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str, int]) -> TokenWork:
@@ -61,14 +63,48 @@ def count_work(facts: ModelFacts, trained: Collection[str], windows: Mapping[str
 
 
 def _attentions(facts: ModelFacts, windows: Mapping[str, int]) -> Iterator[tuple[int, int | None]]:
-    """Of every innermost module with heads: their query and value features, and its window."""
-    known = [name for name, module in facts.modules.items() if module.heads is not None]
-    around = {outer for name in known for outer in upwards(parent_of(name))}
-    for name in (each for each in known if each not in around):
-        heads, found = facts.modules[name].heads, facts.modules[name].attributes
+    """Query and value features, and the window, of every innermost module that attends."""
+    with_heads = [name for name, module in facts.modules.items() if module.heads is not None]
+    around = {outer for name in with_heads for outer in upwards(parent_of(name))}
+    for name in with_heads:
+        if name in around:
+            continue
+        module = facts.modules[name]
+        heads, attributes = module.heads, module.attributes
         assert heads is not None
-        query = found.get("qk_head_dim") or heads.head_dim or _hidden_size(facts) // heads.num_heads
-        yield heads.num_heads * (query + found.get("v_head_dim", query)), windows.get(name)
+        head_dim = heads.head_dim or attributes.get("key_value_proj_dim") or _hidden_size(facts) // heads.num_heads
+        query = attributes.get("qk_head_dim") or head_dim
+        value = attributes.get("v_head_dim", query)
+        if _attends(facts, name, heads, query=query, value=value):
+            yield heads.num_heads * (query + value), windows.get(name)
+
+
+def _attends(facts: ModelFacts, name: str, heads: Heads, *, query: int, value: int) -> bool:
+    """Whether the matrices of a module with heads have the sizes of an attention's: state space mixers differ.
+
+    Args:
+        query: features of a head's query and key.
+        value: features of a head's value.
+    """
+    matrices = []
+    for fqn, module, _, shape in facts.parameters():
+        kind = facts.modules[module].kind
+        if len(shape) < 2 or not fqn.startswith(f"{name}."):
+            continue
+        if kind == "linear":
+            matrices.append((shape[0], shape[1]))
+        elif kind == "transposed" or module == name:  # [in, out] or [in, heads, features of a head]
+            matrices.append((math.prod(shape[1:]), shape[0]))
+    queries, keys = heads.num_heads * query, heads.num_key_value_heads * query
+    if any(out_features == queries + 2 * keys for out_features, _ in matrices):
+        return True
+    of_queries = [number for number, (out, _) in enumerate(matrices) if out in (queries, 2 * queries)]  # with a gate
+    of_others = [
+        number
+        for number, (out_features, in_features) in enumerate(matrices)
+        if out_features in (keys, 2 * keys) or in_features == heads.num_heads * value
+    ]
+    return any(first != second for first in of_queries for second in of_others)
 
 
 def _hidden_size(facts: ModelFacts) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from shardwise.errors import counted
 from shardwise.estimate.cuts import schedule_for
@@ -29,26 +29,34 @@ def schedule_of(plan: SplitPlan, num_microbatches: int | None = None) -> Schedul
 
 
 def describe_stages(
-    plan: SplitPlan, schedule: Schedule, *, itemsize: int, activations: Mapping[int, int] | None = None
+    plan: SplitPlan,
+    schedule: Schedule,
+    *,
+    itemsize: int,
+    frozen: Collection[str] = (),
+    activations: Mapping[int, int] | None = None,
 ) -> tuple[str, ...]:
     """The stages in words, a line for each rank of pp.
 
     Args:
+        frozen: names of the parameters that are not trained.
         itemsize: bytes of an element of parameters, gradients and AdamW's states.
         activations: of each stage, the bytes that a microbatch keeps between its forward and its backward.
     """
     assert plan.pipeline is not None
     waits = timeline(schedule).bubble
     lines = [f"{schedule.title}; if they cost alike, ranks wait {waits:.0%} of the time"]
-    layouts = [planned.layout for planned in plan.parameters.values()]
+    trained = [planned.layout for name, planned in plan.parameters.items() if name not in frozen]
+    kept_frozen = [planned.layout for name, planned in plan.parameters.items() if name in frozen]
     held = schedule.most_held(activations or {})
     for coord, count in enumerate(schedule.in_flight):
         stages = plan.pipeline.stages_of(coord)
-        kept = state_bytes(layouts, plan.shape.coords(0) | {"pp": coord}, itemsize=itemsize).total
+        coords = plan.shape.coords(0) | {"pp": coord}
+        kept = state_bytes(trained, coords, itemsize=itemsize, frozen=kept_frozen).total
         size = sum(math.prod(each.shape) for each in plan.parameters.values() if coord in each.stages)
         line = f"pp {coord}: {'; '.join(_layers(plan, stages))}; {size:,} parameters, {mib(kept)} at rest; "
-        line += f"in flight: {counted(count, 'activation')}"
-        lines.append(f"{line} of {mib(held[coord])} together" if activations else line)
+        line += f"holds activations of up to {counted(count, 'microbatch')}"
+        lines.append(f"{line}: {mib(held[coord])} in total" if activations else line)
     return tuple(lines)
 
 

@@ -10,7 +10,7 @@ loss = model(**make_batch(model, seed=0)).loss
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,8 @@ __all__ = [
     "shrink_config",
 ]
 
+MOST_ELEMENTS = 2**26
+"""A tiny model with more elements was not shrunk: some size stands in a field that no rule knows."""
 _MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
 _VECTOR_NOISE = 0.05
 _STATE_NOISE = 0.02
@@ -47,10 +49,11 @@ def build_tiny_model(config: PreTrainedConfig, cls: Any, *, seed: int) -> PreTra
         seed: of all weights.
 
     Raises:
-        UnsupportedError: the class cannot be constructed, with the cause.
+        UnsupportedError: the class cannot be constructed, with the cause; or the model would not be small.
     """
     config = _config_for(cls, config)
     make = cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else cls.from_config
+    _check_size(make, config, cls)
     with torch.random.fork_rng(devices=[]), _uninitialized_as_nan():
         torch.default_generator.manual_seed(seed)  # not the devices': one rank plans, all drop alike
         try:
@@ -70,6 +73,24 @@ def _config_for(cls: Any, config: PreTrainedConfig) -> PreTrainedConfig:
     if wanted is None or isinstance(config, wanted):
         return config
     return next((part for part in sub_configs(config) if isinstance(part, wanted)), config)
+
+
+def _check_size(make: Callable[[PreTrainedConfig], nn.Module], config: PreTrainedConfig, cls: Any) -> None:
+    """Raises `UnsupportedError` where the model, built on the meta device, is not small."""
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            model = make(copy.deepcopy(config))
+    except Exception:  # noqa: BLE001 - some constructors need values; what is wrong with others shows on the CPU
+        return
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if (total := sum(sizes.values())) > MOST_ELEMENTS:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise UnsupportedError(
+            f"no tiny model of {config.model_type!r}",
+            at=cls.__name__,
+            why=f"it would hold {total:,} elements, as a size in its config is not known to be one; the largest is\n"
+            f"{largest} {[*model.get_parameter(largest).shape]}",
+        )
 
 
 @contextmanager
