@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardwise.versions import warn_if_untested
+
 if TYPE_CHECKING:
     from shardwise.api.building import load as load
     from shardwise.api.building import parallelize as parallelize
@@ -78,6 +80,9 @@ __all__ = [
     "save_checkpoint",
     "verify",
 ]
+
+
+warn_if_untested()
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ COMPAT = PACKAGE / "compat"
 """Names and packages in there are those of other systems, whose front doors they are."""
 LIGHTNING = PACKAGE / "lightning"
 """Its names are what users import: its __init__ imports them from where they are, and does nothing else."""
-ROOMS_WITHOUT_TORCH = {"estimate", "plan", "schedule", "sharding", "topology", "failure", "errors"}
+ROOMS_WITHOUT_TORCH = {"estimate", "plan", "schedule", "sharding", "topology", "failure", "errors", "versions"}
 
 
 def test_modules_are_named_after_what_they_hold():

@@ -332,6 +332,6 @@ class WithTable(LlamaForCausalLM):
 
 
 def test_a_field_that_stays_large_is_refused_before_anything_is_allocated():
-    config = shrink_config(LlamaConfig(rows_of_table=2**21))
-    with pytest.raises(UnsupportedError, match=r"134,\d+,\d+ elements[\s\S]*table \[2097152, 64\]"):
+    config = shrink_config(LlamaConfig(rows_of_table=2**23))
+    with pytest.raises(UnsupportedError, match=r"536,\d+,\d+ elements[\s\S]*table \[8388608, 64\]"):
         build_tiny_model(config, WithTable, seed=0)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from shardwise.private_names import PRIVATE_NAMES, has_private_name
+from shardwise.versions import SUPPORTED, installed, release_of
+
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     num_broken = 0
-    for check in (_check_packages, _check_machine, _check_all_reduce):
+    for check in (_check_packages, _check_private_names, _check_machine, _check_all_reduce):
         for state, topic, text in check():
             num_broken += state == "broken"
             print(f"{state:<7} {topic:<18} {text}", flush=True)
@@ -56,21 +59,29 @@ def _check_packages() -> Iterator[Finding]:
         yield "note", "shardwise", "runs from its sources: `pip install -e .` says which versions it needs"
     for requirement in map(Requirement, needed):
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            version = _version_of(requirement.name)
-            if version is not None and requirement.specifier.contains(version, prereleases=True):
+            version, support = installed(requirement.name), SUPPORTED.get(requirement.name)
+            if version is None or not requirement.specifier.contains(version, prereleases=True):
+                yield "broken", requirement.name, f"{version or 'not installed'}; pip install -U '{requirement}'"
+            elif support is None:
                 yield "ok", requirement.name, version
             else:
-                yield "broken", requirement.name, f"{version or 'not installed'}; pip install -U '{requirement}'"
+                state = "note" if support.is_newer(version) else "ok"
+                yield state, requirement.name, f"{version}; oldest {support.oldest}, tested to {support.tested}"
     for name, use in OPTIONAL.items():
-        version = _version_of(name)
+        version = installed(name)
         yield "ok" if version else "note", name, version or f"not installed; only needed for {use}"
 
 
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _check_private_names() -> Iterator[Finding]:
+    """Looks for the private names of torch that the package uses, among them those that a new version has lost."""
+    release = release_of(installed("torch") or "")
+    missing = [
+        name
+        for name, read_in in PRIVATE_NAMES.items()
+        if release >= release_of(read_in[0]) and not has_private_name(name)
+    ]
+    text = f"torch lacks {', '.join(missing)}; use a tested version" if missing else "all private names are there"
+    yield "broken" if missing else "ok", "torch internals", text
 
 
 def _check_machine() -> Iterator[Finding]:

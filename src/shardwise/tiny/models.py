@@ -33,7 +33,7 @@ __all__ = [
     "shrink_config",
 ]
 
-MOST_ELEMENTS = 2**26
+MOST_ELEMENTS = 2**28
 """A tiny model with more elements was not shrunk: some size stands in a field that no rule knows."""
 _MATRIX_NOISE = 0.05  # standard deviations; large enough that every term shows in loss and gradients
 _VECTOR_NOISE = 0.05
