@@ -4,8 +4,8 @@
 `_PipelineScheduleRuntime` runs any order of actions, adds sends and receives to it, and gathers and reduces what FSDP2
 holds. It asks a stage for a few methods; ours are these, and not those of `PipelineStage`: that one votes about shapes,
 runs the model to find them, keeps one buffer a microbatch for ever, and is another one in every version of torch
-(docs/decisions/0035-what-torchs-pipelining-does.md). Here shapes are known from the arguments, so that they may differ from step to step; buffers
-are made when a receive is posted and go with the backward.
+(docs/decisions/0035-what-torchs-pipelining-does.md). Here shapes are known from the arguments, so that they may differ
+from step to step; buffers are made when a receive is posted and go with the backward.
 """
 
 from __future__ import annotations
