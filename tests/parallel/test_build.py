@@ -10,7 +10,7 @@ import pytest
 import shardwise
 from shardwise.errors import LoadError
 from shardwise.parallel.build import read_config
-from shardwise.probe.disk_cache import read_kept
+from shardwise.probe.disk_cache import read
 from shardwise.weights.kinds import check_no_checkpoint, kind_of
 from tests.families import tiny_model
 
@@ -52,7 +52,7 @@ def test_what_another_user_owns_is_named(directory, monkeypatch, tmp_path):
             LoadError, match="cannot read manifest.json[\\s\\S]*Permission denied[\\s\\S]*let this user"
         ):
             look(directory)
-    assert read_kept(tmp_path / "plan.json", dict) is None, "what was found out before is found out again"
+    assert read(tmp_path / "plan.json", dict) is None, "what was found out before is found out again"
     monkeypatch.undo()
     monkeypatch.setattr(Path, "read_text", refuse)
     with pytest.raises(LoadError, match="cannot read config.json[\\s\\S]*Permission denied"):

@@ -18,7 +18,6 @@ from shardwise.parallel.apply import apply_plan
 from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts
 from shardwise.plan.options import ParallelSpec
-from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.plan.spec import Plan
 from shardwise.probe.layer_order import find_layer_order
 from shardwise.probe.staged import train_in_stages
@@ -356,10 +355,3 @@ def test_seeds_that_modules_keep_for_backward_are_refused_with_dropout():
 def test_a_model_of_one_layer_is_cut_around_it():
     order = find_layer_order(tiny_model("llama", num_hidden_layers=1))
     assert order.calls == ("model", "lm_head")
-
-
-def test_order_goes_through_json():
-    order = find_layer_order(model_of("t5"))
-    assert LayerOrder.from_json(order.to_json()) == order
-    with pytest.raises(ValueError, match="no layer order"):
-        LayerOrder.from_json({"calls": []})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.errors import PlanError
-from shardwise.plan.fit import govern
+from shardwise.plan.fit import match_rules
 from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionRule, SequenceRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, ModuleFacts
@@ -38,7 +38,7 @@ def test_the_last_matching_rule_wins_and_the_rest_is_left_out():
         model.layers.*.attn.sinks: split(0)
         """
     )
-    governing = govern(plan, FACTS).parameters
+    governing = match_rules(plan, FACTS).parameters
     assert governing["model.layers.0.attn.q_proj.weight"] == plan.rules[0]
     assert governing["model.layers.1.attn.q_proj"] == plan.rules[1]
     assert governing["model.layers.1.attn.q_proj.weight"] == plan.rules[1]
@@ -56,7 +56,7 @@ def test_each_section_is_about_names_of_its_own():
             SequenceRule("model.*", "sequence"),
         )
     )
-    found = govern(plan, FACTS)
+    found = match_rules(plan, FACTS)
     layers = range(3)
     assert list(found.inputs) == [f"model.layers.{layer}.attn.alibi" for layer in layers]
     assert list(found.attributes) == [f"model.layers.{layer}.attn.num_heads" for layer in layers]
@@ -75,13 +75,13 @@ def test_each_section_is_about_names_of_its_own():
 
 def test_a_module_that_is_kept_in_full_is_no_region():
     plan = Plan((RegionRule("**.attn", "region"), ParameterRule("model.layers.1.attn", "replicate")))
-    assert list(govern(plan, FACTS).regions) == ["model.layers.0.attn", "model.layers.2.attn"]
+    assert list(match_rules(plan, FACTS).regions) == ["model.layers.0.attn", "model.layers.2.attn"]
 
 
 def test_user_rules_that_match_nothing_are_errors_that_name_the_nearest():
     plan = Plan.of({"model.layers.*.attn.qproj": "colwise", "**.head": "colwise", "lm_head": "colwise"})
     with pytest.raises(PlanError) as caught:
-        govern(plan, FACTS)
+        match_rules(plan, FACTS)
     text = str(caught.value)
     assert "2 rules match nothing" in text
     assert 'rule "model.layers.*.attn.qproj: colwise"' in text
@@ -89,17 +89,17 @@ def test_user_rules_that_match_nothing_are_errors_that_name_the_nearest():
     assert "**.head: did you mean '**.lm_head'" in text
     assert 'rule "lm_head' not in text
     with pytest.raises(PlanError, match="no name is near"):
-        govern(Plan.of({"zzzzzz": "colwise"}), FACTS)
+        match_rules(Plan.of({"zzzzzz": "colwise"}), FACTS)
 
 
 def test_a_rule_in_the_wrong_section_is_told_the_right_one():
     with pytest.raises(PlanError) as caught:
-        govern(Plan.of({"model.layers.*.attn.alibi": "split(1)"}), FACTS)
+        match_rules(Plan.of({"model.layers.*.attn.alibi": "split(1)"}), FACTS)
     assert "no rule of the parameters; write it in a Plan's text under [inputs]" in str(caught.value)
 
 
 def test_rules_from_elsewhere_may_match_nothing_and_are_listed():
     plan = Plan.of({"lm_head": "colwise", "score": "replicate"}, source="transformers")
-    found = govern(plan, FACTS)
+    found = match_rules(plan, FACTS)
     assert list(found.parameters) == ["lm_head", "lm_head.weight", "lm_head.bias"]
     assert found.unmatched == (ParameterRule("score", "replicate", "transformers"),)

@@ -11,7 +11,8 @@ from torch import nn
 from bench.sweep.known import default_config, model_class
 from shardwise.plan.rule import InputRule, ParameterRule
 from shardwise.plan.spec import Plan
-from shardwise.search.generalize import generalize, with_every_kind
+from shardwise.probe.tried_model import smallest_with_all_layer_kinds
+from shardwise.search.generalize import generalize
 from shardwise.tiny.models import shrink_config
 from shardwise.tiny.shrink import keep_layers
 from tests.families import FULL_PRODUCT
@@ -123,7 +124,7 @@ def test_the_few_layers_that_are_tried_are_of_every_kind(model_type, name, shrin
     config = default_config(model_type)
     with torch.device("meta"):
         model = model_class(name)(config)
-        few = with_every_kind(lambda number: model_class(name)(shrink(config, num_layers=number)), model)
+        few = smallest_with_all_layer_kinds(lambda number: model_class(name)(shrink(config, num_layers=number)), model)
 
     def kinds(model):  # by stack and what is in a layer, as its items are called
         found = set()

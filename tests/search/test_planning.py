@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import peft
 import pytest
 import torch
@@ -16,7 +18,7 @@ from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.declared_plans import declared_plan
 from shardwise.parallel.facts import read_facts
-from shardwise.plan.fit import govern, idle_rules
+from shardwise.plan.fit import idle_rules, match_rules
 from shardwise.plan.options import ParallelSpec
 from shardwise.plan.spec import Plan
 from shardwise.proof.parity import measure
@@ -141,8 +143,8 @@ GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions"
 def test_a_derived_plan_is_kept_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path))
     derived = []
-    whole = planning.derive_plan
-    monkeypatch.setattr(planning, "derive_plan", lambda *args, **rest: derived.append(1) or whole(*args, **rest))
+    search = planning.search_plan
+    monkeypatch.setattr(planning, "search_plan", lambda *args, **rest: derived.append(1) or search(*args, **rest))
     first = plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2)
     assert plan_for(small(**GPT2), ParallelSpec(plan="auto"), tp_size=2) == first
     assert len(derived) == 1
@@ -174,6 +176,68 @@ def test_without_derivation_a_model_that_declares_nothing_is_an_error_that_teach
     assert len(plan_for(small(**GPT2), ParallelSpec(plan=rules), tp_size=2).rules) > len(rules), (
         "rules lie on top of what is derived"
     )
+
+
+WRONG_RULES = {
+    "wrong numbers, on a derived plan": ("gpt2", {"transformer.h.*.attn.c_attn": "split(1)"}, "h.*.attn|gradient|loss"),
+    "code that fails, on a proved plan": ("llama", {"model.layers.*.mlp.up_proj": "replicate"}, "mlp"),
+    "of one layer of many": ("llama", {"model.layers.2.mlp.up_proj": "replicate"}, "model.layers.2.mlp"),
+    "wrong numbers, on a proved plan": ("llama", {"model.norm": "replicated_with_grad_allreduce"}, "model.norm"),
+}
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("case", WRONG_RULES)
+def test_rules_of_the_user_that_compute_something_else_are_an_error(case):
+    family, rules, says = WRONG_RULES[case]
+    model = small(**GPT2) if family == "gpt2" else tiny_model(family, num_hidden_layers=4)
+    with pytest.raises(PlanError, match="rules given for .* compute something else") as error:
+        plan_for(model, ParallelSpec(plan=rules), tp_size=2)
+    assert re.search(says, f"{error.value.at}\n{error.value.why}")
+
+
+@pytest.mark.single
+def test_a_search_that_fails_is_an_error_with_rules_of_the_user_too():
+    config = shrink_config(default_config("xlm", task="masked_lm"), without_dropout=True)
+    model = build_tiny_model(config, model_class("XLMWithLMHeadModel"), seed=0)
+    rules = {"transformer.layer_norm_emb": "replicate"}
+    with pytest.raises(PlanError, match="XLMWithLMHeadModel cannot be split along the sequence"):
+        plan_for(model, ParallelSpec(plan=rules, sequence_parallel=True), tp_size=2)
+
+
+@pytest.mark.single
+def test_rules_that_cannot_be_tried_are_used_with_a_warning(caplog):
+    plan = plan_for(nn.Sequential(nn.Linear(8, 8)), ParallelSpec(plan={"0": "colwise_gather_output"}), tp_size=2)
+    assert [rule.pattern for rule in plan.rules] == ["0"]
+    assert "used untried" in caplog.text and "no transformers model" in caplog.text
+
+
+@pytest.mark.single
+def test_code_that_is_not_of_transformers_is_tried_whatever_its_model_type(monkeypatch):
+    """A class of the hub has the config of Llama and another attention."""
+
+    class LlamaForCausalLM(transformers.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            for layer in self.model.layers:
+                layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: (args[0].flip(-1),))
+
+    LlamaForCausalLM.__module__ = "transformers_modules.llama"
+    model = LlamaForCausalLM(tiny_model("llama").config)
+    plan = plan_for(model, ParallelSpec(), tp_size=2)
+    assert "model.layers.*.self_attn.q_proj: colwise" not in str(plan)  # the ranks' heads are in the other order
+    assert "model.layers.*.mlp.down_proj: rowwise" in str(plan)
+
+    class Square(nn.Module):
+        def forward(self, x):
+            return x * x
+
+    exchanged = tiny_model("llama")
+    exchanged.model.layers[1].mlp.act_fn = Square()
+    tried = []
+    monkeypatch.setattr(planning, "search_plan", lambda *args, **rest: tried.append(args[0]) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        plan_for(exchanged, ParallelSpec(), tp_size=2)
 
 
 class Knot(nn.Module):
@@ -226,7 +290,7 @@ def test_rules_for_layers_that_a_config_has_not_are_idle_without_a_word(family, 
     facts = read_facts(model)
     declared = declared_plan(model, facts)
     assert not idle_rules(declared, facts)
-    assert govern(declared, facts).unmatched
+    assert match_rules(declared, facts).unmatched
 
 
 @pytest.mark.single

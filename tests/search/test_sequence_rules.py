@@ -15,10 +15,12 @@ from transformers.modeling_outputs import CausalLMOutput
 from bench.sweep.known import default_config, model_class
 from shardwise.errors import PlanError
 from shardwise.parallel.facts import read_facts
+from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, ParameterRule, SequenceRule
 from shardwise.plan.sequence_plan import Stack, find_sequence
 from shardwise.plan.spec import Plan
 from shardwise.probe.trial import Trial
+from shardwise.search.candidate import Candidate
 from shardwise.search.deriving import derive_plan
 from shardwise.search.generalize import generalize
 from shardwise.search.widen_regions import widen_regions
@@ -160,13 +162,15 @@ def test_every_one_of_these_rules_is_needed(broken):
     assert not trial_of(model).run(without, sequence_parallel=True).passed
 
 
-def test_what_needs_all_positions_without_a_gradient_that_says_so_is_found_where_it_fails():
+def test_what_needs_all_positions_without_a_gradient_that_says_so_is_for_the_user_to_name():
     model = odd_model()
     for each in model.rounds:
         each.ladder = Ladder()
-    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True).plan
-    assert styles(plan)["rounds.*.ladder"] == "whole_sequence"
-    assert trial_of(model, length=9).run(plan, sequence_parallel=True).passed
+    with pytest.raises(PlanError, match=r"rounds\.\*\.ladder"):
+        derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True)
+    given = Plan.of({"rounds.*.ladder": "whole_sequence"})
+    plan = derive_plan(model, Plan(()), tp_size=2, sequence_parallel=True, given=given).plan
+    assert trial_of(model, length=9).run(plan | given, sequence_parallel=True).passed
 
 
 def test_two_stacks_have_lengths_and_ends_of_their_own():
@@ -253,4 +257,6 @@ def test_a_block_of_experts_becomes_one_region():
     plan = derive_plan(tiny, Plan(()), tp_size=2).plan
     blocks = {name: style for name, style in styles(plan).items() if style in ("region", "region_output")}
     assert blocks == {"model.layers.*.self_attn": "region", "model.layers.*.mlp": "region_output"}
-    assert widen_regions(plan, read_facts(tiny), tp_size=2) == plan, "a block is no layer's whole"
+    facts = read_facts(tiny)
+    candidate = Candidate(plan=plan, split=resolve(plan, facts, tp_size=2), facts=facts)
+    assert widen_regions(candidate) == plan, "a block is no layer's whole"

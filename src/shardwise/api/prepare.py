@@ -44,7 +44,7 @@ from shardwise.runtime.adapter_facts import without_adapters
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.planning import plan_for
-from shardwise.sharding.json_form import to_json
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
 
@@ -167,10 +167,10 @@ def _decide_together(model: nn.Module, mesh: Mesh, spec: ParallelSpec) -> tuple[
         if mesh.rank:
             return None
         rules, order = _find(model, facts, mesh.shape, spec)
-        return rules.to_json(), None if order is None else order.to_json(), _label_use(model)
+        return rules.to_json(), to_json(order), _label_use(model)
 
     def resolve() -> tuple[SplitPlan, dict[str, str]]:
-        as_run = None if order_found is None else LayerOrder.from_json(order_found)
+        as_run = None if order_found is None else from_json(LayerOrder, order_found)
         plan = decide_split(Plan.from_json(rules_found), model, facts, mesh.shape, spec, order=as_run)
         return plan, _parts_of(plan)
 

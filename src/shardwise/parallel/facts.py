@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, nearest
 from shardwise.runtime.adapter_facts import places_in, read_adapters
@@ -22,6 +23,7 @@ __all__ = [
     "KEY_VALUE_HEAD_NAMES",
     "QUERY_HEAD_NAMES",
     "counts_of",
+    "is_of_transformers",
     "names_read",
     "output_head",
     "read_facts",
@@ -71,6 +73,17 @@ def read_facts(model: nn.Module) -> ModelFacts:
         embedding=_name_of(model, _embedding(model, "get_input_embeddings")),
         embedding_gives_logits=head is None and _embedding(model, "get_output_embeddings") is not None,
         adapters=read_adapters(model),
+    )
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Whether all code of `model` is that of transformers, torch or PEFT.
+
+    A class of the hub (`trust_remote_code`) or of the caller has no lasting name, and may compute something else than
+    the class of its model type; so may a model one of whose modules was exchanged.
+    """
+    return isinstance(model, PreTrainedModel) and all(
+        type(module).__module__.startswith(("transformers.", "torch.", "peft.")) for module in model.modules()
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
-from shardwise.plan.pipeline_plan import Crossing, LayerOrder, PipelinePlan, Returned
+from shardwise.plan.pipeline_plan import Crossing, PipelinePlan, Returned
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.structure import Adapted, AdapterFacts, AdapterParameter, ModelFacts, nearest, parent_of
 from shardwise.sharding.layout import Layout, Step
@@ -78,8 +78,8 @@ def stages_with_adapters(pipeline: PipelinePlan | None, facts: ModelFacts) -> Pi
     used |= {each.fqn: used[adapted.weight] for adapted in adapters.adapted for each in adapted.own}
     returns: dict[str, Returned] = {name: each for fqn, each in order.returns.items() for name in names.inside((fqn,))}
     crossings = tuple(tuple(_crossing(each, names) for each in cut) for cut in order.crossings)
-    renamed = LayerOrder(calls=order.calls, uses={**order.uses, **used}, crossings=crossings, returns=returns)
-    return replace(pipeline, order=renamed)
+    order = replace(order, uses={**order.uses, **used}, crossings=crossings, returns=returns)
+    return replace(pipeline, order=order)
 
 
 def _crossing(crossing: Crossing, names: _Names) -> Crossing:

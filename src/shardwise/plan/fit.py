@@ -12,13 +12,13 @@ from shardwise.plan.rule import AttributeRule, InputRule, ParameterRule, RegionR
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 
-__all__ = ["Governing", "check_weight", "govern", "idle_rules"]
+__all__ = ["MatchedRules", "check_weight", "idle_rules", "match_rules"]
 
 _Kind = TypeVar("_Kind", bound=Rule)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Governing:
+class MatchedRules:
     """The rule that governs each name, by section, in the model's order; names that no rule matches are left out.
 
     Attributes:
@@ -35,7 +35,7 @@ class Governing:
     unmatched: tuple[Rule, ...] = ()
 
 
-def govern(plan: Plan, facts: ModelFacts) -> Governing:
+def match_rules(plan: Plan, facts: ModelFacts) -> MatchedRules:
     """Matches every rule with the names that its section is about.
 
     Raises:
@@ -48,7 +48,7 @@ def govern(plan: Plan, facts: ModelFacts) -> Governing:
         raise fit.nothing_matched(users)
     parameters = fit.governing(ParameterRule)
     kept = {name for name, rule in parameters.items() if rule.style == "replicate"}
-    return Governing(
+    return MatchedRules(
         parameters=parameters,
         regions={name: rule for name, rule in fit.governing(RegionRule).items() if name not in kept},
         attributes=fit.governing(AttributeRule),
@@ -99,6 +99,11 @@ class _Fit:
             return f"no rule of the {rule.section}; write it in a Plan's text under [{'] or ['.join(sections)}]"
         close = self.matcher.nearest(rule.pattern)
         return f"did you mean {' or '.join(map(repr, close))}?" if close else "no name is near; remove the rule"
+
+
+def rules_without_names(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:
+    """The rules of a plan that match nothing in the model that `facts` describe."""
+    return tuple(rule for rule, names in _Fit(plan, facts).names.items() if not names)
 
 
 def idle_rules(plan: Plan, facts: ModelFacts) -> tuple[Rule, ...]:

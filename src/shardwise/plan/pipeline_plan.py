@@ -8,8 +8,7 @@ are counted by calls, not by layers: a model that runs one layer again and again
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from shardwise.errors import ConfigError, did_you_mean
 from shardwise.plan.structure import is_within
@@ -89,31 +88,6 @@ class LayerOrder:
         if len(self.calls) in starts:
             raise ConfigError(f"a pipeline cut after {self.calls[-1]}, the last layer", why="nothing is left after it")
         return tuple(sorted(starts))
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON values, see `from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> LayerOrder:
-        """What `to_json` gave.
-
-        Raises:
-            ValueError: it did not.
-        """
-        try:
-            return cls(
-                calls=tuple(value["calls"]),
-                uses={name: tuple(segments) for name, segments in value["uses"].items()},
-                crossings=tuple(tuple(Crossing(**each) for each in cut) for cut in value["crossings"]),
-                returns={
-                    name: Returned(like=tuple(each["like"]), is_tuple=each["is_tuple"])
-                    for name, each in value["returns"].items()
-                },
-                shares_dropped=bool(value["shares_dropped"]),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"no layer order: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from shardwise.errors import PlanError
 from shardwise.plan.decision import ParameterPlan, SplitPlan
 from shardwise.plan.features import check_heads, local_heads
-from shardwise.plan.fit import Governing, check_weight, govern
+from shardwise.plan.fit import MatchedRules, check_weight, match_rules
 from shardwise.plan.parameters import VOCABULARY_STYLES, ParameterRules, complete_ties
 from shardwise.plan.regions import COLUMN_STYLES, Region, find_deferred_sums, find_regions
 from shardwise.plan.sequence_plan import find_sequence
@@ -32,10 +32,10 @@ def resolve(plan: Plan, facts: ModelFacts, *, tp_size: int, sequence_parallel: b
     Raises:
         PlanError: listing every rule that cannot be followed, with the legal sizes.
     """
-    given = govern(plan, facts)
+    given = match_rules(plan, facts)
     _check_size(facts, tp_size)
     if tp_size == 1:
-        given = Governing(unmatched=given.unmatched)
+        given = MatchedRules(unmatched=given.unmatched)
     given = replace(given, parameters=complete_ties(given.parameters, facts))
     problems = [check_weight(name, rule, facts) for name, rule in given.parameters.items()]
     head = _vocabulary_head(given, facts)
@@ -94,13 +94,13 @@ def _check_size(facts: ModelFacts, tp_size: int) -> None:
         )
 
 
-def _vocabulary_head(given: Governing, facts: ModelFacts) -> str | None:
+def _vocabulary_head(given: MatchedRules, facts: ModelFacts) -> str | None:
     rule = given.parameters.get(facts.head) if facts.head else None
     return facts.head if rule is not None and rule.style in VOCABULARY_STYLES else None
 
 
 def _heads(
-    facts: ModelFacts, given: Governing, regions: Mapping[str, Region], tp_size: int
+    facts: ModelFacts, given: MatchedRules, regions: Mapping[str, Region], tp_size: int
 ) -> tuple[dict[str, tuple[Heads, Heads]], dict[str, PlanError]]:
     """The heads, full and local, of every attention with column-split projections; and why others do not divide."""
     columns = [name for name, rule in given.parameters.items() if rule.style in COLUMN_STYLES]
@@ -144,7 +144,7 @@ def _parameters(rules: ParameterRules, *, outside: list[str]) -> tuple[dict[str,
     return planned, problems
 
 
-def _local_attributes(facts: ModelFacts, given: Governing, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
+def _local_attributes(facts: ModelFacts, given: MatchedRules, tp_size: int) -> tuple[dict[str, int], list[PlanError]]:
     """A rank's values of the attributes that count what is split; and those that do not divide."""
     values, problems = facts.attributes(), []
     found = {}
@@ -159,7 +159,7 @@ def _local_attributes(facts: ModelFacts, given: Governing, tp_size: int) -> tupl
 
 
 def _split_inputs(
-    facts: ModelFacts, given: Governing, tp_size: int
+    facts: ModelFacts, given: MatchedRules, tp_size: int
 ) -> tuple[dict[str, tuple[int, int]], list[PlanError]]:
     """The inputs of which ranks use parts: the dim, and how many heads there are; and those that do not divide."""
     owners, problems = facts.inputs(), []

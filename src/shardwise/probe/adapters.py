@@ -10,7 +10,7 @@ from shardwise.errors import PlanError, ShardwiseError
 from shardwise.lora.inject import inject_alike
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
-from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.trial import Verdict, failed
 from shardwise.probe.tried_model import build_tried_model, trial_of
 from shardwise.runtime.adapter_facts import without_adapters
@@ -20,9 +20,6 @@ from shardwise.tiny.random import seeded
 __all__ = ["try_adapters"]
 
 logger = logging.getLogger("shardwise.plan")
-
-_SEARCH = 1
-"""Raised with every change of how adapters divide."""
 
 
 def try_adapters(
@@ -37,15 +34,14 @@ def try_adapters(
     assert facts.adapters is not None
     base = without_adapters(model)
     described = {
-        "search": _SEARCH,
         "plan": str(plan),
         "adapters": [str(each) for each in facts.adapters.adapted],
         "copies": {name: places for name, places in facts.adapters.instances.items() if len(places) > 1},
         "tp_size": tp_size,
         "sequence_parallel": sequence_parallel,
     }
-    path = path_of(base, "adapters", described)
-    if read_kept(path, bool):
+    path = cache_path(base, "adapters", described)
+    if read(path, bool):
         return
     name = type(base).__name__
     with seeded():
@@ -60,7 +56,7 @@ def try_adapters(
             logger.warning("adapters of %s cannot be tried: %s", name, reason.splitlines()[0])
             return
     if verdict.passed:
-        keep(path, described)
+        write(path, described)
     elif plain.passed:
         raise PlanError(
             f"the adapters of {name} compute something else, split as their base is over tp={tp_size}",

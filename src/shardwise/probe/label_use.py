@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -13,35 +12,33 @@ from transformers import PreTrainedModel
 
 from shardwise.data.batch import count_targets, share_among, split_rows, target_names
 from shardwise.loss.label_use import LabelUse, claims_to_shift, may_shift, note_label_use, says_nothing
-from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.disk_cache import cache_path, read, write
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import build_tiny_model, shrink_config
 
 __all__ = ["find_label_use", "probe_label_use"]
 
-_PROBE = 3
-"""Raised with every change of what is found."""
 _IGNORED = -100
 _NOTICEABLE = 1e-4  # of the largest logit: rounding is a thousand times smaller, what is attended to is larger
 
 
 def find_label_use(model: nn.Module) -> LabelUse | None:
-    """As `probe_label_use`, or what an earlier call found for such a model. Communicates nothing."""
+    """Returns `probe_label_use(model)`, or what an earlier call answered for such a model. Communicates nothing."""
     if not may_shift(model):
         return None
-    path = path_of(model, "labels", {"probe": _PROBE})
-    if (kept := read_kept(path, _parse)) is not None:
-        return kept[0]
-    found = probe_label_use(model)
-    keep(path, {} if found is None else asdict(found))
-    return found
+    path = cache_path(model, "labels", {})
+    if (cached := read(path, _parse)) is not None:
+        return cached[0]
+    use = probe_label_use(model)
+    write(path, {"use": to_json(use)})
+    return use
 
 
 def _parse(value: Any) -> tuple[LabelUse | None]:
-    """What `find_label_use` has kept; `{}` is nothing that could be told."""
-    if not isinstance(value, dict) or set(value) not in (set(), {each.name for each in fields(LabelUse)}):
+    if not isinstance(value, dict) or value.keys() != {"use"}:
         raise ValueError(f"no use of labels: {value}")
-    return (LabelUse(**{name: bool(each) for name, each in value.items()}) if value else None,)
+    return (None if value["use"] is None else from_json(LabelUse, value["use"]),)
 
 
 def probe_label_use(model: nn.Module) -> LabelUse | None:

@@ -7,6 +7,7 @@ stage, cut before every layer, and must compute the same loss and gradients. Wha
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -20,12 +21,13 @@ from shardwise.errors import PlanError, UnsupportedError, one_line
 from shardwise.parallel.stages import keep_stages
 from shardwise.plan.pipeline_plan import LayerOrder, PipelinePlan, Returned
 from shardwise.plan.structure import nearest, upwards
-from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.probe.staged import train_in_stages
 from shardwise.probe.trial import Verdict, failed, failures_explained
 from shardwise.probe.tried_model import build_tried_model
 from shardwise.probe.watch_order import merged, modules_around, watch_order
 from shardwise.runtime.modes import has_dropout
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.tiny.models import choose_mode
@@ -35,9 +37,6 @@ from shardwise.tiny.random import draws_in_backward, seeded
 __all__ = ["find_layer_order", "no_stages", "no_stages_because", "tried_order"]
 
 logger = logging.getLogger("shardwise.plan")
-
-_SEARCH = 7
-"""Raised with every change of what is found, or how it is written."""
 
 _ALLOWED = 1e-3  # of the largest entry of a gradient
 
@@ -55,12 +54,12 @@ def find_layer_order(model: nn.Module) -> LayerOrder:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(f"{name} is no transformers model", why="no tiny model of it can be built")
-    path = path_of(model, "layers", {"search": _SEARCH})
-    if (kept := read_kept(path, LayerOrder.from_json)) is not None:
-        return kept
+    path = cache_path(model, "layers", {})
+    if (cached := read(path, functools.partial(from_json, LayerOrder))) is not None:
+        return cached
     with failures_explained(no_stages_because(name)), seeded(), torch.enable_grad():
         order = _order_of(model)
-    keep(path, order.to_json())
+    write(path, to_json(order))
     return order
 
 

@@ -66,9 +66,6 @@ class Trial:
         padded: one padded row, for runs in training mode with dropout.
         drops: whether to train with dropout on it: what a model never draws need not be right.
 
-    Attributes:
-        confirm: what plans must pass besides, if anything.
-
     Raises:
         UnsupportedError: it computes other numbers when it runs again.
     """
@@ -83,7 +80,6 @@ class Trial:
         drops: bool = True,
     ) -> None:
         self.batch, self.tp_size = batch, tp_size
-        self.confirm: Callable[..., Verdict] | None = None
         self._tiny, self._padded, self._drops = tiny, padded, drops
         self._found: dict[tuple[Plan, bool, bool], Verdict] = {}
         self._tiny_training = None if padded is None else training_copy(tiny, padded, drops=drops)
@@ -112,11 +108,7 @@ class Trial:
         asked = plan, sequence_parallel, in_training
         if asked not in self._found:
             self._found[asked] = self._run(plan, sequence_parallel=sequence_parallel, in_training=in_training)
-        verdict = self._found[asked]
-        if verdict.passed and self.confirm is not None:
-            confirmed = self.confirm(plan, sequence_parallel=sequence_parallel)
-            return verdict if confirmed.passed else confirmed
-        return verdict
+        return self._found[asked]
 
     def _run(self, plan: Plan, *, sequence_parallel: bool, in_training: bool) -> Verdict:
         results = self._split(self._tiny, plan, self.batch, sequence_parallel=sequence_parallel)

@@ -76,7 +76,7 @@ def build_tried_model(model: PreTrainedModel, **shrinking: Any) -> PreTrainedMod
     """The model with other weights, or where it is large a tiny one, made by `shrink_config` with these options."""
     own_size = is_small(model)
     if own_size and not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        tiny = copy.deepcopy(model).float().eval().requires_grad_()  # whatever the caller trains
+        tiny = copy.deepcopy(model).cpu().float().eval().requires_grad_()  # whatever the caller trains, and where
         set_dropout(tiny, 0.0)
         apply_repeatable(tiny.config)
         perturb_parameters(tiny, torch.Generator().manual_seed(0))

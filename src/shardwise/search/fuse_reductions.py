@@ -9,23 +9,23 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import ParameterRule, RegionRule, Rule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts, is_within, parent_of
+from shardwise.plan.structure import is_within, parent_of
+from shardwise.search.candidate import Candidate
 from shardwise.search.dependence import depends, gradients_of, is_nonzero, weighted_sum
 from shardwise.search.trace import Layer, ModuleCall
 
 __all__ = ["fuse_reductions"]
 
 
-def fuse_reductions(plan: Plan, facts: ModelFacts, layers: Sequence[Layer], *, tp_size: int) -> Plan:
-    """`plan` with reductions deferred to later ones of the same layer where both are only added, to be tried.
+def fuse_reductions(candidate: Candidate, layers: Sequence[Layer]) -> Plan:
+    """The candidate's plan with reductions deferred to later ones of the same layer where both are only added.
 
     Args:
         layers: how they ran when watched, every tensor a node, nothing cut.
     """
-    split = resolve(plan, facts, tp_size=tp_size)
+    plan, split = candidate.plan, candidate.split
     rules: list[Rule] = []
     for layer in layers:
         leaving = [call for call in layer.calls if _is_left(call.fqn, split, layer.fqn)]

@@ -1,96 +1,181 @@
-"""Which plan a model gets: declared and proved, or derived from its structure and tried on simulated ranks.
+"""Which plan a model gets: declared and proved, or searched for and tried on simulated ranks.
 
-The user's rules come on top of an automatic plan. For families that the test suite proves this is what transformers
-declares, corrected by us. Any other architecture is examined once: a tiny model of it is built, what transformers
-declares is tried, what the structure implies is derived and tried, and the plan that passes and splits most is kept, on
-disk too, for this version of transformers.
+The user's rules come on top of an automatic plan. For families that the test suite proves, and for these classes of
+transformers alone, the automatic plan is what transformers declares, corrected by us. Any other architecture is
+examined once: a tiny model of it is built, what transformers declares is tried, what the structure implies is derived
+and tried, and the plan that passes and splits most is cached on disk. Rules of the user are tried with the plan.
+Nothing that was not tried is used silently.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.parallel.declared_plans import declared_plan, read_request, vocabulary_plan
-from shardwise.parallel.facts import read_facts
+from shardwise.parallel.facts import is_of_transformers, read_facts
 from shardwise.plan.families import PROVED
-from shardwise.plan.fit import idle_rules
+from shardwise.plan.fit import idle_rules, match_rules, rules_without_names
 from shardwise.plan.options import ParallelSpec
+from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import Rule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts
 from shardwise.probe.adapters import try_adapters
-from shardwise.probe.disk_cache import keep, path_of, read_kept
+from shardwise.probe.disk_cache import cache_path, read, write
 from shardwise.runtime.adapter_facts import without_adapters
-from shardwise.search.deriving import Derivation, derive_plan
+from shardwise.search.deriving import Subject, build_subject, check_given_rules, search_plan
+from shardwise.sharding.json_form import to_json
 from shardwise.tiny.random import seeded
 
 __all__ = ["plan_for"]
 
 logger = logging.getLogger("shardwise.plan")
 
-_SEARCH = 9
-"""Raised with every change of what the search for a plan finds, so that plans of older code are not used again."""
-
 _MAX_SHOWN = 4
 
 
+class CannotTryError(Exception):
+    """There is no tiny model on which plans can be tried, for this cause."""
+
+    def __init__(self, cause: ShardwiseError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
 def plan_for(model: nn.Module, spec: ParallelSpec, *, tp_size: int, facts: ModelFacts | None = None) -> Plan:
-    """All rules for `model`, later ones over earlier ones.
+    """Returns all rules for `model`, later ones over earlier ones.
 
     Args:
-        spec: whose plan is "auto" as above; "declared", which takes what transformers declares, untried; "derived",
-            which derives again; or rules on top of the automatic ones.
-        facts: the model's, where they have been read.
+        spec: its plan is "auto" as above; "declared", what transformers declares, untried; "derived", which searches
+            again; or rules on top of the automatic ones.
+        facts: of the model; read here where None.
 
     Raises:
-        PlanError: nothing is declared, nothing can be derived, and the user gives no rules; or adapters of the model
-            compute something else with the plan.
+        PlanError: nothing is declared, or no plan passes; rules of the user match nothing, or compute something else
+            than the unsplit model; or adapters of the model do.
     """
-    kind, own = read_request(spec.plan)
+    kind, given = read_request(spec.plan)
     if tp_size == 1:
-        return own
+        return given
     facts = facts or read_facts(model)
-    plan = _base_plan(model, spec, kind, own, facts, tp_size=tp_size)
-    is_proved = kind == "auto" and facts.model_type in PROVED and not own.rules
+    plan, is_proved = _base_plan(model, spec, kind, given, facts, tp_size=tp_size)
     if facts.adapters is not None and not is_proved:
         try_adapters(model, plan, facts, tp_size=tp_size, sequence_parallel=spec.sequence_parallel)
     return plan
 
 
-def _base_plan(model: nn.Module, spec: ParallelSpec, kind: str, own: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
-    """The rules for the model without its adapters."""
-    vocabulary, declared = vocabulary_plan(facts), declared_plan(model, facts)
-    idle = idle_rules(declared, facts)
-    if kind == "declared" and idle:
-        raise _idle(model, declared, idle)
-    if kind == "declared" or (kind == "auto" and facts.model_type in PROVED and declared.rules and not idle):
-        if not declared.rules and not own.rules:
-            raise _unknown(model, "transformers declares none for it")
-        return vocabulary | declared | own
+def _base_plan(
+    model: nn.Module, spec: ParallelSpec, kind: str, given: Plan, facts: ModelFacts, *, tp_size: int
+) -> tuple[Plan, bool]:
+    """The rules for the model without its adapters, and whether the test suite proves them."""
+    declared = declared_plan(model, facts)
+    automatic, idle, base = vocabulary_plan(facts) | declared, idle_rules(declared, facts), without_adapters(model)
+    is_known = bool(declared.rules) and not idle
+    if kind == "declared":
+        if not is_known:
+            raise _idle(model, declared, idle) if idle else _unknown(model, "transformers declares none for it")
+        return automatic, False
+    is_proved = is_known and kind == "auto" and facts.model_type in PROVED and is_of_transformers(base)
+    if is_proved and not given.rules:
+        return automatic, True
     if idle:
         logger.warning("%s", _idle(model, declared, idle).summary)
-    automatic = vocabulary | declared
+    match_rules(automatic | given, facts)  # before a search: rules of the user that match nothing are errors
+    question = _Question(
+        declared=automatic,
+        given=given,
+        is_proved=is_proved,
+        tp_size=tp_size,
+        sequence_parallel=spec.sequence_parallel,
+    )
     try:
-        derived = _examined(
-            without_adapters(model),
-            automatic,
-            tp_size=tp_size,
-            sequence_parallel=spec.sequence_parallel,
-            use_cache=kind != "derived",
-        )
-        automatic = derived.plan
-        if derived.problem is not None:
-            raise derived.problem
+        return _examined(base, question, use_cache=kind != "derived") | given, False
+    except CannotTryError as error:
+        if given.rules:
+            logger.warning("the rules given for %s are used untried: %s", type(model).__name__, error.cause)
+            return automatic | given, False
+        if isinstance(error.cause, PlanError):  # it says itself what does not fit
+            raise error.cause from error
+        raise (_idle(model, declared, idle) if idle else _unknown(model, str(error.cause))) from error.cause
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """What is asked of a search.
+
+    Attributes:
+        declared: what is known without one.
+        given: rules of the user.
+        is_proved: whether the declared plan needs no trial of its own, but with the rules of the user.
+    """
+
+    declared: Plan
+    given: Plan
+    is_proved: bool
+    tp_size: int
+    sequence_parallel: bool
+
+
+def _examined(model: nn.Module, question: _Question, *, use_cache: bool) -> Plan:
+    """The plan below the rules of the user, tried with them on a tiny model; or what the disk cache has.
+
+    Raises:
+        CannotTryError: there is no tiny model to try it on.
+        PlanError: no plan passes.
+    """
+    path = cache_path(model, "plan", to_json(question))
+    if use_cache and (cached := read(path, Plan.from_json)) is not None:
+        return cached
+    with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
+        plan = _searched(model, question)
+    write(path, plan.to_json())
+    return plan
+
+
+def _searched(model: nn.Module, question: _Question) -> Plan:
+    subject, given = _subject(model, question)
+    if question.is_proved:
+        check_given_rules(subject, question.declared, given, sequence_parallel=question.sequence_parallel)
+        return question.declared
+    derivation = search_plan(subject, question.declared, sequence_parallel=question.sequence_parallel, given=given)
+    if derivation.problem is not None:
+        raise derivation.problem
+    return derivation.plan
+
+
+def _subject(model: nn.Module, question: _Question) -> tuple[Subject, Plan]:
+    """What plans are tried on, and those rules of the user that it has names for.
+
+    Raises:
+        CannotTryError: no plan can be tried on it.
+    """
+    given, tp_size = question.given, question.tp_size
+    try:
+        subject = build_subject(model, tp_size=tp_size)
+        if rules_without_names(given, subject.trial.facts):  # of layers that a model of few layers lacks
+            subject = build_subject(model, tp_size=tp_size, is_deep=True)
     except ShardwiseError as error:
-        if not own.rules and isinstance(error, PlanError):
-            raise  # it says itself what does not fit
-        if not own.rules:
-            raise (_idle(model, declared, idle) if idle else _unknown(model, str(error))) from error
-    return automatic | own
+        raise CannotTryError(error) from error
+    untried = rules_without_names(given, subject.trial.facts)
+    if untried:
+        names = ", ".join(rule.pattern for rule in untried)
+        logger.warning("rules for %s are used untried: a tiny model has no %s", type(model).__name__, names)
+    tried = Plan(tuple(rule for rule in given.rules if rule not in untried))
+    problem = None
+    for plan in (question.declared | tried, tried):  # rules may be about sizes that the tiny model has not
+        try:
+            resolve(plan, subject.trial.facts, tp_size=tp_size)
+        except PlanError as error:
+            problem = error
+        else:
+            return subject, tried
+    assert problem is not None
+    raise CannotTryError(problem) from problem
 
 
 def _idle(model: nn.Module, declared: Plan, idle: Sequence[Rule]) -> PlanError:
@@ -111,17 +196,3 @@ def _unknown(model: nn.Module, why: str) -> PlanError:
         why=why,
         fix='give rules, such as plan={"**.q_proj": "colwise", "**.o_proj": "rowwise"}; see shardwise.plan.spec.STYLES',
     )
-
-
-def _examined(
-    model: nn.Module, declared: Plan, *, tp_size: int, sequence_parallel: bool, use_cache: bool
-) -> Derivation:
-    described = {"declared": str(declared), "tp_size": tp_size, "sequence_parallel": sequence_parallel}
-    path = path_of(model, "plan", {"search": _SEARCH, **described})
-    if use_cache and (kept := read_kept(path, Plan.from_json)) is not None:
-        return Derivation(plan=kept)
-    with seeded():  # one rank plans, and its streams of random numbers must stay those of the others
-        derived = derive_plan(model, declared, tp_size=tp_size, sequence_parallel=sequence_parallel)
-    if derived.problem is None:
-        keep(path, derived.plan.to_json())
-    return derived

@@ -2,69 +2,66 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardwise.errors import PlanError
-from shardwise.plan.decision import ParameterPlan
 from shardwise.plan.match import star_numbers
-from shardwise.plan.parameters import OUTSIDE
-from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import ParameterRule
 from shardwise.plan.spec import Plan
-from shardwise.plan.structure import ModelFacts
 from shardwise.probe.trial import Verdict
+from shardwise.search.candidate import Candidate, split_share
 from shardwise.sharding.placement import Split
 
-__all__ = ["no_plan_error", "problem_of", "split_share", "with_reasons"]
+__all__ = ["given_rules_error", "no_plan_error", "problem_of", "with_reasons"]
 
 _LEAST = 0.05
 """The part of the layers' elements that must be split: with less of it, ranks hold copies of one model."""
 _MAX_SHOWN = 8
 
 
-def with_reasons(plan: Plan, facts: ModelFacts, reasons: Mapping[str, str], *, tp_size: int) -> Plan:
-    """`plan` with a reason for each matrix in the layers that no rule names.
+def with_reasons(candidate: Candidate, reasons: Mapping[str, str]) -> Plan:
+    """The candidate's plan with a reason for each matrix in the layers that no rule names.
 
     Args:
         reasons: FQNs of parameters to why no split of them passed.
     """
     rules = [
         ParameterRule(fqn, "replicate", source="structure", reason=reasons[fqn])
-        for fqn, planned in resolve(plan, facts, tp_size=tp_size).parameters.items()
+        for fqn, planned in candidate.split.parameters.items()
         if fqn in reasons
         and planned.rule.source == "facts"
         and len(planned.shape) > 1
-        and facts.layer_of(fqn) is not None
+        and candidate.facts.layer_of(fqn) is not None
     ]
-    return plan | Plan(tuple(rules))
+    return candidate.plan | Plan(tuple(rules))
 
 
-def split_share(planned: Iterable[ParameterPlan]) -> float:
-    """Elements of split parameters over elements of all."""
-    split = {True: 0, False: 0}
-    for each in planned:
-        split[isinstance(each.placement, Split)] += math.prod(each.shape)
-    return split[True] / max(1, sum(split.values()))
-
-
-def problem_of(name: str, plan: Plan, facts: ModelFacts, reached: Collection[str], *, tp_size: int) -> PlanError | None:
-    """The error for the model called `name` if `plan` splits next to nothing of its layers.
+def problem_of(
+    name: str, candidate: Candidate, reasons: Mapping[str, str], reached: Collection[str]
+) -> PlanError | None:
+    """The error for the model called `name` if its best plan splits next to nothing of its layers.
 
     Args:
+        reasons: FQNs of parameters to why no split of them passed.
         reached: FQNs of the parameters that have a gradient.
     """
-    resolved = resolve(plan, facts, tp_size=tp_size).parameters
-    used = [each for fqn, each in resolved.items() if facts.layer_of(fqn) is not None and fqn in reached]
+    used = [
+        planned
+        for fqn, planned in candidate.split.parameters.items()
+        if candidate.facts.layer_of(fqn) is not None and fqn in reached
+    ]
     share = split_share(used)
     if share > _LEAST:
         return None
-    matrices = [each for each in used if len(each.shape) > 1 and not isinstance(each.placement, Split)]
+    matrices = [planned for planned in used if len(planned.shape) > 1 and not isinstance(planned.placement, Split)]
     unseen = "no product in its layer needs just a part of it"
-    why = _lines((each.fqn, unseen if each.rule.reason == OUTSIDE else each.rule.reason) for each in matrices)
+    why = _lines(
+        (planned.fqn, reasons.get(planned.fqn, unseen if planned.rule.source == "facts" else planned.rule.reason))
+        for planned in matrices
+    )
     example = f'{{"{star_numbers(matrices[0].fqn)}": "split(0)"}}' if matrices else '{"layers.*.up_proj": "colwise"}'
     return PlanError(
-        f"cannot split {name} over tp={tp_size}: "
+        f"cannot split {name} over tp={candidate.split.tp_size}: "
         f"{f'only {share:.1%}' if share else 'nothing'} of its layers can be split",
         why=why or "it has no layers: items of a ModuleList that hold matrices which the forward uses",
         fix=f"write rules of your own, such as plan={example} (styles: shardwise.plan.spec.STYLES),\n"
@@ -90,6 +87,17 @@ def no_plan_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int, seque
         at=at or None,
         why=_lines((each.module or "the model", each.reason) for each in informative if each.reason),
         fix=f"{fix}, or give rules of your own{example} (styles: shardwise.plan.spec.STYLES)",
+    )
+
+
+def given_rules_error(name: str, verdicts: Sequence[Verdict], *, tp_size: int) -> PlanError:
+    """The error for rules of the user with which no plan passes, although one does without them."""
+    failed = next(verdict for verdict in verdicts if not verdict.passed)
+    return PlanError(
+        f"the rules given for {name} compute something else than the unsplit model, split over tp={tp_size}",
+        at=failed.module or None,
+        why=failed.reason,
+        fix="correct the rules, or leave them out: a plan without them passes",
     )
 
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from shardwise.plan.decision import SplitPlan
-from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import InputRule, SequenceRule
 from shardwise.plan.sequence_plan import stacks_with_regions
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, outermost, parent_of
 from shardwise.runtime.arguments import hidden_name
+from shardwise.search.candidate import Candidate
 from shardwise.search.dependence import gradients_of, is_nonzero
 from shardwise.search.trace import Layer, ModuleCall, Run
 from shardwise.sharding.placement import Split
@@ -32,13 +32,13 @@ _rule = functools.partial(SequenceRule, source="structure")
 _input = functools.partial(InputRule, source="structure")
 
 
-def sequence_plans(plan: Plan, facts: ModelFacts, run: Run, *, tp_size: int) -> Iterator[Plan]:
-    """`plan` with rules that say where the sequence is split; best guess first, which may be `plan` as it is.
+def sequence_plans(candidate: Candidate, run: Run) -> Iterator[Plan]:
+    """Plans with rules that say where the sequence is split, best guess first; that may be the candidate's as it is.
 
     Args:
         run: of a tiny model in eval mode, every tensor a node, nothing cut; empty where it cannot be watched.
     """
-    split = resolve(plan, facts, tp_size=tp_size)
+    plan, split, facts = candidate.plan, candidate.split, candidate.facts
     stacks = [stack.fqn for stack in stacks_with_regions(facts, split.regions)]
     if len(stacks) < 2 or not run.layers:
         yield plan  # where there is none, trying it says so
@@ -66,10 +66,10 @@ def sequence_plans(plan: Plan, facts: ModelFacts, run: Run, *, tp_size: int) -> 
                 *(_input(fqn, "sequence", reason="it is used position by position") for fqn in inputs),
                 *(_input(fqn, "sequence", reason="it is a part, as the hidden states are") for fqn in gathered),
             ]
-            candidate = plan | Plan(tuple(rules))
-            if candidate not in seen:
-                seen.add(candidate)
-                yield candidate
+            with_sequence = plan | Plan(tuple(rules))
+            if with_sequence not in seen:
+                seen.add(with_sequence)
+                yield with_sequence
 
 
 def _choices(stacks: Sequence[str], facts: ModelFacts) -> Iterator[tuple[str, ...]]:

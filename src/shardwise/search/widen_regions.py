@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from shardwise.plan.resolve import resolve
 from shardwise.plan.rule import RegionRule
 from shardwise.plan.spec import Plan
 from shardwise.plan.structure import ModelFacts, is_within, parent_of, upwards
+from shardwise.search.candidate import Candidate
 
 __all__ = ["widen_regions"]
 
 _EDGES = ("region", "region_output", "aside")
 
 
-def widen_regions(plan: Plan, facts: ModelFacts, *, tp_size: int) -> Plan:
-    """`plan` with every region that is left at its output, or is in a list inside of a layer (experts that tokens
-    choose), widened to the module around it or the list, to be tried.
+def widen_regions(candidate: Candidate) -> Plan:
+    """The candidate's plan with every region that is left at its output, or is in a list inside of a layer (experts
+    that tokens choose), widened to the module around it or the list.
 
     What else is split there becomes part of it: one collective in each direction instead of one for each, and tokens
     are routed where all of the sequence is seen, alike on every rank. A layer, or a list, is no such module.
     """
-    widened = []
-    for region in resolve(plan, facts, tp_size=tp_size).regions:
+    plan, facts, widened = candidate.plan, candidate.facts, []
+    for region in candidate.split.regions:
         block = parent_of(region.fqn if region.edge == "output" else _list_around(region.fqn, facts))
         if block and facts.modules[block].kind != "list" and block not in facts.layers and block not in widened:
             widened.append(block)

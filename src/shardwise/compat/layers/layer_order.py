@@ -17,6 +17,7 @@ from shardwise.plan.pipeline_plan import LayerOrder
 from shardwise.probe.layer_order import no_stages, no_stages_because, tried_order
 from shardwise.probe.trial import failures_explained
 from shardwise.runtime.modes import has_dropout
+from shardwise.sharding.json_form import from_json, to_json
 from shardwise.tiny.inputs import guess_batches
 from shardwise.tiny.models import choose_mode
 from shardwise.tiny.objective import copied
@@ -46,16 +47,15 @@ def layer_order_by_hand(model: nn.Module, mesh: Mesh, *, layers: Collection[str]
         if group is not None and group.rank():
             return None
         with running_alone(model, mesh):
-            return _order_by_hand(model, layers).to_json()
+            return to_json(_order_by_hand(model, layers))
 
     found = gather_from_all(group, "finding the layers of the model", find)[0]
-    assert found is not None
-    return LayerOrder.from_json(found)
+    return from_json(LayerOrder, found)
 
 
 def _order_by_hand(model: nn.Module, layers: Collection[str]) -> LayerOrder:
     with failures_explained(no_stages_because(type(model).__name__)), seeded(), torch.enable_grad():
-        own = copy.deepcopy(model)
+        own = copy.deepcopy(model).cpu()
         batch = _taken_batch(own)
         choose_mode(own, batch)
         return tried_order(own, batch, layers=layers, drops=has_dropout(model))
