@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm import collectives
 from shardwise.comm.count import CommunicationCount
@@ -200,3 +201,43 @@ def write_into(group, name):
 @pytest.mark.parametrize("name", ["gather_to_region", "scatter_from_region", "gather_full", "split_full"])
 def test_outputs_may_be_written_into(name):
     run_ranks(functools.partial(write_into, name=name), 2)
+
+
+class CountCopies(TorchDispatchMode):
+    """Counts copies of tensors of at least `elements`: smaller ones are gloo's own."""
+
+    def __init__(self, elements):
+        super().__init__()
+        self.elements, self.number = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.cat, torch.ops.aten.copy_):
+            self.number += output.numel() >= self.elements
+        return output
+
+
+def count_copies(mesh, rows):
+    """Copies of a full tensor `[rows, 8, 8]` in the forward and in the backward of each collective."""
+    copied = {}
+    for name, length in (("gather_to_region", 4), ("scatter_from_region", 8), ("gather_full", 4), ("split_full", 8)):
+        x = torch.ones(rows, length, 8).requires_grad_()
+        options = {"sizes": (4, 4)} if "full" in name else {}
+        with CountCopies(rows * 8 * 8) as forward:
+            output = getattr(collectives, name)(x, mesh.group("tp"), dim=1, **options)
+        with CountCopies(rows * 8 * 8) as backward:
+            torch.autograd.grad(output, x, torch.ones_like(output))
+        copied[name] = forward.number, backward.number
+    return copied
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize(("rows", "copies"), [(1, 0), (3, 1)])
+def test_what_sequence_parallelism_exchanges_is_copied_at_most_once_and_a_single_row_never(on_ranks, rows, copies):
+    for copied in on_ranks(count_copies, layout="tp2", rows=rows):
+        assert copied == {
+            "gather_to_region": (copies, copies),
+            "scatter_from_region": (copies, copies),
+            "gather_full": (copies, 0),
+            "split_full": (0, copies),
+        }

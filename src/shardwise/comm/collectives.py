@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -104,16 +105,17 @@ def all_gather_padded(x: Tensor, group: Group | None, *, sizes: Sequence[int], d
     """
     if group is None:
         return x
-    parts = x.movedim(dim, 0)
-    largest = max(sizes)
-    if parts.shape[0] < largest:
-        parts = torch.cat([parts, parts.new_zeros(largest - parts.shape[0], *parts.shape[1:])])
-    joined = parts.new_empty(largest * len(sizes), *parts.shape[1:])
-    all_gather_single(joined, parts.contiguous(), group)
-    if any(size != largest for size in sizes):
-        kept = [joined[rank * largest : rank * largest + size] for rank, size in enumerate(sizes)]
-        joined = torch.cat(kept)
-    return _unviewed(joined.movedim(0, dim)) if dim % x.ndim else joined
+    dim, num_ranks, largest = dim % x.ndim, len(sizes), max(sizes)
+    if x.shape[dim] < largest:
+        x = F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, largest - x.shape[dim]])
+    is_joined = x.shape[:dim].numel() == 1  # one rank's part stands behind the other's in memory
+    shape = (*x.shape[:dim], num_ranks * largest, *x.shape[dim + 1 :]) if is_joined else (num_ranks, *x.shape)
+    joined = x.new_empty(shape)
+    all_gather_single(joined.view(num_ranks * x.shape[0], *x.shape[1:]), x.contiguous(), group)
+    if is_joined and all(size == largest for size in sizes):
+        return joined
+    parts = joined.split(largest, dim) if is_joined else joined
+    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim)
 
 
 def as_dtensor(
@@ -133,20 +135,17 @@ def _gather(x: Tensor, group: Group, dim: int) -> Tensor:
 def _reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     if uses_functional(group):
         return reduce_scatter_value(x, group, dim=dim % x.ndim)
-    parts = x.movedim(dim, 0).contiguous()
-    mine = parts.new_empty(parts.shape[0] // group.size(), *parts.shape[1:])
-    reduce_scatter_single(mine, parts, group)
-    return _unviewed(mine.movedim(0, dim)) if dim % x.ndim else mine
+    size = x.shape[dim] // group.size()
+    parts = x.unflatten(dim, (group.size(), size)).movedim(dim % x.ndim, 0).contiguous()
+    x_local = x.new_empty(parts.shape[1:])
+    reduce_scatter_single(x_local, parts.flatten(0, 1), group)
+    return x_local
 
 
 def _own_slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """A copy: models write into what they are given."""
     rank = group.rank()
-    return _unviewed(x.narrow(dim, sum(sizes[:rank]), sizes[rank]))
-
-
-def _unviewed(x: Tensor) -> Tensor:
-    """A contiguous copy: what `contiguous` gives may still be a view, and models write into what they are given."""
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.narrow(dim, sum(sizes[:rank]), sizes[rank]).clone(memory_format=torch.contiguous_format)
 
 
 class _Copy(torch.autograd.Function):
