@@ -210,6 +210,11 @@ class Mesh:
         return dict(self._coords)
 
     @property
+    def timeout(self) -> datetime.timedelta:
+        """How long a rank may be waited for."""
+        return self._timeout
+
+    @property
     def data_size(self) -> int:
         """Number of distinct batches: ddp x fsdp."""
         return self.shape.data_size

@@ -279,9 +279,9 @@ DISAGREEMENTS = {
     "cannot be the path": lambda rank: {"path": None if rank else "x"},
     "extra.f is a function": lambda rank: {"extra": {"f": differing} if rank else None},
     "the optimizer is a int": lambda rank: {"optimizer": rank or None},
-    "not the same on all": lambda rank: {"extra": {"step": rank}},
-    "scheduler is not the same": lambda rank: {} if rank else {"scheduler": None},
-    "tag is not the same": lambda rank: {"tag": f"a{rank}"},
+    "at:  ": lambda rank: {"extra": {"step": rank}},
+    "at:  scheduler": lambda rank: {} if rank else {"scheduler": None},
+    "at:  tag": lambda rank: {"tag": f"a{rank}"},
     "async_save": lambda rank: {"tag": "a", "async_save": bool(rank)},
 }
 
@@ -289,7 +289,7 @@ DISAGREEMENTS = {
 def disagree(base):
     with shardwise.Mesh.open("tp2") as mesh:
         training = Training(mesh, "llama")
-        says = r"the call is not the same on all[\s\S]*0: save_checkpoint[\s\S]*1: load_checkpoint"
+        says = r"at:  the call[\s\S]*0: save_checkpoint[\s\S]*1: load_checkpoint"
         with pytest.raises(ConfigError, match=says):
             training.load(base) if mesh.rank else training.save(base)
         training.save(base, tag="first")  # ranks remember what they have agreed on
@@ -309,7 +309,7 @@ def disagree(base):
             except ConfigError as error:
                 found.append(str(error))
         for part in ("optimizer", "scheduler"):
-            differs = f"do not call load_checkpoint alike: the {part} is not[\\s\\S]*rank 1: none"
+            differs = f"do not call load_checkpoint alike\\n +at:  the {part}[\\s\\S]*rank 1: none"
             with pytest.raises(ConfigError, match=differs):
                 training.load(base, "a", **({part: None} if mesh.rank else {}))
         with pytest.raises(ConfigError, match=says):

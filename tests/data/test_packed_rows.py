@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
 import transformers
-from torch.nn.attention import varlen
 
 import shardwise
 from bench.onecard.reads import ReadCount
@@ -16,10 +14,8 @@ from shardwise.data.rows import segment_inputs
 from shardwise.errors import UnsupportedError
 from shardwise.optim.gradients import gradients_of
 from shardwise.probe.documents import find_apart
-from shardwise.runtime import attention_kernels, own_attention
 from shardwise.train.step import TrainStep
 from tests.families import FULL_PRODUCT, tiny_model
-from tests.varlen_loop import attend_by_loop
 
 LENGTHS = ((7, 5, 12), (9, 14))
 WIDTH = 26
@@ -75,28 +71,18 @@ def run_apart(model):
     return total, {name: value.grad for name, value in model.named_parameters()}
 
 
-KINDS = [(torch.float32, size, kind) for size in (8, 16, 32) for kind in ("packed", "packed window")]
-
-
-def split_step(mesh, model, batch, sequence_parallel, *, way):
-    """By what transformers finds, by a mask that is made of what the host says, or by the documents' bounds alone."""
+def split_step(mesh, model, batch, sequence_parallel, *, by_host):
+    """By what transformers finds, or by a mask that is made of what the host says."""
     model = shardwise.parallelize(copy.deepcopy(model), mesh, sequence_parallel=sequence_parallel)
-    gradients_of(model).is_late = by_host = way != "transformers"
+    gradients_of(model).is_late = by_host
     share = len(LENGTHS) // mesh.data_size
     own = slice(mesh.data_rank * share, (mesh.data_rank + 1) * share)
     step = TrainStep(model, mesh, num_microbatches=2 if mesh.size("pp") > 1 else 1)
     assert model.config._attn_implementation == ("shardwise" if by_host else "sdpa")
     by_host = by_host and mesh.size("pp") == 1  # where documents end, stages do not know
-    measured = dict.fromkeys(KINDS, ["varlen", "mask"] if way == "bounds" else ["mask"])
-    with (
-        mock.patch.dict(attention_kernels._taken, measured),
-        mock.patch.object(varlen, "varlen_attn", side_effect=attend_by_loop) as kernel,
-        mock.patch.object(own_attention, "mask_of", side_effect=AssertionError("a mask is made")),
-        ReadCount() as reads,
-    ):
+    with ReadCount() as reads:
         result = step({name: value[own] for name, value in batch.items()})
     assert not (by_host and [place for place in reads.places if "masking" in place]), reads.places
-    assert kernel.call_count == model.config.num_hidden_layers * (way == "bounds" and by_host)
     return float(result.loss), shardwise.full_gradients(model)
 
 
@@ -105,15 +91,14 @@ def differences(mesh, family, sequence_parallel):
     model = model_of(family)
     problems = []
     expected_loss, expected = run_apart(copy.deepcopy(model))
-    for way in ("mask", "bounds") if mesh.size("pp") == 1 else ("mask",):
-        loss, gradients = split_step(mesh, model, packed_batch(), sequence_parallel, way=way)
-        problems += [] if abs(loss - expected_loss) <= 1e-5 else [f"{way}: loss {loss} is not {expected_loss}"]
-        problems += [f"{way}: only one side has {name}" for name in gradients.keys() ^ expected.keys()]
-        for name in gradients.keys() & expected.keys():
-            difference, largest = (gradients[name] - expected[name]).abs().max(), expected[name].abs().max()
-            if not difference <= 1e-5 * max(1.0, float(largest)):
-                problems.append(f"{way}: {name} differs by {difference:.1e}, its largest entry is {largest:.1e}")
-    _, of_one = split_step(mesh, model, packed_batch(learned=1), sequence_parallel, way="transformers")
+    loss, gradients = split_step(mesh, model, packed_batch(), sequence_parallel, by_host=True)
+    problems += [] if abs(loss - expected_loss) <= 1e-5 else [f"loss {loss} is not {expected_loss}"]
+    problems += [f"only one side has {name}" for name in gradients.keys() ^ expected.keys()]
+    for name in gradients.keys() & expected.keys():
+        difference, largest = (gradients[name] - expected[name]).abs().max(), expected[name].abs().max()
+        if not difference <= 1e-5 * max(1.0, float(largest)):
+            problems.append(f"{name} differs by {difference:.1e}, its largest entry is {largest:.1e}")
+    _, of_one = split_step(mesh, model, packed_batch(learned=1), sequence_parallel, by_host=False)
     reached = of_one["model.embed_tokens.weight"].abs().sum(1).nonzero()[:, 0].tolist()
     own = set(documents()[0][1].tolist())
     return [*problems, *(f"token {token} of another document is reached" for token in reached if token not in own)]

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
-from shardwise.comm import agree
 from shardwise.comm.count import CommunicationCount
 from shardwise.loss import cross_entropy
 from shardwise.loss.deferred_logits import DeferredLogits, DeferringHead, apply_deferral
@@ -163,7 +162,6 @@ def test_steps_hold_two_chunks_of_logits_at_most(on_ranks, layout, family, sp):
 
 def look_after_a_step(mesh):
     """A step at whose size one rank's part of the logits is larger than a chunk, and the other's not; then a look."""
-    agree.SECONDS_TO_MEET = 10.0
     model = tiny_model("llama", vocab_size=CLASSES)
     batch = tiny_batch(model)
     model = shardwise.parallelize(model, mesh).train()

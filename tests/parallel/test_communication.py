@@ -39,10 +39,10 @@ CELLS = [("tp2", "llama"), ("tp2", "gemma2"), ("tp2", "granite"), ("tp4", "llama
 def test_a_step_does_four_all_reduces_a_layer_and_two_more(on_ranks, family, layout):
     for calls, _ in on_ranks(count_step, num_key_value_heads=4):
         assert by_size(calls, hidden=True) == {("all_reduce", (ROWS, LENGTH, HIDDEN)): 4 * LAYERS + 2}
-        # A word on the batch, two numbers a rank; and for the loss three values a token and rank.
+        # A word on the batch, five numbers a rank; and for the loss three values a token and rank.
         tp_size = int(layout[2:])
         assert by_size(calls, hidden=False) == {
-            ("all_gather", (2 * tp_size,)): 1, ("all_gather", (3 * tp_size, ROWS * LENGTH)): 1
+            ("all_gather", (5 * tp_size,)): 1, ("all_gather", (3 * tp_size, ROWS * LENGTH)): 1
         }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_sequence_parallelism_moves_the_same_bytes_as_gathers_and_scatters(on_ra
         assert sum(small.values()) == 3, "the word on the batch, the loss's, and one for all partial gradients together"
         assert gradients[0] >= (2 * LAYERS + 1) * HIDDEN
         tp_size = int(layout[2:])
-        small_bytes = 8 * 2 * tp_size + 4 * 3 * tp_size * ROWS * LENGTH
+        small_bytes = 8 * 5 * tp_size + 4 * 3 * tp_size * ROWS * LENGTH
         assert nbytes["all_gather"] == (4 * LAYERS + 2) * hidden_bytes + small_bytes
         assert nbytes["reduce_scatter"] == (4 * LAYERS + 2) * hidden_bytes
 

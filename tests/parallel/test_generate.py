@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 import shardwise
 from shardwise.errors import UnsupportedError
+from shardwise.stages.run import StageRun
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -88,3 +91,26 @@ def test_tokens_are_the_whole_models_greedy_or_sampled(on_ranks, family, sequenc
         assert len(expected[0]) == 7 + NUM_TOKENS
         assert greedy == expected
         assert sample == expected_sample != expected
+
+
+def generate_in_stages(mesh, family):
+    """Tokens of both models, and how often stages were measured for them."""
+    whole = t5() if family == "t5" else tiny_model(family, eos_token_id=None)
+    inputs = prompts(whole)
+    expected = whole.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
+    split, measured, begin = shardwise.parallelize(whole, mesh), [], StageRun.__init__
+
+    def count(run, *args, **kwargs):
+        begin(run, *args, **kwargs)
+        measured.extend([run] * run.measures)
+
+    with mock.patch.object(StageRun, "__init__", count):
+        tokens = split.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
+    return expected, tokens, len(measured)
+
+
+@pytest.mark.parametrize(("family", "most"), [("llama", 3), ("t5", 4)])
+def test_stages_are_not_measured_for_every_token(on_ranks, family, most):
+    for expected, tokens, measured in on_ranks(generate_in_stages, layout="pp2"):
+        assert tokens == expected
+        assert measured <= most  # the prompt (of T5 its encoder), and two tokens: their difference tells the rest

@@ -386,7 +386,7 @@ def test_data_ranks_all_raise_or_all_go_on(on_ranks, layout):
     assert first[0] == [
         (different, "model.training"),
         (different, "gradients"),
-        ("data ranks call a model in stages differently", "model.training"),
+        ("ranks do not train alike", "model.training"),
         (different, "['output_attentions']"),
     ]
 

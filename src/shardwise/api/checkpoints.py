@@ -70,7 +70,7 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         GradientError: an earlier step was one, and the host did not know yet; the weights are those before it.
         LoadError: it cannot be written, or the save before has failed; the same on every rank.
 
-    Communicates: one all-gather of 16 bytes over all ranks, or where they hold something else than at the last save a
+    Communicates: one all-gather of 40 bytes over all ranks, or where they hold something else than at the last save a
         gather of a small object; five more over a process group of its own, in the background where that was asked for.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}

@@ -22,8 +22,7 @@ from shardwise.parallel.build import build_meta_model, num_positions, read_confi
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.explain import Explanation, explain
 from shardwise.plan.options import ParallelSpec
-from shardwise.runtime.attention_kernels import read_orders
-from shardwise.runtime.own_attention import can_take_own_attention
+from shardwise.runtime.host_masks import can_take_host_masks
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.shape import MeshShape
 
@@ -171,12 +170,6 @@ def _rehearsed(rehearsal: Rehearsal, batch: tuple[int, int], at_rest: StateBytes
 
 def _attention(model: nn.Module) -> str:
     """By what a model attends in a `TrainStep`, in words."""
-    if not can_take_own_attention(model):
+    if not can_take_host_masks(model):
         return f"attention: the model's own ({getattr(model.config, '_attn_implementation', None)})"
-    orders = read_orders(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else {}
-    measured = "; ".join(f"{case}: {', '.join(names)}" for case, names in orders.items())
-    how = f"as measured ({measured})" if measured else "in torch's order (shardwise doctor measures them on a GPU)"
-    apart = "a mask keeps documents of packed rows apart"
-    if any(names[:1] == ["varlen"] for names in orders.values()):
-        apart = "documents of packed rows go by varlen where it is first, without dropout and stages, else by a mask"
-    return f"attention: torch's kernels, {how}; {apart}"
+    return "attention: PyTorch SDPA; packed documents are separated by a mask"

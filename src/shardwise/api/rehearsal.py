@@ -32,7 +32,7 @@ from shardwise.plan.options import ParallelSpec
 from shardwise.proof.counting import counted_layers
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.own_attention import own_rows, take_own_attention
+from shardwise.runtime.host_masks import read_host_mask, take_host_masks
 from shardwise.stages.model import Stages
 from shardwise.tiny.inputs import make_batch
 from shardwise.topology.axes import AXES
@@ -177,9 +177,9 @@ def _full_rows(model: PreTrainedModel, num_rows: int, seq_length: int) -> dict[s
     """A batch whose rows hide nothing, as a step says so; only values could tell it to a model's own code."""
     batch = make_batch(model, batch_size=num_rows, sequence_length=seq_length, seed=0)
     batch.pop("attention_mask", None)
-    if take_own_attention(find_model(model)):
+    if take_host_masks(find_model(model)):
         known = {name: value for name, value in batch.items() if name in ("input_ids", "inputs_embeds")}
-        rows = own_rows(known, torch.device("cpu"))
+        rows = read_host_mask(known, torch.device("cpu"))
         batch |= {} if rows is None else {"attention_mask": rows.mask}
     return batch
 

@@ -35,7 +35,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, 
     Args:
         rank0_only: only rank 0 receives it, and the others an empty dict: they never hold a full tensor.
 
-    Communicates: over all ranks, one all-gather of 16 bytes; over tp, one all-gather (with `rank0_only` a gather) of
+    Communicates: over all ranks, one all-gather of 40 bytes; over tp, one all-gather (with `rank0_only` a gather) of
         each split parameter; over pp, one broadcast (with `rank0_only` a message to rank 0) of each parameter, and one
         broadcast of each persistent buffer.
     """
@@ -150,7 +150,7 @@ def _meet(model: nn.Module, doing: str, **asked: object) -> None:
     """
     registry = registry_of(model)
     described = {name: str(value) for name, value in asked.items()} | describe_steps(registry.context)
-    check_calls(registry.mesh.group(), described, device=registry.mesh.device, doing=doing)
+    check_calls(registry.mesh.group(), described, doing=doing)
 
 
 def _shown(directory: object) -> str:

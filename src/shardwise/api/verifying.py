@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from shardwise.api.building import parallelize
 from shardwise.api.prepare import decide
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import count_targets, share_among, split_rows, target_names
+from shardwise.data.batch import count_targets, split_rows, target_names
 from shardwise.errors import ConfigError, one_line
 from shardwise.estimate.cuts import check_pipeline, fewest_microbatches, smallest_schedule
 from shardwise.lora.inject import inject_alike, read_adapter_config
@@ -284,7 +284,7 @@ def _loss_of_parts(
         return objective_of(output)
     parts = split_rows(batch, _num_rows(batch, num_parts), num_parts)
     counts = [count_targets(model, part) if _has_targets(model, part) else 1 for part in parts]
-    parts, losses = share_among(model, parts), []
+    losses = []
     for index, (part, count) in enumerate(zip(parts, counts, strict=True)):
         with given[index * len(given) // num_parts] if given else nullcontext():
             losses.append(objective_of(model(**part)) * (count / sum(counts)))

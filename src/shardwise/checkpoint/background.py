@@ -214,7 +214,7 @@ def _own_group(mesh: Mesh) -> Group | None:
     everyone = mesh.group()
     if everyone is None:
         return None
-    check_calls(everyone, {}, device=mesh.device, doing="save_checkpoint")  # a group is waited for much longer
+    check_calls(everyone, {}, doing="save_checkpoint")  # a group is waited for much longer
     return dist.new_group(dist.get_process_group_ranks(everyone), timeout=_LONGEST, backend="gloo")
 
 

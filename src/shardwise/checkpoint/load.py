@@ -23,7 +23,7 @@ from shardwise.checkpoint.schedules import state_for_groups
 from shardwise.checkpoint.schema import Manifest
 from shardwise.checkpoint.stored_parts import StoredParts, check_companion, check_files
 from shardwise.checkpoint.tree import decode_tree, fits
-from shardwise.comm.agree import check_calls, check_equal, gather_from_all, raise_on_all_ranks
+from shardwise.comm.agree import agree, check_calls, gather_from_all, raise_on_all_ranks
 from shardwise.comm.operations import Group
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
@@ -143,7 +143,7 @@ def _check_alike(session: Session, mesh: Mesh) -> None:
         "verify": str(session.verifies),
         "whether the model is filled": str(session.fills_model),
     }
-    check_calls(mesh.group(), described, device=mesh.device, doing="load_checkpoint")
+    check_calls(mesh.group(), described, doing="load_checkpoint")
 
 
 def _class_of(value: Any) -> str:
@@ -192,12 +192,12 @@ def _open_alike(
 
     everyone = gather_from_all(group, "opening the checkpoint", look)
     if registry is not None and len({digest for digest, _ in everyone}) > 1:
-        check_equal(
+        agree(
             group,
             {"the checkpoint": repr(opened[0][0].manifest)},
             what="ranks see different checkpoints",
             fix="load from a directory that all machines share",
-            device=registry.mesh.device,
+            doing="opening the checkpoint",
         )
     return *opened[0], [faults for _, faults in everyone if faults is not None]
 

@@ -83,7 +83,7 @@ def prepare_save(
         ConfigError: something cannot be saved, or ranks ask for different checkpoints. The same on every rank.
         LayoutError: ranks hold different copies of a parameter, or of an optimizer's state of one.
 
-    Communicates: one all-gather of 16 bytes over all ranks; where ranks hold something else
+    Communicates: one all-gather of 40 bytes over all ranks; where ranks hold something else
         than at the last save, or do not agree, one gather of a small object.
     """
     registry = registry_of(model)
@@ -107,7 +107,7 @@ def prepare_save(
             known = None
     same = json.dumps(_describe_request(seen[0], registry)) if seen and known is not None else None
     balance = seen[0].balance if same else 0
-    agree = compare_later(mesh.group(), same, device=mesh.device, doing="save_checkpoint", balance=balance)
+    agree = compare_later(mesh.group(), same, doing="save_checkpoint", balance=balance)
     if same is not None and known is not None:
         job = make(known)
     if agree() and job is not None:

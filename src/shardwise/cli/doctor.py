@@ -100,7 +100,6 @@ def _check_machine() -> Iterator[Finding]:
         yield "ok", "NCCL", f"{version}, between {torch.cuda.device_count()} card(s)"
         kernels = [name for name in ("flash", "mem_efficient", "cudnn", "math") if _is_enabled(name)]
         yield "ok" if kernels[:-1] else "note", "attention kernels", ", ".join(kernels)
-        yield from _measure_attention()
     for backend in ("gloo", "nccl") if has_gpu else ("gloo",):
         is_there = dist.is_available() and dist.is_backend_available(backend)
         lacks = "this build of torch lacks it; install one from PyPI"
@@ -129,23 +128,6 @@ def _check_machine() -> Iterator[Finding]:
         needs, has = "triton with a C compiler", has_compiler and importlib.util.find_spec("triton") is not None
     text = f"{needs} found" if has else f"{needs} is missing, and inductor needs it; everything else works without"
     yield "ok" if has else "note", "torch.compile", text
-
-
-def _measure_attention() -> Iterator[Finding]:
-    """Times attention on one card of each name, for the runs to come."""
-    import torch
-
-    from shardwise.runtime.attention_kernels import measure_kernels
-
-    cards = {torch.cuda.get_device_name(index): index for index in reversed(range(torch.cuda.device_count()))}
-    for name, index in cards.items():
-        try:
-            orders = measure_kernels(torch.device("cuda", index))
-        except (OSError, RuntimeError) as error:  # memory that others hold, a directory that cannot be written
-            yield "note", "attention order", f"{name}: not measured, torch's order holds: {error}"
-            continue
-        for case, kernels in orders.items():
-            yield "ok", "attention order", f"{name}, {case}: {', '.join(kernels)}"
 
 
 def _is_enabled(kernel: str) -> bool:

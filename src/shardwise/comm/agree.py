@@ -5,11 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,6 @@ from shardwise.comm.operations import (
     Group,
     all_gather_later,
     all_gather_objects,
-    all_gather_single,
     all_reduce_,
     host_device,
 )
@@ -27,9 +25,10 @@ from shardwise.errors import ConfigError, RankError, ShardwiseError
 from shardwise.failure import Failure
 
 __all__ = [
+    "Agreement",
+    "agree",
     "agree_on",
     "check_calls",
-    "check_equal",
     "check_same",
     "compare_later",
     "gather_from_all",
@@ -47,7 +46,7 @@ logger = logging.getLogger("shardwise.comm")
 _PATIENCE_SECONDS = 8.0  # after so long a rank that waits for others says so,
 _SECONDS_APART = 1.0  # when those have said so that came a little later
 _POLL_SECONDS = 0.0005
-SECONDS_TO_MEET = 60.0
+_NUM_NUMBERS = 2
 _LONGEST_WORK = datetime.timedelta(days=7)
 
 
@@ -141,6 +140,102 @@ def once_per_machine(work: Callable[[], None], *, local_rank: int) -> None:
         dist.destroy_process_group(group)
 
 
+def agree(
+    group: Group | None,
+    fields: Mapping[str, str],
+    *,
+    doing: str,
+    what: str,
+    fix: str,
+    fault: Exception | None = None,
+    numbers: Sequence[int] = (),
+    error: type[ShardwiseError] = RankError,
+) -> list[list[int]]:
+    """Raises the same error on every rank of `group` unless all ranks have the same `fields` and none has a fault.
+
+    Args:
+        fields: texts by the names of what they describe.
+        doing: what the ranks do, for messages about a rank that is missing or failed.
+        what, fix: the error where fields differ; it names the first that does, and its text on which ranks.
+        fault: what went wrong on this rank; the lowest such rank's is raised on all.
+        numbers: at most two, as many on every rank.
+
+    Returns:
+        The numbers of every rank, in rank order.
+
+    Communicates: one all-gather of 40 bytes; where ranks do not agree, a gather of small objects.
+    """
+    terms = Agreement(group, fields, doing=doing, what=what, fix=fix, fault=fault, numbers=numbers, error=error)
+    return terms.wait()
+
+
+class Agreement:
+    """An `agree` under way: `wait` ends it. Between the two the host does other work."""
+
+    def __init__(
+        self,
+        group: Group | None,
+        fields: Mapping[str, str],
+        *,
+        doing: str,
+        what: str,
+        fix: str,
+        fault: Exception | None = None,
+        numbers: Sequence[int] = (),
+        error: type[ShardwiseError] = RankError,
+    ) -> None:
+        self._group, self._fields, self._doing, self._fault = group, fields, doing, fault
+        self._what, self._fix, self._error = what, fix, error
+        self._numbers = list(numbers)
+        if group is None:
+            return
+        text = "\0".join(map("\0".join, fields.items())).encode(errors="replace")
+        words = torch.frombuffer(bytearray(hashlib.sha256(text).digest()[:16]), dtype=torch.int64).tolist()
+        assert len(numbers) <= _NUM_NUMBERS, "every agreement is of one length: ranks may have come from other calls"
+        terms = [*words, fault is not None, *numbers, *[0] * (_NUM_NUMBERS - len(numbers))]
+        mine = torch.tensor(terms, dtype=torch.int64, device=_device_of(group))
+        self._everyone = mine.new_empty(group.size() * len(mine))
+        self._work = all_gather_later(self._everyone, mine, group)
+
+    def wait(self, *, is_late: bool = False) -> list[list[int]]:
+        """What `agree` returns or raises.
+
+        Args:
+            is_late: whether a rank with a fault has raised it already, and takes part in nothing more.
+        """
+        if self._group is None:
+            if self._fault is not None:
+                raise self._fault
+            return [self._numbers]
+        everyone = self.gathered()
+        if isinstance(self._everyone, FakeTensor):
+            return [self._numbers] * self._group.size()
+        failed = [rank for rank, (_, _, has_fault, *_) in enumerate(everyone) if has_fault]
+        if failed and is_late:
+            ranks = dist.get_process_group_ranks(self._group)
+            raise RankError(f"rank {ranks[failed[0]]} failed while {self._doing}", why="that rank has raised the error")
+        if failed:
+            gather_from_all(self._group, self._doing, self._raise_fault)
+        if any(said[:2] != everyone[0][:2] for said in everyone):
+            same = {"the call": "a forward or a step", **self._fields}  # other ranks may have come by another call
+            gathered = all_gather_objects({"rank": dist.get_rank(), "same": same}, self._group)
+            raise _difference(gathered, what=self._what, fix=self._fix, error=self._error)
+        return [numbers[: len(self._numbers)] for _, _, _, *numbers in everyone]
+
+    def gathered(self) -> list[list[int]]:
+        """Two words of a digest, whether there is a fault, and the numbers, of every rank."""
+        assert self._group is not None
+        _wait(self._work, self._group, self._doing)
+        if isinstance(self._everyone, FakeTensor):
+            return []
+        everyone: list[list[int]] = self._everyone.view(self._group.size(), -1).tolist()
+        return everyone
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+
 def agree_on(
     group: Group | None,
     make: Callable[[], tuple[_Result, Mapping[str, str]]],
@@ -149,143 +244,111 @@ def agree_on(
     what: str,
     fix: str,
 ) -> _Result:
-    """Runs `make` and returns its result, once it has succeeded on every rank with the same description.
+    """Runs `make` and returns its result, once it has succeeded on every rank with the same fields.
 
     Args:
-        make: returns the result, which stays on this rank, and texts that describe it; does not communicate.
-        doing: what it does, for the message of ranks that had no part in the fault.
-        what, fix: the error where descriptions differ.
+        make: returns the result, which stays on this rank, and the fields; does not communicate.
+        doing, what, fix: as `agree` takes them.
 
     Raises:
         Exception: what `make` raised on the lowest rank where it did, on all of them.
-        RankError: descriptions differ; names the first that does, as `check_equal`.
+        RankError: fields differ.
 
-    Communicates: one gather of a small object over the group, and another of everything where the texts differ.
+    Communicates: what `agree` does.
     """
-    made: list[tuple[_Result, Mapping[str, str]]] = []
+    fields: Mapping[str, str] = {}
+    fault, made = None, []
+    try:
+        result, fields = make()
+        made.append(result)
+    except Exception as error:  # noqa: BLE001 - raised by `agree`, on every rank
+        fault = error
+    agree(group, fields, doing=doing, what=what, fix=fix, fault=fault)
+    return made[0]
 
-    def digest() -> bytes:
-        made.append(make())
-        return _digest(made[0][1])
 
-    if len(set(gather_from_all(group, doing, digest))) > 1:
-        assert group is not None, "a rank agrees with itself"
-        raise _difference(group, made[0][1], what=what, fix=fix, error=RankError)
-    return made[0][0]
+def check_calls(group: Group | None, fields: Mapping[str, str], *, doing: str) -> None:
+    """Raises on every rank unless all call the function named `doing`, with the same `fields`.
 
-
-def check_equal(
-    group: Group | None,
-    described: Mapping[str, str],
-    *,
-    what: str,
-    fix: str,
-    device: torch.device,
-    error: type[ShardwiseError] = RankError,
-) -> None:
-    """Raises the same error on every rank of `group` unless `described`, texts by the names of what they describe, is
-    the same on all. It names the first thing that differs, and says what it is on which ranks.
-
-    Args:
-        device: where a group that knows no host tensors communicates.
-
-    Communicates: one all-gather of a digest of 16 bytes, and one of everything where they differ.
+    Communicates: what `agree` does.
     """
-    if group is None:
-        return
-    digest = torch.frombuffer(bytearray(_digest(described)), dtype=torch.int64)
-    digest = digest.to(host_device(group, device))
-    digests = digest.new_empty(2 * group.size())
-    all_gather_single(digests, digest, group)
-    if isinstance(digests, FakeTensor) or bool((digests.view(-1, 2) == digest).all()):
-        return
-    raise _difference(group, described, what=what, fix=fix, error=error)
+    agree(
+        group,
+        {"the call": doing, **fields},
+        doing=doing,
+        what=f"ranks do not call {doing} alike",
+        fix=_SAME_ON_ALL,
+        error=ConfigError,
+    )
 
 
-def _digest(described: Mapping[str, str]) -> bytes:
-    text = "\0".join(map("\0".join, described.items())).encode()
-    return hashlib.sha256(text).digest()[:16]
+_SAME_ON_ALL = "pass the same on every rank; what belongs to a rank alone is not kept"
+
+
+def check_same(everyone: Sequence[Mapping[str, Any]], *, what: str) -> None:
+    """Raises a ConfigError unless the fields that ranks have gathered under "same" are the same on all."""
+    if any(said["same"] != everyone[0]["same"] for said in everyone):
+        raise _difference(everyone, what=what, fix=_SAME_ON_ALL, error=ConfigError)
 
 
 def _difference(
-    group: Group, described: Mapping[str, str], *, what: str, fix: str, error: type[ShardwiseError]
+    everyone: Sequence[Mapping[str, Any]], *, what: str, fix: str, error: type[ShardwiseError]
 ) -> ShardwiseError:
-    """The error for descriptions that differ; every rank of the group asks for it."""
-    # As `check_calls` gathers it: a rank may be there instead.
-    same = {"the call": "a forward or a step", **described}
-    everyone = all_gather_objects({"rank": dist.get_rank(), "same": same}, group)
-    names = list(dict.fromkeys(name for each in everyone for name in each["same"]))
-    differing = (name for name in names if len({each["same"].get(name) for each in everyone}) > 1)
+    """The error for fields that differ: it names the first that does, and says what it is on which ranks."""
+    names = list(dict.fromkeys(name for said in everyone for name in said["same"]))
+    differing = (name for name in names if len({said["same"].get(name) for said in everyone}) > 1)
     name = next(differing, "the order of the parts")
-    said: dict[str, list[int]] = {}
-    for place, each in enumerate(everyone):
-        said.setdefault(each["same"].get(name, "not there"), []).append(each.get("rank", place))
+    ranks_by_text: dict[str, list[int]] = {}
+    for place, said in enumerate(everyone):
+        ranks_by_text.setdefault(str(said["same"].get(name, "not there")), []).append(said.get("rank", place))
     why = "\n".join(
-        f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items()
+        f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text[:400]}"
+        for text, ranks in ranks_by_text.items()
     )
     return error(what, at=name, why=why, fix=fix)
 
 
-def compare_later(
-    group: Group | None, text: str | None, *, device: torch.device, doing: str, balance: int = 0
-) -> Callable[[], bool]:
+def _device_of(group: Group) -> torch.device:
+    """Where small values of a group are communicated: on the host if the group can."""
+    devices = group._device_types
+    return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
+
+
+def _wait(work: Any, group: Group, doing: str) -> None:
+    """Waits for a collective; where some ranks do not come, one of those that wait says which."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    if not work.is_completed():
+        with _saying_who_is_missing(group, doing):
+            work.wait()
+    work.wait()
+
+
+def compare_later(group: Group | None, text: str | None, *, doing: str, balance: int = 0) -> Callable[[], bool]:
     """Begins to compare `text` over the group. What is returned waits for the answer: whether all ranks have one, and
     the same, and their numbers `balance` add up to zero. While some do not come, a rank that waits says who.
 
     Args:
         text: None is the same as nothing.
         balance: of 64 bits, and so is the sum.
-        device: where a group that knows no host tensors communicates.
         doing: what all of the ranks are expected to do, for the message.
 
-    Communicates: one all-gather of 16 bytes, which other work may hide.
+    Communicates: what `Agreement` does.
     """
     if group is None:
         return lambda: text is not None
-    own = hashlib.sha256(text.encode(errors="replace")).digest()[:8] if text is not None else bytes(8)
-    own += (balance % 2**64).to_bytes(8, sys.byteorder)
-    word = torch.frombuffer(bytearray(own), dtype=torch.int64).to(host_device(group, device))
-    words = word.new_empty(2 * group.size())  # as `check_equal`: a rank may be there instead
-    work = all_gather_later(words, word, group)
+    signed = (balance + 2**63) % 2**64 - 2**63
+    terms = Agreement(
+        group, {"the call": str(text)}, doing=doing, what="", fix="", fault=None, numbers=(signed, text is None)
+    )
 
     def is_same() -> bool:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        if not work.is_completed():
-            with _saying_who_is_missing(group, doing):
-                work.wait()
-        work.wait()
-        texts, balances = words.view(-1, 2).unbind(1)
-        return text is not None and bool((texts == word[0]).all()) and not balances.sum()
+        everyone = terms.gathered()
+        is_alike = all(said[:2] == everyone[0][:2] for said in everyone)
+        return is_alike and not any(said[4] for said in everyone) and not sum(said[3] for said in everyone) % 2**64
 
     return is_same
-
-
-def check_calls(group: Group | None, described: Mapping[str, str], *, device: torch.device, doing: str) -> None:
-    """Raises on every rank unless all call `doing`, with what `described` says by name.
-
-    Communicates: one all-gather of 16 bytes; where they do not agree, one gather of a small object.
-    """
-    same = {"the call": doing, **described}
-    if not compare_later(group, str(same), device=device, doing=doing)():
-        check_same(all_gather_objects({"same": same}, group), what=f"ranks do not call {doing} alike")
-
-
-def check_same(everyone: Sequence[Mapping[str, Mapping[str, str]]], *, what: str) -> None:
-    """Raises unless what the ranks say under "same" is the same: what each has gathered of all.
-
-    Raises:
-        ConfigError: it names the first that differs, and says what it is on rank 0 and on another.
-    """
-    for name in dict.fromkeys(name for each in everyone for name in each["same"]):
-        said = [each["same"].get(name) for each in everyone]
-        if rank := next((rank for rank, value in enumerate(said) if value != said[0]), 0):
-            raise ConfigError(
-                f"{what}: {name} is not the same on all",
-                why=f"on rank 0: {str(said[0])[:200]}\non rank {rank}: {str(said[rank])[:200]}",
-                fix="pass the same on every rank; what belongs to a rank alone is not kept",
-            )
 
 
 @contextmanager
@@ -307,22 +370,32 @@ def _saying_who_is_missing(group: Group, doing: str) -> Iterator[None]:
         store.delete_key(f"{place}/{own}")
 
 
-def meet(group: Group | None, place: str, *, after: str | None = None, who: str, looks_at: str, why: str) -> None:
+def meet(
+    group: Group | None,
+    place: str,
+    *,
+    timeout: datetime.timedelta,
+    after: str | None = None,
+    who: str,
+    looks_at: str,
+    why: str,
+) -> None:
     """Waits until every rank of `group` has come to `place`, which all call by the same name and visit once: before a
     collective that the code of a caller starts by looking at a tensor.
 
     Args:
+        timeout: of the mesh: how long one rank may do something else.
         after: the place where all have met last; its name is forgotten.
         who, looks_at, why: for the error: who must look at what, and why all of them must.
 
     Raises:
-        RankError: some ranks have not come within a minute.
+        RankError: some ranks have not come in time.
 
     Communicates: nothing but a word in the store through which the processes found each other.
     """
     store = dist.distributed_c10d._get_default_store()
     assert group is not None, "a single rank looks at nothing of others"
-    own, deadline = dist.get_rank(), time.monotonic() + SECONDS_TO_MEET
+    own, deadline = dist.get_rank(), time.monotonic() + timeout.total_seconds()
     store.set(f"{place}/{own}", "")
     missing = []
     for rank in dist.get_process_group_ranks(group):
@@ -337,7 +410,7 @@ def meet(group: Group | None, place: str, *, after: str | None = None, who: str,
         raise RankError(
             f"rank {own} looks at {looks_at}, and not every {who} rank does",
             why=f"{why}, and rank {', '.join(map(str, missing))} did not come to join it within "
-            f"{SECONDS_TO_MEET:.0f} seconds",
+            f"{timeout.total_seconds():.0f} seconds, the mesh's timeout",
             fix="compute on every rank what needs it, and let one rank report it",
         )
 

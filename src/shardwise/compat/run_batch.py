@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import check_rows, count_targets, share_among, split_rows, target_names
+from shardwise.data.batch import check_rows, count_targets, split_rows, target_names
 from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
@@ -160,7 +160,7 @@ def _run_by_hand(
         loss.backward()
         return loss.detach().view(1), torch.ones(1, device=loss.device, dtype=loss.dtype)
     with raise_on_all_ranks(mesh.group(), "dividing its batch"):
-        parts = share_among(model, _parts(model, args, kwargs, num_microbatches))
+        parts = _parts(model, args, kwargs, num_microbatches)
         schedule = None if pipeline is None else pipeline.fitting(num_microbatches)
     placed = tree_map_only(Tensor, lambda each: each.to(mesh.device), parts)
     has_targets = any(isinstance(parts[0].get(name), Tensor) for name in target_names(model))

@@ -5,31 +5,44 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import ModelOutput
 
-from shardwise.errors import BatchError, counted
+from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.loss.label_use import shifts_labels
-from shardwise.loss.shares import check_shares, share_targets
 from shardwise.plan.token_work import TokenWork
 from shardwise.runtime.adapters import find_model
 
 __all__ = [
     "IGNORED",
+    "Count",
+    "TargetWeights",
+    "Weight",
+    "batch_norms",
     "check_batch",
+    "check_divides",
     "check_rows",
-    "count_each_target",
     "count_targets",
+    "find_uneven_targets",
     "flops_of",
     "make_up_targets",
-    "share_among",
+    "refuse_batch_norm",
     "split_rows",
     "target_names",
     "targets_of",
 ]
+
+Count = int | Tensor
+"""Targets: a number, or an int64 scalar that is still on the device."""
+
+Weight = float | Tensor
+"""The share of a microbatch's targets, likewise."""
 
 IGNORED = -100
 """The label that transformers' losses leave out."""
@@ -162,25 +175,111 @@ def _counts_rows(model: Any) -> bool:
     return problem == "regression"
 
 
-def count_each_target(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, int]:
-    """The targets of every argument that holds some, `count_targets` first; empty where that is the only one."""
-    found = [name for name in target_names(model) if isinstance(batch.get(name), Tensor) and batch[name].ndim]
-    if not found[1:]:
-        return {}
-    return {found[0]: count_targets(model, batch)} | {name: int(_count_others(name, batch)) for name in found[1:]}
+def find_uneven_targets(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """Names several arguments of which the batch holds other numbers of targets; None where there are as many of each.
+
+    A microbatch has one weight, by one number of targets.
+    """
+    names = [name for name in target_names(model) if isinstance(batch.get(name), Tensor) and batch[name].ndim]
+    if not names[1:]:
+        return None
+    counts = [count_targets(model, batch), *(int(_count_others(name, batch)) for name in names[1:])]
+    return " and ".join(names) if len(set(counts)) > 1 else None
 
 
-def share_among(model: nn.Module, parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of a full batch, of which each of several targets counts by its own number when a part's loss is
-    weighted by `count_targets`.
+def check_divides(model: nn.Module, batch: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], size: int) -> None:
+    """Raises where a model, as it is now, computes something else of the parts of a batch than of the batch.
+
+    Args:
+        batch: of this data rank.
+        parts: its microbatches.
+        size: the number of parts over all data ranks.
 
     Raises:
-        BatchError: a part has targets, but none of those by which it is weighted.
+        UnsupportedError: the same on every rank that is given such a batch.
     """
-    each = [count_each_target(model, part) for part in parts]
-    check_shares(each)
-    totals = {name: sum(own.get(name, 0) for own in each) for name in each[0]}
-    return [part | share_targets(part, own, totals) for part, own in zip(parts, each, strict=True)]
+    if size == 1:
+        return
+    what, inner = f"a batch in {size} parts", find_model(model)
+    if any(isinstance(value, Tensor) and value.is_floating_point() for value in batch.values()):
+        for norm in batch_norms(model):  # text alone may pass by those of what sees or hears
+            refuse_batch_norm(inner, size, norm)
+    reduction = getattr(getattr(inner, "config", None), "ctc_loss_reduction", "mean")
+    if getattr(inner, "loss_type", None) == "ForCTC" and reduction != "mean":
+        raise UnsupportedError(
+            f"{what}, with a loss that is a sum over rows",
+            why="a step's loss is the mean over its parts",
+            fix='set config.ctc_loss_reduction = "mean"',
+        )
+    if hasattr(inner, "_loss_function"):
+        raise UnsupportedError(
+            f"{what}, with a loss_function of your own",
+            why="nothing says how the losses of parts are put together: by their targets, by weights, or as a sum",
+            fix="use one microbatch, no fsdp and no ddp (with pp call the model), or the model's own loss",
+        )
+    uneven = next((name for part in parts if (name := find_uneven_targets(model, part)) is not None), None)
+    if uneven is not None:
+        raise UnsupportedError(
+            f"{what}, with several kinds of targets: {uneven}",
+            why="a part is weighted by its number of targets, and has another number of each kind",
+            fix="use one microbatch and a layout without fsdp and ddp, or one kind of targets",
+        )
+
+
+def batch_norms(model: nn.Module) -> list[nn.Module]:
+    """The batch norms of a model."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def refuse_batch_norm(model: nn.Module, size: int, norm: nn.Module) -> None:
+    """Raises `UnsupportedError` where a batch norm is in training mode."""
+    if norm.training:
+        raise UnsupportedError(
+            f"a batch in {size} parts, of a {type(model).__name__} with batch norms in training mode",
+            why="they take the mean and variance of a part, and every data rank would keep others",
+            fix="put them in eval mode after model.train(): for each in model.modules() that is one, each.eval()",
+        )
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The microbatches of a batch, each weighted by its share of the full batch's targets.
+
+    Attributes:
+        parts: the arguments of each microbatch.
+        counts: the targets of each.
+        total: the targets of the full batch, over all data ranks.
+    """
+
+    parts: Sequence[dict[str, Any]]
+    counts: Sequence[Count]
+    total: Count
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the host knows that the full batch has no targets."""
+        return not isinstance(self.total, Tensor) and not self.total
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def weight(self, number: int) -> Weight:
+        """What the mean loss of a microbatch is multiplied by: their sum is the mean over the full batch."""
+        count, total = self.counts[number], self.total
+        if isinstance(total, Tensor):
+            return count / total.clamp(min=1)
+        return count / total if total else 0.0
+
+    def arguments(self, number: int) -> dict[str, Any]:
+        """The arguments of a microbatch. Where one without targets runs all the same, because other ranks wait for its
+        gradients or only the device knows, some are made up, which count nothing: the mean over none is 0/0.
+        """
+        part, count = self.parts[number], self.counts[number]
+        if isinstance(count, Tensor):
+            return part | {
+                name: torch.where(count == 0, made_up, part[name]) for name, made_up in make_up_targets(part).items()
+            }
+        return part if count else part | make_up_targets(part)
 
 
 def make_up_targets(batch: Mapping[str, Any]) -> dict[str, Tensor]:

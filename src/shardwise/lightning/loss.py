@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import gather_from_all
+from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import Group, all_reduce_
-from shardwise.data.batch import count_each_target, make_up_targets, target_names, targets_of
-from shardwise.loss.shares import check_shares, share_targets
+from shardwise.data.batch import check_divides, make_up_targets, target_names, targets_of
+from shardwise.loss.label_use import check_model_divides
 from shardwise.optim.gradients import Gradients
 from shardwise.parameters.registry import Registry, registry_of
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.linear import apply_mixin
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.division import Division
 
 __all__ = ["LossHooks"]
 
@@ -54,7 +54,7 @@ class LossHooks:
         self._count: Tensor | None = None
         self.num_targets: Tensor | None = None
         self._model, self._handles = model, []
-        self._division = Division(model, registry.mesh.data_size, registry.mesh.device)
+        check_model_divides(model, registry.mesh.data_size)
         if registry.stages is None:
             self._handles = [
                 model.register_forward_pre_hook(self._count_targets, with_kwargs=True),
@@ -100,27 +100,16 @@ class LossHooks:
         if count is None:
             return None
         self._count = torch.as_tensor(count, dtype=torch.float32, device=self._gradients.registry.mesh.device)
-        self._division.check(batch)
-        changed = self._shared(model, batch)
+        has_several = len(target_names(model)) > 1  # of which one rank may have too many, and no other
+        with raise_on_all_ranks(self._group, "counting its targets") if has_several else nullcontext():
+            check_divides(model, batch, [batch], self._gradients.registry.mesh.data_size)
+        changed: dict[str, Tensor] = {}
         if isinstance(count, Tensor):
             # Other ranks wait for this one's gradients. The mean over no targets is 0/0, so some are made up: they
             # count nothing.
-            made_up = make_up_targets(batch | changed)
-            changed |= {name: torch.where(count > 0, (batch | changed)[name], own) for name, own in made_up.items()}
+            made_up = make_up_targets(batch)
+            changed = {name: torch.where(count > 0, batch[name], own) for name, own in made_up.items()}
         return (args, kwargs | changed) if changed.keys() <= kwargs.keys() else ((), batch | changed)
-
-    def _shared(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Of several targets those of which this rank has another share than of the first."""
-        if self._group is None or len(target_names(model)) < 2:
-            return {}
-        own = count_each_target(model, batch)
-
-        def checked() -> dict[str, int]:
-            check_shares([own])
-            return own
-
-        everyone = gather_from_all(self._group, "counting its targets", checked)
-        return share_targets(batch, own, {name: sum(each.get(name, 0) for each in everyone) for name in own})
 
     def _replace_loss(self, model: nn.Module, args: Any, kwargs: Any, output: Any, *, is_shared: bool = False) -> Any:
         count, self._count = self._count, None

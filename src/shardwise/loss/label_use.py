@@ -16,8 +16,8 @@ from shardwise.runtime.arguments import Arguments, edit_arguments
 
 __all__ = [
     "LabelUse",
-    "check_divides",
     "check_label_use",
+    "check_model_divides",
     "claims_to_shift",
     "label_use_of",
     "may_divide",
@@ -80,7 +80,7 @@ def may_divide(model: nn.Module) -> bool:
     return use is None or use.divides
 
 
-def check_divides(model: nn.Module, num_parts: int) -> None:
+def check_model_divides(model: nn.Module, num_parts: int) -> None:
     """Raises `UnsupportedError` where parts of a batch compute something else than the batch."""
     if num_parts > 1 and not may_divide(model):
         raise UnsupportedError(

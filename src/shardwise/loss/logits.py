@@ -118,6 +118,7 @@ class SplitLogits(DTensor):
             meet(
                 look.context.group,
                 look.name,
+                timeout=look.context.timeout,
                 after=look.context.last_look,
                 who="tp",
                 looks_at="the logits of a forward",

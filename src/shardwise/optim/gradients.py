@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -112,7 +112,7 @@ class Gradients:
         self.loss_scale = LossScale(registry.mesh.device) if is_scaled else None
         self._at_rest: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, ParameterEntry] = {}
-        self._is_partial = False
+        self._is_partial = self._has_noted = False
         self.is_put_off = False
         self.is_in_step = False
         self.share = 1.0
@@ -191,8 +191,18 @@ class Gradients:
         if not self._is_pipeline:
             self._refuse_functional()
         complete_gradients(self._find_summed(), self.registry)
-        if self._is_pipeline:
+        if self._is_pipeline and not self._has_noted:
             self._note_idle_stages()
+        self._has_noted = False
+
+    def note_trained(self, ranks: Sequence[Sequence[int]]) -> None:
+        """Notes which ranks of pp and tp train anything, in rank order, for the step that begins."""
+        tp_size = self.registry.mesh.size("tp")
+        stages = range(len(ranks) // tp_size)
+        self.registry.idle_stages = tuple(
+            stage for stage in stages if not any(trained for (trained,) in ranks[stage * tp_size :][:tp_size])
+        )
+        self._has_noted = True
 
     def _note_idle_stages(self) -> None:
         """Finds the stages that train nothing: whatever asks gradients of all ranks waits for theirs in vain."""

@@ -25,12 +25,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import Cache
 
 from shardwise.comm.operations import all_reduce_
-from shardwise.data.batch import count_targets, make_up_targets, share_among, split_rows, target_names
+from shardwise.data.batch import TargetWeights, count_targets, find_uneven_targets, split_rows, target_names
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
 from shardwise.parameters.registry import Registry, registry_of
-from shardwise.pipeline.agreement import agree_over_data
 from shardwise.pipeline.caches import StageCaches, check_caches
 from shardwise.pipeline.encoder import apply_pipelined_encoder
 from shardwise.pipeline.outputs import asked_outputs, check_asked_outputs, hand_out, merge_outputs
@@ -41,7 +40,7 @@ from shardwise.runtime.linear import apply_mixin
 from shardwise.runtime.modes import is_checkpointed, refuse_compiled
 from shardwise.runtime.outputs import map_fields
 from shardwise.runtime.positions import cache_of, leave_out_cache
-from shardwise.runtime.same_batch import check_same_batch
+from shardwise.runtime.same_batch import agree_over_data, check_same_batch
 from shardwise.topology.axes import SAME_ROWS_AXES
 
 __all__ = ["apply_pipeline", "named_call"]
@@ -78,7 +77,7 @@ class Pipelined:
                 what an argument that is no tensor holds; a training forward of a hand-written model; or it is called
                 inside of torch.compile or torch.utils.checkpoint.
 
-        Communicates: over tp and pp, one all-gather of 16 bytes a rank; in training, over all ranks, one of 24 bytes
+        Communicates: over tp and pp, one all-gather of 40 bytes a rank; in training, over the data axes, another one
             where there are several data ranks; what the stages do; the output, over pp.
         """
         model: Any = self
@@ -141,17 +140,31 @@ class _Forward:
         return self._hand_out(done.outputs.get(0), later=False)
 
     def _agree(self) -> tuple[int, ...]:
-        """Raises the same error on every rank unless all can make this call; returns the rows of every rank's batch."""
+        """Raises the same error on every rank unless all can make this call; returns the rows of every rank's batch, 0
+        for one that cannot be divided.
+        """
         mesh, fault = self.registry.mesh, None
         also = {"model.training": self.model.training, "gradients": self.learns, "the model": self.runner.name}
         try:
-            check_same_batch(self.arguments, self.registry.context, also=also)
+            trained = [any(each.requires_grad for each in self.model.parameters())]
+            ranks = check_same_batch(self.arguments, self.registry.context, also=also, numbers=trained)
+            if self.learns:
+                gradients_of(self.model).note_trained(ranks)
             self._check()
         except ShardwiseError as error:
             fault = error
         rows = next((self.arguments[name].shape[:1].numel() for name in self.targets), 0)
         joins = self.learns or (fault is not None and fault.at == "gradients")
-        return agree_over_data(fault, also=also, rows=rows, joins=joins, mesh=mesh)
+        if not joins:
+            if fault is not None:
+                raise fault
+            return (rows,)
+        fields = {name: repr(value) for name, value in also.items()}
+        is_uneven = fault is None and any(
+            find_uneven_targets(self.model, row) for row in split_rows(self.arguments, rows, rows)
+        )
+        numbers = agree_over_data(mesh, fields, fault=fault, numbers=[rows, is_uneven]).wait()
+        return tuple(0 if has_uneven else rows for rows, has_uneven in numbers)
 
     def _check(self) -> None:
         """Raises the same error on every rank for what stages cannot give."""
@@ -203,7 +216,11 @@ class _Forward:
         )
 
     def _train(self, rows_of_all: tuple[int, ...]) -> Any:
-        parts, weights, rows = self._microbatches(rows_of_all)
+        batch, weights = self._microbatches(rows_of_all)
+        parts = [
+            {name: _detached_leaf(value) for name, value in batch.arguments(number).items()}
+            for number in range(len(batch))
+        ]
         count = len(parts)
         schedule = self.runner.fitting(count)
         gradients = gradients_of(self.model)
@@ -215,7 +232,7 @@ class _Forward:
         with kept_aside(self.model) as kept, gradients.together():
             done = self.runner.run(microbatches, schedule, keeps_outputs=True)
         outputs = [_detached(done.outputs[number]) for number in range(count)] if self.runner.is_last else []
-        output = merge_outputs(outputs, weights, rows) if outputs else None
+        output = merge_outputs(outputs, weights) if outputs else None
         output = self._hand_out(output, later=self.model.training)
         by_input = self._input_gradients(leaves)
         if not by_input and not self.runner.trains:  # as of any model of which nothing is trained
@@ -231,27 +248,27 @@ class _Forward:
         )
         return output
 
-    def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[list[dict[str, Any]], list[float], int]:
-        """Arguments and weights of the microbatches, as many on every data rank, and the rows of the batch."""
+    def _microbatches(self, rows_of_all: tuple[int, ...]) -> tuple[TargetWeights, list[float]]:
+        """The microbatches, as many on every data rank, and what the loss of each is multiplied by."""
         rows = self.arguments[self.targets[0]].shape[0]
-        full = {name: _detached_leaf(value) for name, value in self.arguments.items()}
+        whole = TargetWeights([self.arguments], [1], 1), [1.0]
         is_callers = hasattr(self.model, "_loss_function")  # maybe no mean over targets
-        if not self.model.training or is_callers or not may_divide(self.model):
-            return [full], [1.0], rows
+        if not self.model.training or is_callers or not may_divide(self.model) or not all(rows_of_all):
+            return whole
         asked, most = self.runner.num_microbatches, _MOST_PER_STAGE * self.runner.plan.num_stages
         numbers = range(2, min(*rows_of_all, rows, most) + 1) if asked is None else [asked]
         divides = math.gcd(*rows_of_all)
         fitting = [n for n in numbers if n > 1 and divides % n == 0 and (asked or self.runner.takes(n))]
         if not fitting:
-            return [full], [1.0], rows
+            return whole
         parts = split_rows(self.arguments, rows, fitting[-1])
         counts = [count_targets(self.model, part) for part in parts]
-        sums = self.arguments.get("num_items_in_batch") is not None
-        if not any(counts):  # a loss over no targets is what the model says it is
-            return [_microbatch(part, 1) for part in parts], [1.0 if sums else 1 / len(parts)] * len(parts), rows
-        weights = [1.0 if sums else count / sum(counts) for count in counts]
-        parts = share_among(self.model, parts)
-        return [_microbatch(*each) for each in zip(parts, counts, strict=True)], weights, rows
+        sums = self.arguments.get("num_items_in_batch") is not None  # the loss is a sum, divided by the caller's number
+        if sums or not any(counts):  # a loss over no targets is what the model says it is
+            count = len(parts)
+            return TargetWeights(parts, [1] * count, count), [1.0 if sums else 1 / count] * count
+        batch = TargetWeights(parts, counts, sum(counts))
+        return batch, [float(batch.weight(number)) for number in range(len(batch))]
 
     def _input_gradients(self, leaves: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Gradients of the arguments that need one, the same on every rank.
@@ -280,12 +297,6 @@ def named_call(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> dict[str,
 def _detached_leaf(value: Any) -> Any:
     needs = isinstance(value, Tensor) and value.requires_grad
     return value.detach().clone().requires_grad_() if needs else value
-
-
-def _microbatch(part: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Arguments of a microbatch; where it has no targets, some are made up, and its loss counts nothing."""
-    made_up = {} if count or "num_items_in_batch" in part else make_up_targets(part)
-    return {name: _detached_leaf(value) for name, value in {**part, **made_up}.items()}
 
 
 def _loss_of(output: Any, *, factor: float | Tensor) -> Tensor:

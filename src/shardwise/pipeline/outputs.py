@@ -254,7 +254,14 @@ class LaterTensor(Tensor):
         if self._fetched is None:
             group = self._receiver.group
             name = f"{self._name}/{dist.get_process_group_ranks(group)[0]}"
-            meet(group, name, who="pp", looks_at="the output of a forward", why="the last stage has it")
+            meet(
+                group,
+                name,
+                timeout=self._receiver.context.timeout,
+                who="pp",
+                looks_at="the output of a forward",
+                why="the last stage has it",
+            )
             self._fetched = self._receiver.receive(self._slot)
         return self._fetched
 
@@ -263,17 +270,17 @@ def _present(value: Any) -> Any:
     return value.fetch() if isinstance(value, LaterTensor) else value
 
 
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], rows: int) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """One output of those of all microbatches: rows one below the other, scalars as their weighted sum."""
     first = outputs[0]
     if len(outputs) == 1:
         return first
     if isinstance(first, dict):
-        fields = {name: merge_outputs([each[name] for each in outputs], weights, rows) for name in first}
+        fields = {name: merge_outputs([each[name] for each in outputs], weights) for name in first}
         kind: Callable[..., Any] = type(first)
         return kind(**fields) if kind is not dict else fields
     if type(first) in (tuple, list):
-        return type(first)(merge_outputs(parts, weights, rows) for parts in zip(*outputs, strict=True))
+        return type(first)(merge_outputs(parts, weights) for parts in zip(*outputs, strict=True))
     if not isinstance(first, Tensor):
         return first
     if not first.ndim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ class SplitContext:
         coord: this rank's position.
         mesh: one-dimensional `DeviceMesh` of the tp axis, for the logits; None in one process.
         device: what modules run on, and draw random numbers from.
+        timeout: of the mesh.
         same_rows: the group of all ranks that must be given the same rows, where it is a larger one than `group`.
         partial_after: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
@@ -79,6 +81,7 @@ class SplitContext:
     coord: int = 0
     mesh: dist.DeviceMesh | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - frozen
+    timeout: datetime.timedelta = datetime.timedelta(seconds=600)
     same_rows: Group | None = None
     partial_after: bool = False
     has_dropout: bool = False
@@ -102,6 +105,7 @@ class SplitContext:
             coord=mesh.coord("tp"),
             mesh=mesh.tensor_mesh,
             device=mesh.device,
+            timeout=mesh.timeout,
             has_dropout=has_dropout,
         )
 

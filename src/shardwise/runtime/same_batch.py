@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from shardwise.comm.agree import check_equal
-from shardwise.comm.operations import Group, host_device
+from shardwise.comm.agree import Agreement, agree
+from shardwise.comm.operations import host_device
 from shardwise.errors import BatchError, RankError, UnsupportedError
+from shardwise.mesh import Mesh
 from shardwise.runtime.context import SplitContext
+from shardwise.topology.axes import DATA_AXES
 
-__all__ = ["check_same_batch", "check_same_call", "compared_already", "describe_call", "describe_steps", "words_of"]
+__all__ = ["agree_over_data", "check_same_batch", "compared_already", "describe_call", "describe_steps"]
 
 _STEPS = "the optimizers' steps"
 _UNLIKE = "ranks do not train alike"
@@ -30,13 +32,19 @@ _FORBIDS = -1e4
 """At most this much is what attention masks add where nothing may be seen, in any dtype."""
 
 
-def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, Any] | None = None) -> None:
+def check_same_batch(
+    inputs: Any, context: SplitContext, *, also: Mapping[str, Any] | None = None, numbers: Sequence[int] = ()
+) -> list[list[int]]:
     """Raises the same error on every tp and pp rank unless all were given the same inputs: tensors of the same names,
     shapes and dtypes, and, where they are integers or masks on the host, of the same values (of large ones, evenly
     spaced samples).
 
     Args:
         also: what must be the same besides about how the model is called, by what it is called in the error.
+        numbers: of this rank, as many on every rank.
+
+    Returns:
+        The numbers of every rank, in rank order.
 
     Does nothing where that costs more than a word between hosts: where `compared_already`, and in a group that only
     GPUs can communicate in.
@@ -46,38 +54,60 @@ def check_same_batch(inputs: Any, context: SplitContext, *, also: Mapping[str, A
         BatchError: naming the first input that differs, and what it is on which ranks.
         UnsupportedError: in a transform of `torch.func`.
 
-    Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 16 bytes a rank.
+    Communicates: over the ranks that read the same rows (tp and pp), one all-gather of 40 bytes a rank.
     """
     group = context.same_rows if context.same_rows is not None else context.group if context.mesh is not None else None
     if group is None or context.batch_compared or torch.compiler.is_compiling():
-        return
+        return [list(numbers)]
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise UnsupportedError(
             "a transform of torch.func around a split model",
             why="the collectives of a split model cannot be transformed",
             fix="call loss.backward(), after which parameter.grad is complete",
         )
+    fields: dict[str, str] = {}
     if host_device(group, context.device).type == "cpu":
-        described = {
-            keystr(path): _describe(value)
-            for path, value in tree_flatten_with_path(inputs)[0]
-            if isinstance(value, Tensor | int)
-        }
-        described |= describe_call(context, also or {})
-        try:
-            check_equal(
-                group,
-                described,
-                what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
-                device=context.device,
-                fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
-                "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
-                error=BatchError,
-            )
-        except BatchError as error:
-            if error.at != _STEPS:
-                raise
-            raise RankError(_UNLIKE, at=error.at, why=error.why, fix=_SAME_OPTIONS) from None
+        leaves = tree_flatten_with_path(inputs)[0]
+        fields = {keystr(path): _describe(value) for path, value in leaves if isinstance(value, Tensor | int)}
+        fields |= describe_call(context, also or {})
+    elif not numbers:
+        return []
+    try:
+        return agree(
+            group,
+            fields,
+            doing="a forward or a step",
+            what=("tp" if context.same_rows is None else "tp and pp") + " ranks were given different batches",
+            fix="give ranks that differ in tp or pp alone the same rows in the same order: choose them by "
+            "mesh.data_rank" + ("; and call the same model in the same mode" if also else ""),
+            error=BatchError,
+            numbers=numbers,
+        )
+    except BatchError as error:
+        if error.at != _STEPS:
+            raise
+        raise RankError(_UNLIKE, at=error.at, why=error.why, fix=_SAME_OPTIONS) from None
+
+
+def agree_over_data(
+    mesh: Mesh, fields: Mapping[str, str], *, fault: Exception | None, numbers: Sequence[int]
+) -> Agreement:
+    """Begins to compare the calls of this rank and of those that differ from it along the data axes alone: `wait`
+    raises where some rank's batch is at fault, or calls differ, and else gives every rank's `numbers`.
+
+    Ranks that differ along tp or pp have passed `check_same_batch`, so that they come to the same.
+
+    Communicates: over the data axes, what `agree` does.
+    """
+    return Agreement(
+        mesh.group(*DATA_AXES),
+        fields,
+        doing="checking its batch",
+        what=_UNLIKE,
+        fix=_SAME_OPTIONS,
+        fault=fault,
+        numbers=numbers,
+    )
 
 
 def describe_call(context: SplitContext, also: Mapping[str, Any]) -> dict[str, str]:
@@ -90,25 +120,6 @@ def describe_call(context: SplitContext, also: Mapping[str, Any]) -> dict[str, s
 def describe_steps(context: SplitContext) -> dict[str, str]:
     """Which steps optimizers have taken, as text by name; nothing over stages, which have parameters of their own."""
     return {_STEPS: str(context.steps)} if context.same_rows is None else {}
-
-
-def words_of(described: Mapping[str, str]) -> tuple[int, int]:
-    """Numbers whose sums over ranks say whether all of them have the same: a checksum, and its square."""
-    word = zlib.crc32(str(described).encode()) % 2**20
-    return word, word * word
-
-
-def check_same_call(group: Group, described: Mapping[str, str], sums: tuple[int, int], context: SplitContext) -> None:
-    """Raises the same `RankError` on every rank of the group unless what `describe_call` says is the same on all.
-
-    Args:
-        sums: those of `words_of` over the group.
-
-    Communicates: what `check_equal` does, where it differs.
-    """
-    words, squares = sums
-    if squares * group.size() != words**2:  # by Cauchy and Schwarz
-        check_equal(group, described, what=_UNLIKE, fix=_SAME_OPTIONS, device=context.device)
 
 
 @contextmanager

@@ -24,6 +24,12 @@ from shardwise.stages.absent import Absent, present
 from shardwise.stages.cache_copies import copy_cache
 from shardwise.stages.run import Module, Outgoing, Own, StageRun, Travelling
 
+Lengths = tuple[int, ...]
+"""Sizes of a forward's arguments that grow by one with every token that is generated."""
+
+Cuts = list[tuple[Travelling, ...]]
+"""What comes into each stage, and at the end nothing."""
+
 __all__ = ["Around", "Emptied", "Staged", "Stages", "Travelling", "Watched"]
 
 
@@ -122,22 +128,31 @@ class Stages:
     split: dict[int, str] = field(default_factory=dict)
     independent: set[str] = field(default_factory=set)
     current: StageRun | None = None
-    _shapes: dict[Any, list[tuple[Travelling, ...]]] = field(default_factory=dict)
+    _shapes: dict[Any, dict[Lengths, Cuts]] = field(default_factory=dict)
 
     def shapes(self, stage: int, arguments: Mapping[str, Any]) -> tuple[tuple[Travelling, ...], tuple[Travelling, ...]]:
         """What comes into a stage and what leaves it, for a forward with these arguments; kept by their shapes.
+
+        # [Note: lengths that grow]
+        With every token that `generate()` writes, masks and caches are longer by one. What crosses a cut has the same
+        shape then, or is longer by one, too (a bias of positions): two forwards of other lengths tell that of all.
 
         Communicates: nothing.
         """
         cuts = self._cuts(arguments)
         return cuts[stage], cuts[stage + 1]
 
-    def _cuts(self, arguments: Mapping[str, Any]) -> list[tuple[Travelling, ...]]:
+    def _cuts(self, arguments: Mapping[str, Any]) -> Cuts:
         """What comes into each stage, and after them nothing."""
-        key = self.model.training, _autocast(), _key(arguments)
+        lengths: list[int] = []
+        key = self.model.training, _autocast(), _key(arguments, lengths)
         if self.plan.order.is_chain and not self.plan.order.crossings:
             self._see_cuts(arguments)
-        if key not in self._shapes:
+        measured, at = self._shapes.setdefault(key, {}), tuple(lengths)
+        if at in measured:
+            return measured[at]
+        cuts = _extrapolate(measured, at)
+        if cuts is None:
             calls, last = len(self.plan.order.calls), self.plan.starts[-1]
             run = StageRun(self, first=calls, last=last, received=(), skipped=self.num_skipped(arguments))
             given = {
@@ -145,8 +160,8 @@ class Stages:
             }
             with torch.no_grad():
                 self._run(run, given)
-            self._shapes[key] = [(), *run.seen, ()]
-        return self._shapes[key]
+            cuts = measured[at] = [(), *run.seen, ()]
+        return cuts
 
     def _see_cuts(self, arguments: Mapping[str, Any]) -> None:
         """Finds what crosses the cuts of a chain, which has not run before: what its layers are given."""
@@ -227,15 +242,54 @@ def _autocast() -> Any:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
-def _key(value: Any) -> Any:
-    """What shapes depend on of an argument."""
+def _key(value: Any, lengths: list[int], name: str = "") -> Any:
+    """What shapes depend on of an argument; the sizes that grow while tokens are generated are added to `lengths`."""
     if isinstance(value, Tensor):
+        if name.endswith("attention_mask"):
+            lengths.append(value.shape[-1])
+            return tuple(value.shape[:-1]), value.dtype
         return tuple(value.shape), value.dtype
     if isinstance(value, Cache):
-        return repr(value), value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0
+        lengths.append(value.get_seq_length() if isinstance(value, EncoderDecoderCache) else 0)
+        return repr(value)
     if isinstance(value, Mapping):
-        return tuple((name, _key(each)) for name, each in value.items())
-    return tuple(map(_key, value)) if isinstance(value, list | tuple) else repr(value)
+        return tuple((name, _key(each, lengths, str(name))) for name, each in value.items())
+    return tuple(_key(each, lengths) for each in value) if isinstance(value, list | tuple) else repr(value)
+
+
+def _extrapolate(measured: Mapping[Lengths, Cuts], lengths: Lengths) -> Cuts | None:
+    """The cuts at other lengths than two that were measured; None where they do not tell (see [Note: lengths that
+    grow]).
+    """
+    if len(measured) < 2:
+        return None
+    (first, one), (second, other) = list(measured.items())[:2]
+    grown = [new - old for old, new in zip(first, second, strict=True)]
+    further = [new - old for old, new in zip(first, lengths, strict=True)]
+    growing = {(a, b) for a, b in zip(grown, further, strict=True) if a or b}
+    if len(growing) != 1 or not next(iter(growing))[0]:
+        return None
+    ((by, to),) = growing
+    cuts: Cuts = []
+    for tensors, others in zip(one, other, strict=True):
+        if [replace(each, shape=()) for each in tensors] != [replace(each, shape=()) for each in others]:
+            return None
+        changes = [
+            [new - old for old, new in zip(a.shape, b.shape, strict=True)]
+            for a, b in zip(tensors, others, strict=True)
+            if len(a.shape) == len(b.shape)
+        ]
+        if len(changes) != len(tensors) or any(change not in (0, by) for each in changes for change in each):
+            return None
+        cuts.append(
+            tuple(
+                replace(
+                    a, shape=tuple(size + (to if change else 0) for size, change in zip(a.shape, each, strict=True))
+                )
+                for a, each in zip(tensors, changes, strict=True)
+            )
+        )
+    return cuts
 
 
 def _check_sent(values: Sequence[Tensor], expected: Sequence[Travelling], layer: str) -> None:

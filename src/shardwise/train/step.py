@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import inspect
-import json
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.agree import compare_later, raise_on_all_ranks
-from shardwise.comm.operations import all_reduce_, host_device
+from shardwise.comm.agree import Agreement, agree
+from shardwise.comm.operations import all_reduce_
 from shardwise.data.ahead import SentBatch, send
 from shardwise.data.batch import (
+    Count,
+    TargetWeights,
+    Weight,
+    batch_norms,
     check_batch,
-    count_each_target,
+    check_divides,
     count_targets,
     flops_of,
-    make_up_targets,
+    refuse_batch_norm,
     split_rows,
-    target_names,
 )
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
-from shardwise.loss.label_use import check_label_use
-from shardwise.loss.shares import check_shares, share_targets
+from shardwise.loss.label_use import check_label_use, check_model_divides
 from shardwise.mesh import Mesh
 from shardwise.optim.gradients import gradients_of
 from shardwise.optim.late import Late
@@ -38,41 +40,47 @@ from shardwise.pipeline.outputs import check_asked_outputs
 from shardwise.pipeline.runner import PipelineRunner, runner_of
 from shardwise.pipeline.stage import Microbatch
 from shardwise.runtime.adapters import find_model
-from shardwise.runtime.attention_kernels import drop_kernels, take_kernels
-from shardwise.runtime.own_attention import missed_rows, own_rows, take_own_attention
-from shardwise.runtime.same_batch import (
-    check_same_batch,
-    check_same_call,
-    compared_already,
-    describe_call,
-    words_of,
-)
+from shardwise.runtime.host_masks import host_mask_of, read_host_mask, take_host_masks
+from shardwise.runtime.same_batch import agree_over_data, check_same_batch, compared_already, describe_call
 from shardwise.schedule.schedule import Schedule
 from shardwise.topology.axes import DATA_AXES
-from shardwise.train.division import Division
 
 __all__ = ["Count", "StepResult", "TrainStep", "Weight"]
 
-Count = int | Tensor
-"""Targets: a number, or an int64 scalar that is still on the device."""
 
-Weight = float | Tensor
-"""The share of a microbatch's targets, likewise."""
+class _Late:
+    """A field of a `StepResult` that is read where it is still on its way from the device."""
 
+    def __init__(self, kind: type, *default: Any) -> None:
+        self._kind, self._default = kind, default
 
-class _NumTokens:
-    """The field `num_tokens` of a `StepResult`: read where it is still on its way from the device."""
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
 
-    def __get__(self, result: Any, owner: Any = None) -> int:
+    def __get__(self, result: Any, owner: Any = None) -> Any:
         if result is None:
-            raise AttributeError  # so that dataclasses find no default
-        found = vars(result)["num_tokens"]
-        if isinstance(found, Late):
-            found = vars(result)["num_tokens"] = int(found.read())
-        return cast(int, found)
+            if not self._default:
+                raise AttributeError  # so that dataclasses see no default
+            return self._default[0]
+        value = vars(result)[self._name]
+        if isinstance(value, Late):
+            value = vars(result)[self._name] = self._kind(value.read())
+        return value
 
-    def __set__(self, result: Any, value: int | Late) -> None:
-        vars(result)["num_tokens"] = value
+    def __set__(self, result: Any, value: Any) -> None:
+        vars(result)[self._name] = value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """A batch that has passed the checks of this rank: its rows, its microbatches where they were given, their numbers
+    of targets, and the operations of its forward and backward.
+    """
+
+    rows: int
+    parts: list[dict[str, Any]]
+    counts: list[Count]
+    flops: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +97,11 @@ class StepResult:
     """
 
     loss: Tensor
-    num_tokens: _NumTokens = _NumTokens()
-    flops: float = 0.0
+    num_tokens: _Late = _Late(int)
+    flops: _Late = _Late(float, 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "num_tokens": self.num_tokens}
+        return {**vars(self), "num_tokens": self.num_tokens, "flops": self.flops}
 
 
 class TrainStep:
@@ -125,16 +133,19 @@ class TrainStep:
         self._pipeline = runner_of(model)
         self._schedule = self._schedule_of(self._pipeline, num_microbatches) if self._pipeline is not None else None
         check_label_use(model)
-        self._division = Division(model, num_microbatches * mesh.data_size, mesh.device)
-        self._targets = target_names(model)
+        self._num_parts = num_microbatches * mesh.data_size
+        check_model_divides(model, self._num_parts)
+        self._batch_norms = batch_norms(model) if self._num_parts > 1 else []
         self._gradients = gradients_of(model)
         self._gradients.parameters()  # says now which of them cannot be trained
         self.model = model
         self.mesh = mesh
         self.num_microbatches = num_microbatches
         # Where the device computes by itself, forwards ask it nothing; on CPUs an answer costs nothing.
-        self._knows_rows = self._gradients.is_late and take_own_attention(find_model(model))
-        self._kernels = take_kernels(mesh.device) if self._knows_rows else None
+        self._gives_masks = self._gradients.is_late and take_host_masks(find_model(model))
+        self._tries_masks = self._gives_masks and self._pipeline is None
+        self._comparison: Agreement | None = None
+        self._has_compared = False
         # A step needs no cache of keys and values. Other forwards build none in training mode (`parallel/caches.py`).
         self._defaults = (
             {"use_cache": False} if "use_cache" in inspect.signature(find_model(model).forward).parameters else {}
@@ -160,118 +171,182 @@ class TrainStep:
             host does not know, and zeros are added). Auxiliary losses that a model adds to its own (a mixture of
             experts' balance) are computed on each microbatch of each data rank and averaged with the same weights. A
             loss without token labels (classes, regression) is weighted by rows, one of spans by those in the sequence.
-            Of several targets (tokens and sentences, beginnings and ends) each counts by its own number.
 
         Raises:
             RankError: the ranks' optimizers have taken other steps.
             BatchError: labels are missing or no tensor, tensors differ in rows, rows do not divide by
-                `num_microbatches`, a microbatch has some of several targets and none of the first, or ranks that differ
-                in tp or pp alone were given different batches.
-            UnsupportedError: gradients are switched off; where batches are divided, batch norms are trained, or the
-                caller's `loss_function` is no mean over targets; or stages are asked for hidden states, attentions, or
-                router logits that the config did not ask for when the model was split.
+                `num_microbatches`, or ranks that differ in tp or pp alone were given different batches.
+            UnsupportedError: gradients are switched off; where batches are divided, batch norms are trained, the loss
+                function is the caller's own, or there are several kinds of targets in unequal numbers; or stages are
+                asked for hidden states, attentions, or router logits that the config did not ask for when the model was
+                split.
             GradientError: the loss depends on nothing that is trained.
             IndexError: a token id or a target is outside the vocabulary.
 
-        Communicates: over tp and pp, one all-gather of 16 bytes a rank; over all ranks, one all-reduce of the numbers
-            of targets and operations, where there are several data ranks, and another one for models that take several
-            targets; what the model's forward and backward do,
-            under pp what stages send each other; the gradient phase (see [Note: one gradient phase]); over pp and over
-            the data ranks, one all-reduce of the loss.
+        Communicates: over tp and pp, one all-gather of 40 bytes a rank; over the data axes another one, and on GPUs one
+            all-reduce of the numbers of targets and operations; what the model's forward and backward do, under pp what
+            stages send each other; the gradient phase (see [Note: one gradient phase]); over pp and over the data axes,
+            one all-reduce of the loss.
         """
         self.mesh.note_step()
         with hidden():
             return self._step(batch)
 
     def _step(self, batch: Mapping[str, Any]) -> StepResult:
-        parts, counts, num_tokens, flops = self._prepare(batch)
+        described = self._describe()
+        fault, checked = None, None
+        try:
+            trained = (
+                [any(each.requires_grad for each in self.model.parameters())] if self._pipeline is not None else []
+            )
+            inputs = batch, self.num_microbatches
+            ranks = check_same_batch(inputs, self._registry.context, also=described, numbers=trained)
+            if self._pipeline is not None:
+                self._gradients.note_trained(ranks)
+            checked = self._check(batch)
+        except ShardwiseError as error:
+            fault = error
+        num_tokens, flops = self._sum_over_data(checked, fault, described)
+        assert checked is not None
+        parts = self._place(batch, checked)
         loss_scale = self._gradients.loss_scale
         scale = loss_scale.factor if loss_scale is not None else 1.0
         self._scale_gradients(scale)  # those of earlier calls, which this one's are added to
-        weights = [_share(count, num_tokens) for count in counts]
         total = torch.zeros((), device=self.mesh.device)
         try:
-            with dropped_output(self._registry.context):
-                self._run(parts, weights, scale, total, is_empty=not isinstance(num_tokens, Tensor) and not num_tokens)
+            with dropped_output(self._registry.context), self._without_batch_norms():
+                self._run(TargetWeights(parts, checked.counts, num_tokens), scale, total)
         finally:
             self._scale_gradients(1 / scale)
         for group in (self.mesh.group("pp"), self.mesh.group(*DATA_AXES)):
             if group is not None:
                 all_reduce_(total, group)
         self._gradients.loss = total
-        counted = Late(num_tokens) if isinstance(num_tokens, Tensor) else num_tokens
-        return StepResult(loss=total, num_tokens=counted, flops=flops)
+        late = [Late(value) if isinstance(value, Tensor) else value for value in (num_tokens, flops)]
+        return StepResult(loss=total, num_tokens=late[0], flops=late[1])
 
-    def _run(
-        self, parts: list[dict[str, Any]], weights: list[Weight], scale: Weight, total: Tensor, *, is_empty: bool
-    ) -> None:
-        """Forward and backward of all microbatches; adds their losses to `total`."""
-        if is_empty:  # which all ranks know
-            return
-        if self._schedule is not None:
-            self._run_pipeline(parts, weights, scale, total)
-            return
-        with self._gradients.together(), compared_already(self._registry.context):
-            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-                if len(parts) > 1:
-                    time_reduction(self._registry, is_last=number == len(parts) - 1)
-                total += self._microbatch(part, weight, scale)
-
-    def _prepare(self, batch: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Count], Count, float]:
-        """The microbatches, on the device, their numbers of targets, and over all ranks' batches that number and the
-        operations.
-        """
-        fault: ShardwiseError | None = None
-        rows, kilo_flops = 0, 0
-        counts: list[Count] = [0]
-        each: list[dict[str, int]] = []
-        also = self._describe()
-        try:
-            check_same_batch((batch, self.num_microbatches), self._registry.context, also=also)
-            _check_gradients()
-            rows = check_batch(self.model, batch, self.num_microbatches)
-            self._check_arguments(batch)
-            on_host = split_rows(batch, rows, self.num_microbatches)
-            counts = [self._count(part) for part in on_host]
-            each = [count_each_target(self.model, part) if len(self._targets) > 1 else {} for part in on_host]
-            check_shares(each)
-            kilo_flops = flops_of(batch, self._registry.plan.work) // 1000
-        except ShardwiseError as error:
-            if self.mesh.data_size == 1:
-                raise
-            fault = error
-        num_tokens, kilo_flops = self._sum_over_data([sum(counts), kilo_flops], fault, also)
-        totals = [sum(found.get(name, 0) for found in each) for name in self._targets]
-        if len(totals) > 1:
-            totals = self._sum_over_data(totals, None, also)
-        self._agree_on_kernels()
-        placed = (
-            batch.take() if isinstance(batch, SentBatch) else {k: send(v, self.mesh.device) for k, v in batch.items()}
-        )
-        parts = split_rows(placed, rows, self.num_microbatches)
-        for part, found, seen in zip(parts, each, on_host, strict=True):
-            part.update(share_targets(part, found, dict(zip(self._targets, totals, strict=True))))
-            known = own_rows(seen, self.mesh.device) if self._knows_rows else None
-            # A stage runs once; whether it has missed where documents end is known afterwards.
-            if known is not None and (self._pipeline is None or known.segments is None):
-                part["attention_mask"] = known.mask
-        return parts, counts, num_tokens, kilo_flops * 1e3
-
-    def _check_arguments(self, batch: Mapping[str, Any]) -> None:
-        """Raises for what a step cannot do with several microbatches or ranks."""
-        self._division.check(batch)
+    def _check(self, batch: Mapping[str, Any]) -> _Checked:
+        """Raises where this rank's batch cannot be trained on. Communicates nothing."""
+        _check_gradients()
+        rows = check_batch(self.model, batch, self.num_microbatches)
+        parts = split_rows(batch, rows, self.num_microbatches)
+        check_divides(self.model, batch, parts, self._num_parts)
         if self._pipeline is not None:
             check_asked_outputs(find_model(self.model), batch, self._pipeline.asked_outputs)
-        if batch.get("num_items_in_batch") is not None and self.num_microbatches * self.mesh.data_size > 1:
+        if batch.get("num_items_in_batch") is not None and self._num_parts > 1:
             raise BatchError(
                 "a batch has num_items_in_batch",
                 why="a step counts the targets of the full batch itself, and weights every microbatch by its own",
                 fix="leave it out",
             )
+        counts = [self._count(part) for part in parts]
+        return _Checked(rows=rows, parts=parts, counts=counts, flops=flops_of(batch, self._registry.plan.work))
+
+    def _sum_over_data(
+        self, checked: _Checked | None, fault: ShardwiseError | None, described: Mapping[str, Any]
+    ) -> tuple[Count, float | Tensor]:
+        """The targets and operations of all data ranks' batches.
+
+        Where the device computes by itself the sums stay there, and whether the ranks made the same call is read at the
+        next step: no host waits for another one. Then a rank whose batch is at fault raises at once, and the others in
+        the next step. The first step waits.
+        """
+        numbers = [sum(checked.counts), checked.flops // 1000] if checked is not None else [0, 0]
+        if self.mesh.data_size == 1:
+            if fault is not None:
+                raise fault
+            return numbers[0], numbers[1] * 1e3
+        last, self._comparison = self._comparison, None
+        if last is not None:
+            last.wait(is_late=True)
+        stays = self._gradients.is_late
+        comparison = agree_over_data(
+            self.mesh,
+            describe_call(self._registry.context, described),
+            fault=fault,
+            numbers=() if stays else [int(number) for number in numbers],
+        )
+        if stays and self._has_compared:
+            self._comparison = comparison
+            if fault is not None:
+                raise fault
+        else:
+            everyone = comparison.wait()
+            self._has_compared = True
+        if not stays:
+            num_tokens, kilo_flops = map(sum, zip(*everyone, strict=True))
+            return num_tokens, kilo_flops * 1e3
+        totals = torch.stack([_on_device(number, self.mesh.device) for number in numbers])
+        data = self.mesh.group(*DATA_AXES)
+        assert data is not None, "there are several data ranks"
+        all_reduce_(totals, data)
+        return totals[0], totals[1] * 1e3
+
+    def _place(self, batch: Mapping[str, Any], checked: _Checked) -> list[dict[str, Any]]:
+        """The microbatches on the device, with masks that the host knows."""
+        if isinstance(batch, SentBatch):
+            placed = batch.take()
+        else:
+            placed = {name: send(value, self.mesh.device) for name, value in batch.items()}
+        parts = split_rows(placed, checked.rows, self.num_microbatches)
+        for part, given in zip(parts, checked.parts, strict=True) if self._gives_masks else ():
+            known = read_host_mask(given, self.mesh.device)
+            # A stage runs once; whether it has missed where documents end is known afterwards.
+            if known is not None and (self._pipeline is None or known.segments is None):
+                part["attention_mask"] = known.mask
+        return parts
+
+    def _run(self, batch: TargetWeights, scale: Weight, total: Tensor) -> None:
+        """Forward and backward of all microbatches; adds their losses to `total`."""
+        if batch.is_empty:  # which all ranks know
+            return
+        if self._schedule is not None:
+            self._run_pipeline(batch, scale, total)
+            return
+        with self._gradients.together(), compared_already(self._registry.context):
+            for number in range(len(batch)):
+                if len(batch) > 1:
+                    time_reduction(self._registry, is_last=number == len(batch) - 1)
+                if (
+                    self.mesh.data_size == 1
+                    and not isinstance(batch.counts[number], Tensor)
+                    and not batch.counts[number]
+                ):
+                    continue
+                loss = self._forward(batch, number)
+                weight = batch.weight(number)
+                _check_trains(trains=loss.requires_grad)
+                self._weighted(loss, weight, scale).backward()
+                total += loss.detach().float() * weight
+
+    def _forward(self, batch: TargetWeights, number: int) -> Tensor:
+        """The mean loss of a microbatch. The first one decides on all data ranks alike whether the model makes its
+        masks of the one that the host knows; where documents were missed for that, it runs again on all of them.
+        """
+        loss: Tensor = self.model(**self._arguments(batch, number)).loss
+        if not self._tries_masks:
+            return loss
+        self._tries_masks = False
+        known = host_mask_of(batch.parts[number])
+        is_unused = known is None or not known.is_used
+        masks = [host_mask_of(part) for part in batch.parts]
+        has_documents = any(mask is not None and mask.segments is not None for mask in masks)
+        what = "ranks do not train alike"
+        numbers = agree(
+            self.mesh.group(*DATA_AXES), {}, doing="a step", what=what, fix="", numbers=(is_unused, has_documents)
+        )
+        unused, documents = (any(column) for column in zip(*numbers, strict=True))
+        if not unused:
+            return loss
+        self._gives_masks = False
+        for part, mask in zip(batch.parts, masks, strict=True):
+            if mask is not None and mask.segments is not None:
+                del part["attention_mask"]
+        return self.model(**self._arguments(batch, number)).loss if documents else loss
 
     def _count(self, part: Mapping[str, Any]) -> Count:
         """The targets of a microbatch; left on a device that computes by itself where one rank's say is enough."""
-        stays = self._gradients.is_late and self.mesh.data_size == 1 and self._pipeline is None
+        stays = self._gradients.is_late and self._pipeline is None
         return count_targets(self.model, part, stays=stays)
 
     def _describe(self) -> dict[str, Any]:
@@ -285,87 +360,54 @@ class TrainStep:
         also |= {"model.training": self.model.training, "gradients": torch.is_grad_enabled()}
         return {**also, "num_microbatches": self.num_microbatches}
 
-    def _agree_on_kernels(self) -> None:
-        """Once, for cards of several kinds: copies of what is not split must come out equal on all ranks."""
-        if self._kernels is None:
-            return
-        orders, self._kernels = json.dumps(self._kernels), None
-        if not compare_later(self.mesh.group(), orders, device=self.mesh.device, doing="a step")():
-            drop_kernels()
-            if self.mesh.rank == 0:
-                said = "shardwise doctor has measured other orders of attention kernels on other ranks' cards"
-                warnings.warn(f"{said}: all ranks go by torch's", stacklevel=2)
-
-    def _sum_over_data(self, counts: list[Any], fault: ShardwiseError | None, also: Mapping[str, Any]) -> list[Any]:
-        """The sums of all data ranks' counts. Where some rank's batch is at fault, its error, on every rank; and where
-        they do not make the same call.
-        """
-        world = self.mesh.group()
-        if self.mesh.data_size == 1 or world is None:
-            return counts
-        described = describe_call(self._registry.context, also)
-        totals = torch.tensor(
-            [*counts, fault is not None, *words_of(described)], device=host_device(world, self.mesh.device)
-        )
-        all_reduce_(totals, world)
-        *sums, num_faults, words, squares = totals.tolist()
-        if num_faults:
-            with raise_on_all_ranks(self.mesh.group(), "checking its batch"):
-                if fault is not None:
-                    raise fault
-        check_same_call(world, described, (words, squares), self._registry.context)
-        return [number * self.mesh.data_size // self.mesh.shape.world_size for number in sums]
-
     def _scale_gradients(self, factor: Weight) -> None:
         if isinstance(factor, Tensor):  # others are 1
             multiply_gradients(self.model.parameters(), factor)
 
-    def _microbatch(self, part: dict[str, Any], weight: Weight, scale: Weight) -> Tensor:
-        """Backward of one microbatch's mean loss times `weight`; returns that product, detached."""
-        if not isinstance(weight, Tensor) and weight == 0.0 and self.mesh.data_size == 1:
-            return torch.zeros((), device=self.mesh.device)
-        loss = self.model(**self._arguments(part, weight)).loss
-        if missed_rows(part):
-            self._knows_rows = False
-            del part["attention_mask"]
-            loss = self.model(**self._arguments(part, weight)).loss
-        _check_trains(trains=loss.requires_grad)
-        self._weighted(loss, weight, scale).backward()
-        return loss.detach().float() * weight
+    @contextmanager
+    def _without_batch_norms(self) -> Iterator[None]:
+        """Inside, a batch norm that runs in training mode is an error, where batches are divided."""
+        refuse = partial(refuse_batch_norm, find_model(self.model), self._num_parts)
+        handles = [norm.register_forward_pre_hook(lambda norm, _: refuse(norm)) for norm in self._batch_norms]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
-    def _arguments(self, part: dict[str, Any], weight: Weight) -> dict[str, Any]:
-        """Those of the forward. Where a microbatch without targets runs all the same, because other ranks wait for its
-        gradients or only the device knows, some are made up, which count nothing: the mean over none is 0/0.
-        """
-        made_up: dict[str, Any] = {}
-        if isinstance(weight, Tensor):
-            made_up = {name: torch.where(weight == 0, own, part[name]) for name, own in make_up_targets(part).items()}
-        elif weight == 0.0:
-            made_up = make_up_targets(part)
-        returned = {"return_dict": True} if self._as_tuple or part.get("return_dict") is False else {}
-        return self._defaults | part | made_up | returned
+    def _arguments(self, batch: TargetWeights, number: int) -> dict[str, Any]:
+        """Those of the forward."""
+        arguments = batch.arguments(number)
+        returned = {"return_dict": True} if self._as_tuple or arguments.get("return_dict") is False else {}
+        return self._defaults | arguments | returned
 
     def _weighted(self, loss: Tensor, weight: Weight, scale: Weight) -> Tensor:
         """What backward starts from."""
         factor = weight * self._loss_factor * scale
         return loss if not isinstance(factor, Tensor) and factor == 1.0 else loss * factor
 
-    def _run_pipeline(self, parts: list[dict[str, Any]], weights: list[Weight], scale: Weight, total: Tensor) -> None:
+    def _run_pipeline(self, batch: TargetWeights, scale: Weight, total: Tensor) -> None:
         """All microbatches through the stages, forward and backward; the last stage's rank adds losses to `total`."""
         assert self._pipeline is not None
         assert self._schedule is not None
 
-        def microbatch(part: dict[str, Any], weight: Weight) -> Microbatch:
-            def loss_of(output: Any) -> Tensor:
-                total.add_(output.loss.detach().float() * weight)
-                return self._weighted(output.loss, weight, scale)
+        def loss_of(output: Any, weight: Weight) -> Tensor:
+            total.add_(output.loss.detach().float() * weight)
+            return self._weighted(output.loss, weight, scale)
 
-            return Microbatch(self._arguments(part, weight), loss_of)
-
+        microbatches = [
+            Microbatch(self._arguments(batch, number), partial(loss_of, weight=batch.weight(number)))
+            for number in range(len(batch))
+        ]
         with self._gradients.together():
-            self._pipeline.run([microbatch(*each) for each in zip(parts, weights, strict=True)], self._schedule)
-        leads = any(isinstance(x, Tensor) and x.requires_grad for part in parts for x in part.values())
+            self._pipeline.run(microbatches, self._schedule)
+        leads = any(isinstance(x, Tensor) and x.requires_grad for part in batch.parts for x in part.values())
         _check_trains(trains=leads or self._pipeline.trains)
+
+
+def _on_device(number: Count, device: torch.device) -> Tensor:
+    """A number as an int64 scalar on the device, for which no host waits."""
+    return number.long() if isinstance(number, Tensor) else torch.full((), number, dtype=torch.int64, device=device)
 
 
 def _check_trains(*, trains: bool) -> None:
@@ -385,9 +427,3 @@ def _check_gradients() -> None:
             why="a step computes gradients",
             fix="call it outside, or the model itself where only the loss is wanted",
         )
-
-
-def _share(count: Count, num_tokens: Count) -> Weight:
-    if isinstance(count, Tensor):
-        return count / cast(Tensor, num_tokens).clamp(min=1)
-    return count / num_tokens if num_tokens else 0.0
