@@ -25,10 +25,8 @@ torch._C._autograd._top_saved_tensors_default_hooks
 torch._C._current_graph_task_id
 torch._C._disabled_torch_function_impl
 torch._C._functorch.peek_interpreter_stack
-torch._C._get_sdp_priority_order
 torch._C._is_alias_of
 torch._C._len_torch_dispatch_stack
-torch._C._set_sdp_priority_order
 torch._C._will_engine_execute_node
 torch._amp_foreach_non_finite_check_and_unscale_
 torch._amp_update_scale_
@@ -111,7 +109,6 @@ torch.nn.Module:_modules
 torch.nn.Module:_non_persistent_buffers_set
 torch.nn.Module:_parameters
 torch.nn._reduction.legacy_get_string
-torch.nn.attention._cur_sdpa_kernel_backends
 torch.nn.modules.batchnorm._BatchNorm
 torch.nn.modules.conv._ConvNd
 torch.ops._c10d_functional

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
 import logging
+import time
 
 import pytest
 import torch

@@ -20,8 +20,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
 Look this machine over: versions, devices, communication backends, threads, the hub cache, what torch.compile needs, and
-a real all-reduce between two CPU ranks. On GPUs attention is timed by each of torch's kernels, which later runs take in
-that order, and documents of packed rows by a mask and without. The exit code is 1 if something is broken.
+a real all-reduce between two CPU ranks. The exit code is 1 if something is broken.
 
   shardwise doctor
 """
