@@ -186,7 +186,7 @@ CASES = {
             ("a name too long", "x" * 300, ["name too long"]),
             ("with a NUL", '"a\\0b"', ["null byte"]),
             ("a URL", "s3://bucket/out", ["cannot write to 's3://bucket/out'", "it is a URL"]),
-            ("a file", "run.yaml", ["File exists" if key != "export" else "run.yaml is a file"]),
+            ("a file", "run.yaml", ["File exists" if key != "export" else "File exists: 'run.yaml'"]),
         )
     },
     "export: no room": (

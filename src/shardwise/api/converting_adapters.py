@@ -20,7 +20,6 @@ from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config
 from shardwise.mesh import Mesh
 from shardwise.weights.kinds import ADAPTER_CONFIG
-from shardwise.weights.staging import StagedDirectory
 
 __all__ = ["convert_adapter", "merge_adapter"]
 
@@ -48,12 +47,7 @@ def convert_adapter(stored: StoredParts, directory: str | os.PathLike[str]) -> N
         )
     state = {key: stored.read(model_key(stored.index.tied.get(name, name))) for key, name in names.items()}
     try:
-        staged = StagedDirectory(directory, ending="export")
-        try:
-            write_adapter_files(staged.path, state, (stored.directory / ADAPTER_CONFIG).read_bytes())
-            staged.commit()
-        finally:
-            staged.abort()
+        write_adapter_files(Path(directory), state, (stored.directory / ADAPTER_CONFIG).read_bytes())
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot write to {str(directory)[:100]!r}", why=str(error)[:300]) from error
 

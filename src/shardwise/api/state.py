@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.export import write_pretrained
 from shardwise.checkpoint.shards import Base
 from shardwise.comm.agree import check_calls, raise_on_all_ranks
@@ -83,10 +82,10 @@ def export_pretrained(
     Weights are streamed tensor by tensor, in the names and format of the checkpoint they came from. Files go round
     among the ranks that see the directory (with adapters merged, rank 0 writes all). A rank that writes holds one full
     tensor at a time (of all that the format puts together, such as experts), and a buffer of what another rank sends of
-    it. The directory appears complete or not at all. A save in the background is waited for.
+    it. Files are moved into the directory when all are written, and what `from_pretrained` looks for first comes last.
 
     Args:
-        directory: where to; other files in it are kept, its old weights replaced.
+        directory: where to; older weights and files of the same names are replaced, no other file is touched.
         max_shard_bytes: of tensors per file.
         tokenizer: saved with the weights; by default that of the directory the model was loaded from, if it has one.
         adapter: what to write of a model with adapters: "only" (the default) these, as PEFT does, further ones in
@@ -96,7 +95,7 @@ def export_pretrained(
     Raises:
         ConfigError: ranks ask for different exports; `adapter` is none of these, or the model has none; or adapters
             are merged at the moment, or are to be merged and switched off.
-        LoadError: a file cannot be written. The same error on every rank; the directory is then as it was.
+        LoadError: a file cannot be written. The same error on every rank.
         LayoutError: ranks hold different copies of a parameter.
 
     Communicates: over all ranks, gathers of digests and small objects, and messages with the portions of each parameter
@@ -109,7 +108,6 @@ def export_pretrained(
         raise ConfigError(f"{directory!r:.100} cannot be a directory", fix="pass a str or pathlib.Path")
     directory = os.path.expanduser(directory)  # noqa: PTH111 - pathlib refuses some
     mesh = registry_of(model).mesh
-    join_saves(mesh, raises=False)  # into a directory in this one, perhaps, which moves
     if mode is None:
         write_pretrained(model, directory, max_shard_bytes=max_shard_bytes, tokenizer=tokenizer)
         return

@@ -83,5 +83,5 @@ def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size:
     if not groups & {"model", "pipeline", "adapter", "compilation"} and "layout" not in broken:
         with_data = not groups & {"data", "evaluation"}
         found = check_model(config, with_optimizer="optimizer" not in groups, with_data=with_data)
-        problems += [each for each in found if each.key not in broken]  # which have their defaults
+        problems += [each for each in found if each.key not in broken and each not in problems]  # which have defaults
     return problems

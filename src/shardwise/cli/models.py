@@ -172,7 +172,7 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
                     problems.append(Problem("optimizer", what))
             if config.export is not None:
                 with problems.of("export"):
-                    check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
+                    check_place(config.export, num_bytes=export_bytes(model))
     except ShardwiseError as error:
         usual = "recompute" if isinstance(error, ConfigError) else "model"
         problems.append(Problem(error.at if error.at in ("adapter", "pipeline") else usual, str(error)))

@@ -33,7 +33,7 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
     if config.export is None:
         return problems
     with problems.of("export"):
-        check_place(config.export, is_beside=True)
+        check_place(config.export)
         if export_mode(config) != "only":
             check_target(config.export)
     export = Path(config.export)
@@ -47,22 +47,20 @@ def check_outputs(config: TrainConfig) -> list[Problem]:
     return problems
 
 
-def check_place(directory: str, *, is_beside: bool = False, num_bytes: int = 0) -> None:
+def check_place(directory: str, *, num_bytes: int = 0) -> None:
     """Tries whether `directory` can be made and written, and measures the room there; leaves nothing after.
 
     Args:
         directory: the place.
-        is_beside: whether to make a directory next to it instead, where an export is written until it is complete.
         num_bytes: the room needed.
 
     Raises:
         LoadError: it cannot be made, or not be written to, or has no room.
     """
-    path = Path(f"{directory}.probe" if is_beside else directory)
     try:
         if is_url(directory):
             raise ValueError("it is a URL")
-        free = _free_bytes(path)
+        free = _free_bytes(Path(directory))
     except (OSError, ValueError) as error:  # a ValueError: a NUL in the name, a URL
         why = " ".join(str(error).split("] ", 1)[-1].split())[:200]
         fix = "name a directory that can be made and written"

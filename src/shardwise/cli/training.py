@@ -87,7 +87,7 @@ def train(config: TrainConfig) -> StepRecord | None:
         )
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
-                check_place(config.export, is_beside=True, num_bytes=export_bytes(model))
+                check_place(config.export, num_bytes=export_bytes(model))
             reporters = _open_reporters(config, open_logs, console, num_done if saved else None, batches)
         _print_head(console, config, model, batches, num_done)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=run) as checkpoints:

@@ -1,22 +1,27 @@
 """Plain Hugging Face safetensors, streamed: one file, or numbered shards with their index.
 
-Everything is written to a hidden directory next to the target. `finish` adds to it the target's other files (as hard
-links) and moves it into place, as [Note: replacing a directory] in `weights/staging.py` says.
+# [Note: file by file]
+All files are written to a hidden directory in the target, which is so on the same disk, and flushed. `finish` moves
+them into the target one by one; it touches nothing else but older weights. Last comes what `from_pretrained` looks for
+first: `model.safetensors`, or the index of the shards. Old ones of both are removed before shards are moved, which may
+have the names of old shards: a crash in between leaves no model to load, never parts of two.
 """
 
 import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from shardwise.errors import ConfigError, LoadError, ShardwiseError, one_line
 from shardwise.weights.kinds import ADAPTER_CONFIG
-from shardwise.weights.staging import StagedDirectory
+from shardwise.weights.staging import flush_path, is_url
 from shardwise.weights.tensor_file import TensorFileWriter
 
 __all__ = ["Planned", "PlannedShards", "PretrainedWriter", "check_target"]
@@ -24,6 +29,8 @@ __all__ = ["Planned", "PlannedShards", "PretrainedWriter", "check_target"]
 Planned = tuple[str, torch.dtype, Sequence[int]]
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_ENTRIES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+_STAGING = ".shardwise-export-"
 
 
 class PlannedShards:
@@ -109,9 +116,9 @@ def check_target(directory: str | os.PathLike[str]) -> None:
 
 
 class PretrainedWriter:
-    """Writes a model directory; a context manager that leaves the target as it was when something fails.
+    """Writes weights and companion files into a directory; a context manager that removes unfinished files.
 
-    It holds one tensor at a time. Other files of the model (config, tokenizer) go into `staging` before `finish`.
+    It holds one tensor at a time. See [Note: file by file].
 
         with PretrainedWriter("out", max_shard_bytes=5 * 10**9, planned=[(name, tensor.dtype, tensor.shape)]) as writer:
             writer.add(name, tensor)
@@ -120,33 +127,41 @@ class PretrainedWriter:
             writer.finish()
 
     Args:
-        directory: The target. What else it holds is kept; older weights of the same names are replaced or removed.
-        max_shard_bytes: Of tensors per file; a larger tensor has a file to itself.
+        directory: The target. Files of the same names and older weights in it are replaced, all others stay.
+        max_shard_bytes: Bytes of tensors per file; a larger tensor has a file to itself.
         planned: Name, dtype and shape of every tensor that will be added, in that order.
 
     Attributes:
-        staging: where everything is until `finish`.
+        staging: the hidden directory in the target that holds all files until `finish`.
         shards: the files of weights in it.
 
     Raises:
         ConfigError: `max_shard_bytes` is not positive.
-        LoadError: the target is a file, or holds an adapter or a checkpoint of ours; or the directory next to it
-            cannot be made.
+        LoadError: the target is no directory, cannot be made, or holds an adapter or a checkpoint of ours.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, max_shard_bytes: int, planned: Sequence[Planned]) -> None:
         if max_shard_bytes <= 0:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}", why="it must be positive")
         check_target(directory)
+        self._target = Path(directory)
         try:
-            self._staged = StagedDirectory(directory, ending="export")
+            if is_url(directory):
+                raise ValueError("it is a URL")
+            if self._target.exists() and not self._target.is_dir():
+                raise NotADirectoryError(f"{self._target} is no directory")
+            self._is_new = not self._target.exists()
+            self._target.mkdir(parents=True, exist_ok=True)
+            for left in self._target.glob(f"{_STAGING}*"):
+                shutil.rmtree(left, ignore_errors=True)
+            self.staging = self._target / f"{_STAGING}{uuid.uuid4().hex}"
+            self.staging.mkdir()
         except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
             raise LoadError(
-                f"cannot write next to {str(directory)[:100]!r}",
+                f"cannot write to {str(directory)[:100]!r}",
                 why=str(error)[:300],
-                fix="pass a directory that can be made",
+                fix="pass a directory that can be made and written",
             ) from error
-        self._target, self.staging = self._staged.target, self._staged.path
         self.shards = PlannedShards(self.staging, planned, max_shard_bytes=max_shard_bytes)
 
     def __enter__(self) -> "PretrainedWriter":
@@ -156,22 +171,25 @@ class PretrainedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Throw away what was written. Nothing happens after `finish`."""
+        """Removes what is not finished, and a directory that was made for it."""
         self.shards.close()
-        self._staged.abort()
+        shutil.rmtree(self.staging, ignore_errors=True)
+        if self._is_new:
+            with suppress(OSError):  # there are files in it
+                self._target.rmdir()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next full tensor.
+        """Writes the next full tensor.
 
         Raises:
-            LoadError: another one was planned, or it cannot be written.
+            LoadError: another one was planned, or the tensor cannot be written.
         """
         with self._writing():
             self.shards.write(name, tensor)
 
     @contextmanager
     def companions(self) -> Iterator[Path]:
-        """Gives `staging` to a block that writes what stands beside the weights, with libraries of others.
+        """Gives `staging` to a block in which other libraries write files beside the weights.
 
         Raises:
             LoadError: something in the block fails; the target is then as it was.
@@ -186,13 +204,14 @@ class PretrainedWriter:
             raise LoadError(f"cannot write {self._target.name}", at=str(self._target), why=why) from error
 
     def finish(self, metadata: Mapping[str, int | str] | None = None) -> None:
-        """Write the index, and move everything into place.
+        """Writes the index, and moves all files into the target.
 
         Args:
             metadata: For the index file, besides `total_size`; transformers writes `total_parameters`.
 
         Raises:
-            LoadError: a tensor was not added, or a file cannot be written; the target is then as it was.
+            LoadError: a tensor was not added, or a file cannot be written. Unless files were being moved already, the
+                target is then as it was.
         """
         lost = self.shards.missing()
         if lost or not self.shards.names:
@@ -200,8 +219,7 @@ class PretrainedWriter:
             raise LoadError(what, at=str(self._target))
         with self._writing():
             self._name_shards(metadata or {})
-            self._take_other_files()
-            self._staged.commit()
+            self._move_files()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -214,7 +232,7 @@ class PretrainedWriter:
     def _name_shards(self, metadata: Mapping[str, int | str]) -> None:
         shards = self.shards.names
         if len(shards) == 1:
-            self.shards.path(0).rename(self.staging / "model.safetensors")
+            self.shards.path(0).rename(self.staging / SAFE_WEIGHTS_NAME)
             return
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards):
@@ -223,23 +241,23 @@ class PretrainedWriter:
             weight_map.update(dict.fromkeys(names, file_name))
         index = {"metadata": {**metadata, "total_size": self.shards.total_bytes}, "weight_map": weight_map}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (self.staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        (self.staging / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
 
-    def _take_other_files(self) -> None:
-        if not self._target.is_dir():
-            return
-        for entry in self._target.iterdir():
-            ours = self.staging / entry.name
-            if ours.exists() or _WEIGHTS.fullmatch(entry.name):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.copytree(entry, ours, symlinks=True, copy_function=_link)
-            else:
-                _link(entry, ours)
-
-
-def _link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target, follow_symlinks=False)
+    def _move_files(self) -> None:
+        """See [Note: file by file]."""
+        moved = [path.relative_to(self.staging) for path in self.staging.rglob("*") if not path.is_dir()]
+        for path in moved:
+            flush_path(self.staging / path)
+        old = [path for path in self._target.iterdir() if _WEIGHTS.fullmatch(path.name)]
+        if len(self.shards.names) > 1:
+            for path in old:
+                if path.name in _ENTRIES:
+                    path.unlink()
+        for path in sorted(moved, key=lambda path: path.name in _ENTRIES):
+            (self._target / path.parent).mkdir(parents=True, exist_ok=True)
+            (self.staging / path).replace(self._target / path)
+        for path in old:
+            if Path(path.name) not in moved:
+                path.unlink(missing_ok=True)
+        flush_path(self._target)
+        self.abort()
