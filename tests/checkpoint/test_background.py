@@ -14,7 +14,8 @@ import pytest
 import shardwise
 from shardwise.checkpoint.save_job import SaveJob
 from shardwise.errors import LoadError
-from shardwise.ranks.spawn import spawn, warm
+from shardwise.ranks.process import warm
+from shardwise.ranks.spawn import spawn
 from tests.checkpoint.training import Training, differing
 
 pytestmark = pytest.mark.spawn

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import shardwise
 from shardwise.checkpoint.save_job import SaveJob
-from shardwise.ranks.spawn import warm
+from shardwise.ranks.process import warm
 from tests.checkpoint.training import Training
 
 pytestmark = pytest.mark.spawn

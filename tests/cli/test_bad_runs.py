@@ -222,11 +222,6 @@ CASES = {
         [],
         ["a line holds half of a character", "corpus/b.jsonl:2", "surrogates not allowed"],
     ),
-    "batch_size: a million million": (
-        None,
-        ["batch_size=1000000000000"],
-        ["batch_size: is 1,000,000,000,000: the token ids of a rank alone take 476,837 GiB; this machine has"],
-    ),
     "optimizer: other letters": (
         None,
         ["optimizer.name=Adamw"],

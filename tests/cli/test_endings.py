@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.cli.forked import run_forked  # noqa: F401 - a fixture
+from tests.cli.forked import ranks_of, run_forked  # noqa: F401 - a fixture
 from tests.cli.test_train import STARTED, losses_of, nothing_runs_on, start, tree  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.spawn
@@ -39,14 +41,14 @@ def log_of(tree):  # noqa: F811
     return Path(tree["log"]["dir"]) / "train.jsonl"
 
 
-def await_step(run, number=r"\d+"):
+def await_step(run, number=r"\d+", *, find_ranks=ranks_of):
     """Reads on until the run has taken a step, or that one; returns its ranks."""
     while not re.match(rf"step +{number}/", line := run.stdout.readline()):
         assert run.poll() is None and line, run.stderr.read()
-    return ranks_of(run)
+    return find_ranks(run)
 
 
-def ranks_of(run):
+def ranks_of_torchrun(run):
     """The processes of its ranks, in order."""
     ranks = [each for each in psutil.Process(run.pid).children() if "RANK" in each.environ()]
     return sorted(ranks, key=lambda each: int(each.environ()["RANK"]))
@@ -66,11 +68,24 @@ def test_ranks_end_with_a_launcher_that_was_killed(path):
     check_ended(ranks)
 
 
+def test_a_run_ends_in_order_when_its_whole_process_group_is_told_to(path, tree, tmp_path):  # noqa: F811
+    """As a terminal that is closed and schedulers do: the process that ranks are forked from is told, too."""
+    path.write_text(
+        yaml.safe_dump({**yaml.safe_load(path.read_text()), "checkpoint": {"dir": str(tmp_path / "saved")}})
+    )
+    run = start(path, in_own_group=True)
+    await_step(run)
+    os.killpg(run.pid, signal.SIGHUP)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGHUP, err
+    assert re.search(r"saved after step \d+", out) and list((tmp_path / "saved").glob("step-*"))
+
+
 def test_a_run_under_torchrun_starts_again_when_a_rank_was_killed_and_ends_with_its_launcher(path, tree):  # noqa: F811
     run = start_under_torchrun(path)
-    first = await_step(run, 1)
+    first = await_step(run, 1, find_ranks=ranks_of_torchrun)
     first[1].kill()
-    ranks = await_step(run, 1)
+    ranks = await_step(run, 1, find_ranks=ranks_of_torchrun)
     assert {each.pid for each in first}.isdisjoint(each.pid for each in ranks)
     assert losses_of(tree), "every line is whole JSON"
     run.kill()

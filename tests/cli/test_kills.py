@@ -4,7 +4,6 @@ run's, loss for loss.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import random
@@ -24,6 +23,7 @@ from shardwise.cli.training import train
 from shardwise.errors import RankError
 from shardwise.ranks.spawn import spawn
 from shardwise.train.step import TrainStep
+from tests.cli.forked import ranks_of
 from tests.cli.test_resume import lines_of, run, train_rank, with_values  # noqa: F401 - a fixture
 from tests.cli.test_train import config_of, tree  # noqa: F401 - a fixture
 
@@ -108,14 +108,6 @@ def test_ranks_are_started_again_as_often_as_was_asked_for(monkeypatch, capsys, 
 def start_command(path, *words):
     command = [sys.executable, "-m", "shardwise", "train", str(path), *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def ranks_of(process):
-    found = {}
-    for each in psutil.Process(process.pid).children():
-        with contextlib.suppress(psutil.Error):  # a short-lived helper is gone, or has not begun
-            found[int(each.environ().get("RANK", -1))] = each
-    return [each for rank, each in sorted(found.items()) if rank >= 0]
 
 
 @drill

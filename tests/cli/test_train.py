@@ -103,7 +103,7 @@ def nothing_runs_on():
         run.communicate()
 
 
-def start(path, *overrides):
+def start(path, *overrides, in_own_group=False):
     command = [sys.executable, "-m", "shardwise", "train", str(path), *overrides]
     # A shell's background jobs ignore Ctrl-C and so would this run, if the suite is one of them.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -112,6 +112,7 @@ def start(path, *overrides):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=in_own_group,
         preexec_fn=listen,  # noqa: PLW1509 - one thread
     )
     STARTED.append(run)

@@ -16,11 +16,9 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.sources import import_datasets
 from shardwise.data.config import held_out, patterns_of
 from shardwise.data.corpus import find_files
-from shardwise.errors import LoadError, MeshError, did_you_mean
+from shardwise.errors import LoadError, did_you_mean
 from shardwise.parallel.compiled import check_compilation
 from shardwise.plan.options import Compile
-from shardwise.ranks.room import memory_bytes
-from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import CompilationConfig, OptimizerConfig, Problem, TrainConfig
 from shardwise.weights.kinds import check_no_checkpoint
 from shardwise.weights.locate import locate_source
@@ -56,7 +54,7 @@ def check_inputs(config: TrainConfig) -> list[Problem]:
         problems += _check_model_config(model.config)
     with problems.of("compilation"):
         check_compilation(compilation_of(config.compilation, torch.device("cuda")))
-    return [*problems, *_check_memory(config), *_check_optimizer(config.optimizer)]
+    return [*problems, *_check_optimizer(config.optimizer)]
 
 
 def compilation_of(chosen: CompilationConfig, device: torch.device) -> Compile | None:
@@ -172,16 +170,3 @@ def _is_alike(value: Any, example: Any) -> bool:
     if isinstance(example, bool) or not isinstance(example, int | float):
         return not isinstance(example, bool) or isinstance(value, bool)
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _check_memory(config: TrainConfig) -> list[Problem]:
-    """A batch whose bare token ids and labels are more than this machine holds; what a step needs is far more."""
-    try:
-        num_rows = config.batch_size // MeshShape.parse(config.layout).data_size
-    except MeshError:
-        return []  # reported elsewhere
-    num_bytes = num_rows * config.data.seq_length * 2 * torch.int64.itemsize
-    if num_bytes <= (memory := memory_bytes()):
-        return []
-    what = f"is {config.batch_size:,}: the token ids of a rank alone take {num_bytes / 2**30:,.0f} GiB"
-    return [Problem("batch_size", what, f"this machine has {memory / 2**30:,.0f} GiB")]

@@ -1,16 +1,16 @@
 """Starting ranks on this machine, and showing what the first one to fail has to say.
 
-The ranks run the very command that the user gave, found again by torchrun's environment: `shardwise train` inside a
-torchrun that somebody else started is the same program. The launcher is not torchrun's own: that one leaves ranks half
-a minute to end after a failure, whatever its shutdown_timeout says, and a stopped rank takes all of it.
+The ranks run the command that the user gave and find torchrun's environment: `shardwise train` inside of a torchrun is
+the same program. The launcher is not torchrun's own, which waits half a minute for ranks to end after a failure,
+whatever its shutdown_timeout says.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,11 +23,10 @@ from typing import NoReturn
 from shardwise.errors import RankError
 from shardwise.failure import Failure
 from shardwise.job.gpu_defaults import set_gpu_defaults
-from shardwise.ranks.room import check_room
+from shardwise.ranks.process import ENDING, RankProcess, check_room, warm
 from shardwise.weights.staging import atomic_file
 
 __all__ = [
-    "ENDING",
     "INTERRUPTED",
     "end_with_launcher",
     "exit_on_terminate",
@@ -35,12 +34,11 @@ __all__ = [
     "launch",
     "leave",
     "local_rank",
+    "prepare",
     "record_failures",
 ]
 
 INTERRUPTED = 128 + signal.SIGINT
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""What ends a run in order besides Ctrl-C: a terminal that is closed, and what schedulers send ahead of the end."""
 SECONDS_TO_SHUT_DOWN = 10
 LAUNCHER_POLL_SECONDS = 1.0
 RANKS_POLL_SECONDS = 0.1
@@ -55,6 +53,20 @@ def is_rank() -> bool:
 def local_rank() -> int:
     """This process's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def prepare(num_ranks: int) -> None:
+    """Sets what ranks of this machine find in the environment, and starts the process that they are forked from.
+
+    Raises:
+        ConfigError: the machine cannot hold so many ranks.
+    """
+    check_room(num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    set_gpu_defaults()
+    warm("shardwise.cli.training")
 
 
 def launch(
@@ -78,11 +90,8 @@ def launch(
 
     Returns:
         The exit code: 0, 1 after a failure, 128 + the signal's number after one.
-
-    Raises:
-        ConfigError: the machine cannot hold so many ranks.
     """
-    check_room(num_ranks)
+    prepare(num_ranks)
     for number in range(max_restarts + 1):
         code = _launch_once(arguments, num_ranks, show_traceback=show_traceback, seconds_to_end=seconds_to_end)
         if code != 1 or number == max_restarts:
@@ -111,23 +120,19 @@ def _run_ranks(
     """Runs ranks until all have ended, or one has failed; returns their exit codes, and the signal that ended this."""
     import torch.distributed as dist
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    # Ranks of one machine meet on its loopback: a host name may not resolve, or resolve to a slow way out.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    set_gpu_defaults()
     # Kept here, so that ranks can still read what one of them wrote before it ended.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    command = [sys.executable, "-m", "shardwise", *arguments]
-    ranks: list[subprocess.Popen[bytes]] = []
+    ranks: list[RankProcess] = []
     ended_by = None
     with _signals_raised():
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(directory / str(rank))}
-                ranks.append(subprocess.Popen(command, env={**os.environ, **shared, **own}, start_new_session=True))
-            while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                environment = {**os.environ, **shared, **own}
+                ranks.append(RankProcess(_run_command, list(arguments), environment, output=(1, 2)))
+            while None in (codes := [rank.exit_code for rank in ranks]) and not any(codes):
                 time.sleep(RANKS_POLL_SECONDS)
         except _SignalledError as error:
             ended_by = error.number
@@ -136,7 +141,18 @@ def _run_ranks(
                 _end(ranks, signal.SIGTERM)
             else:
                 _end(ranks, ended_by, seconds=seconds_to_end)
-    return [rank.returncode for rank in ranks], ended_by
+    return [rank.exit_code or 0 for rank in ranks], ended_by
+
+
+def _run_command(words: list[str], environment: dict[str, str]) -> NoReturn:
+    """In a rank: what `shardwise WORDS` does in a process of its own."""
+    from shardwise.cli.main import command  # which imports this module
+
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["shardwise", *words]
+    command()
 
 
 class _SignalledError(BaseException):
@@ -161,26 +177,24 @@ def _signals_raised() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(
-    ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals, *, seconds: float = SECONDS_TO_SHUT_DOWN
-) -> None:
+def _end(ranks: Sequence[RankProcess], number: signal.Signals, *, seconds: float = SECONDS_TO_SHUT_DOWN) -> None:
     """Has ranks end by a signal, stopped ones too; by SIGKILL if that takes too long, or when a second signal comes."""
-    _send(ranks, number)
-    _send(ranks, signal.SIGCONT)
+    for each in (number, signal.SIGCONT):
+        _send(ranks, each)
     deadline = time.monotonic() + seconds
-    with suppress(subprocess.TimeoutExpired, _SignalledError):
+    with suppress(_SignalledError):
         for rank in ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
     _send(ranks, signal.SIGKILL)
     for rank in ranks:
-        rank.wait()
+        rank.wait(SECONDS_TO_SHUT_DOWN)
 
 
-def _send(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    """To those that still run, and what they have started."""
+def _send(ranks: Sequence[RankProcess], number: signal.Signals) -> None:
+    """Sends a signal to the ranks that still run."""
     for rank in ranks:
-        if rank.poll() is None:
-            os.killpg(rank.pid, number)
+        if rank.exit_code is None:
+            rank.send(number)
 
 
 @contextmanager
@@ -226,10 +240,12 @@ def end_with_launcher() -> None:
 
     They unwind as at SIGTERM, and end on the spot if that takes too long.
     """
-    launcher = os.getppid()
+    ours, other = multiprocessing.parent_process(), os.getppid()  # this launcher, or torchrun, srun
 
     def watch() -> None:
-        while os.getppid() == launcher:
+        if ours is not None:
+            ours.join()
+        while ours is None and os.getppid() == other:
             time.sleep(LAUNCHER_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(SECONDS_TO_SHUT_DOWN)

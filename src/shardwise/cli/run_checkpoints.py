@@ -26,7 +26,6 @@ from shardwise.checkpoint.background import join_saves
 from shardwise.checkpoint.directory import clean, find_tag, find_tags, lock
 from shardwise.checkpoint.load import Session
 from shardwise.checkpoint.save_job import as_load_error
-from shardwise.cli.launch import ENDING
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
 from shardwise.data.ahead import BatchesAhead
@@ -34,6 +33,7 @@ from shardwise.data.packing import PackedBatches
 from shardwise.errors import ConfigError, LoadError
 from shardwise.mesh import Mesh
 from shardwise.parameters.registry import registry_of
+from shardwise.ranks.process import ENDING
 from shardwise.train.run_config import CheckpointConfig, TrainConfig
 
 __all__ = ["RunCheckpoints", "SavedRun", "check_saved", "describe_run", "find_saved_run"]

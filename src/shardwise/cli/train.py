@@ -16,6 +16,7 @@ from shardwise.cli.launch import (
     exit_on_terminate,
     is_rank,
     launch,
+    prepare,
     record_failures,
 )
 from shardwise.errors import ConfigError
@@ -93,6 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     shape = MeshShape.parse(config.layout)
     if arguments.nproc is not None:
         shape.check_world_size(arguments.nproc)
+    if shape.world_size > 1:
+        prepare(shape.world_size)  # ranks import what this process imports meanwhile
     if problems := check_run(config):
         raise config_error(str(arguments.config), problems)
     if arguments.max_restarts < 0 or (arguments.max_restarts and config.checkpoint.dir is None):

@@ -7,7 +7,7 @@ import os
 
 from shardwise.cli.importing import importing
 from shardwise.cli.plan import add_target, find_target
-from shardwise.ranks.spawn import warm
+from shardwise.ranks.process import warm
 
 __all__ = ["HELP", "add_arguments", "run"]
 

@@ -3,9 +3,21 @@
 import gc
 import importlib
 import os
+import signal
+
+from shardwise.ranks.process import ENDING
 
 __all__: list[str] = []
 
+_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+
+
+def _restore_handlers() -> None:
+    while _handlers:
+        signal.signal(*_handlers.popitem())
+
+
+os.register_at_fork(after_in_child=_restore_handlers)
 gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time
 
 # torchao asks for the card's capability when it is imported. A process forked from one that has started CUDA cannot use

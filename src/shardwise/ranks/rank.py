@@ -54,11 +54,8 @@ class Report:
     failure: Failure | None = None
 
 
-def run_rank(rank: int, case: Case, caller: Connection, output: Connection) -> None:
+def run_rank(rank: int, case: Case, caller: Connection) -> None:
     """Runs the function, reports to the caller and waits for it to hang up: then all ranks have reported."""
-    os.setpgid(0, 0)  # so that what this rank starts can be ended with it
-    for stream in (1, 2):
-        os.dup2(output.fileno(), stream)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text stream, as in any new process
     faulthandler.enable(2)
     faulthandler.dump_traceback_later(case.seconds, file=2)

@@ -27,38 +27,29 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from shardwise.errors import ConfigError, RankError
+from shardwise.ranks.process import RankProcess, check_room
 from shardwise.ranks.rank import Case, Report, check_not_importing, run_rank
-from shardwise.ranks.room import check_room
 
-__all__ = ["spawn", "warm"]
+__all__ = ["spawn"]
 
 Result = TypeVar("Result")
 
 # Below the range from which kernels take the ports of outgoing connections, so that none of those can be in the way.
 PORTS = range(20000, 32000)
-PRELOADED = ("shardwise.ranks.preloaded",)
-"""What ranks find imported; pytest too where their caller has it: test modules import it."""
 SHOWN_CHARS = 6000
 STACK_SECONDS = 1.0
 """How long ranks may take to say where they are when the time is up."""
 BLAME_SECONDS = 0.1
 """How long it is waited, after a rank has failed, for the one that it failed because of."""
 TEARDOWN_SECONDS = 10.0
-
-LONGEST_TEMPORARY_DIRECTORY = 64
-"""Bytes: multiprocessing adds two names to it."""
-
-_STARTING = threading.Lock()
 
 
 def spawn(
@@ -118,15 +109,6 @@ def spawn(
         return [pickle.loads(rank.report.result) for rank in ranks if rank.report is not None]
 
 
-def warm() -> None:
-    """Start the process that ranks are forked from, and do not wait until it has imported everything."""
-    multiprocessing.forkserver.set_forkserver_preload(
-        [*(name for name in ("pytest",) if name in sys.modules), *PRELOADED]
-    )
-    with _short_temporary_directory():
-        multiprocessing.forkserver.ensure_running()
-
-
 def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
     problems = []
     module: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
@@ -162,11 +144,9 @@ class _Rank:
         self.is_gone = False
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end
         self.connection, theirs = multiprocessing.Pipe()
-        with theirs, Connection(os.dup(self._output.fileno())) as output, _without_script():
-            warm()
-            context = multiprocessing.get_context("forkserver")
-            self.process = context.Process(target=run_rank, args=(number, case, theirs, output))
-            self.process.start()
+        with theirs:
+            output = self._output.fileno()
+            self.process = RankProcess(run_rank, number, case, theirs, output=(output, output))
 
     def look(self) -> None:
         """Takes in its report, or that it has ended."""
@@ -174,24 +154,19 @@ class _Rank:
             if self.connection.poll():
                 self.report = pickle.loads(self.connection.recv_bytes())
             else:
-                self.is_gone = not self.process.is_alive()
+                self.is_gone = self.process.exit_code is not None
         except (EOFError, OSError):
             self.is_gone = True
 
     def exit_code(self) -> int | None:
         """How it ended; None if it has not."""
-        self.process.join(TEARDOWN_SECONDS)
-        return self.process.exitcode
+        return self.process.wait(TEARDOWN_SECONDS)
 
     def end(self) -> None:
         """Kills it and whatever it started."""
         self.connection.close()
-        pid = self.process.pid
-        assert pid is not None, "it was started"
-        for kill in (os.killpg, os.kill) if self.process.is_alive() else (os.killpg,):
-            with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
-                kill(pid, signal.SIGKILL)
-        self.process.join(TEARDOWN_SECONDS)
+        self.process.send(signal.SIGKILL)
+        self.process.wait(TEARDOWN_SECONDS)
         self._output.close()
 
     def printed(self) -> str:
@@ -204,32 +179,6 @@ class _Rank:
         """The same as part of an error."""
         printed = self.printed().rstrip()
         return f"\nrank {self.number} {verb}:\n{printed}" if printed else ""
-
-
-@contextmanager
-def _short_temporary_directory() -> Iterator[None]:
-    """Has multiprocessing put the server's socket under /tmp where the path in `TMPDIR` would be longer than the system
-    allows (108 bytes, 104 on macOS).
-    """
-    before = tempfile.tempdir
-    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_DIRECTORY:
-        tempfile.tempdir = "/tmp"
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
-
-
-@contextmanager
-def _without_script() -> Iterator[None]:
-    """Hides the caller's script from multiprocessing, which would run it in every rank, needed or not."""
-    with _STARTING:
-        script = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = script
 
 
 def _await_reports(ranks: Sequence[_Rank], seconds: float) -> None:
