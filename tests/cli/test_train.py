@@ -168,6 +168,24 @@ def test_a_pipeline_has_the_loss_curve_of_one_process_and_one_step_is_timed(tree
     assert curve[-1] < curve[0] - (1.0 if FULL_PRODUCT else 0.3)
 
 
+def train_on_a_corpus_of_its_own(tree):
+    """A rank of a machine of its own, whose copy of the corpus is another."""
+    rank, os.environ["LOCAL_RANK"] = os.environ["RANK"], "0"
+    corpus = Path(tree["data"]["path"])
+    (corpus / rank).mkdir()
+    (corpus / rank / "a.py").write_text((corpus / "a.py").read_text().replace("return x + 7\n", f"return x + {rank}\n"))
+    own = {"path": str(corpus / rank), "cache_dir": str(corpus.parent / f"tokens-{rank}")}
+    with pytest.raises(ShardwiseError) as raised:
+        train_rank({**tree, "data": {**tree["data"], **own}})
+    return str(raised.value)
+
+
+def test_ranks_that_see_different_text_are_told_before_the_first_step(tree):
+    first, second = spawn(train_on_a_corpus_of_its_own, 2, {**tree, "layout": "ddp2", "sequence_parallel": False})
+    assert first == second and "the ranks read different data" in first and "on rank 1: " in first
+    assert not (Path(tree["log"]["dir"]) / "train.jsonl").exists()
+
+
 def test_training_goes_on_from_an_exported_model_behind_the_rows_of_the_first_run(tree, tmp_path, monkeypatch):
     alone = {**tree, "layout": "tp1", "sequence_parallel": False}
     train_rank({**alone, "export": str(tmp_path / "exported")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -76,12 +77,44 @@ def test_a_file_that_was_cut_or_changed_is_told(path, damage, why):
 # --- rows
 
 
-def test_rows_are_packed_without_loss_and_tightly():
-    lengths = np.random.default_rng(0).integers(1, 65, size=2000)
-    rows = pack_documents(lengths, 64)
-    assert sorted(number for row in rows for number in row) == list(range(2000))
-    assert all(lengths[row].sum() <= 64 for row in rows)
-    assert len(rows) <= 1.02 * lengths.sum() / 64 + 1
+def best_fit(lengths, seq_length):
+    """One document at a time, the longest first, into the fullest row that has room; the last filled of several."""
+    rows, left, filled = [], [], []
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        fitting = [row for row in range(len(rows)) if left[row] >= lengths[number]]
+        if not fitting:
+            fitting = [len(rows)]
+            rows.append([])
+            left.append(seq_length)
+            filled.append(0)
+        row = min(fitting, key=lambda each: (left[each], -filled[each]))
+        rows[row].append(number)
+        left[row] -= int(lengths[number])
+        filled[row] = max(filled) + 1
+    return rows
+
+
+@pytest.mark.parametrize(("longest", "seq_length"), [(64, 64), (9, 64), (3, 5), (1, 4)])
+def test_rows_are_packed_tightly_as_one_document_after_the_other_would_be(longest, seq_length):
+    lengths = np.random.default_rng(0).integers(1, longest + 1, size=2000)
+    packed = pack_documents(lengths, seq_length)
+    rows = [packed.in_row(row).tolist() for row in range(packed.num_rows)]
+    assert rows == best_fit(lengths, seq_length)
+    assert len(rows) <= 1.02 * lengths.sum() / seq_length + 1
+
+
+@pytest.mark.parametrize("apart", ["positions", "padded"])
+def test_a_document_takes_few_bytes(tmp_path, apart):
+    path, number = tmp_path / "out", 100_000
+    one = document(0, 5)
+    tracemalloc.start()
+    write_documents(path, itertools.repeat(one, number))
+    rows = rows_of(path, apart=apart)
+    order = PackedBatches(rows, batch_size=4)
+    next(order)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * number, peak
 
 
 def rows_of(path, **options):

@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import types
+import zlib
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from shardwise.comm.agree import once_per_machine
 from shardwise.data import corpus
 from shardwise.data.config import DataConfig, patterns_of
 from shardwise.data.corpus import Encoder, file_source, find_files
-from shardwise.data.documents import read_documents, text_documents, write_documents
+from shardwise.data.documents import Documents, read_documents, text_documents, write_documents
 from shardwise.data.packing import PackedBatches
 from shardwise.data.rows import StreamRows
 from shardwise.errors import BatchError, ConfigError, LoadError
@@ -193,10 +194,24 @@ def test_a_missing_datasets_package_is_named(monkeypatch):
 # --- tokens -> batches
 
 
-def batches(num_tokens=103, **options):
+def stream(tokens, seq_length):
+    ends = np.array([len(tokens)], dtype=np.uint64)
+    return StreamRows(Documents(tokens, ends, np.ones(1, np.uint32), zlib.crc32(tokens)), seq_length=seq_length)
+
+
+def batches(num_tokens=103, *, tokens=None, **options):
     settings = {"batch_size": 4, "seed": 3, **options}
-    rows = StreamRows(np.arange(num_tokens, dtype=np.uint32), seq_length=settings.pop("seq_length", 5))
-    return PackedBatches(rows, **settings)
+    tokens = np.arange(num_tokens, dtype=np.uint32) if tokens is None else tokens
+    return PackedBatches(stream(tokens, settings.pop("seq_length", 5)), **settings)
+
+
+def test_a_place_in_another_text_of_as_many_tokens_is_an_error():
+    state = batches().state_dict()
+    batches().load_state_dict(state)
+    other = np.arange(103, dtype=np.uint32)
+    other[50] += 1
+    with pytest.raises(ConfigError, match="checksum was"):
+        batches(tokens=other).load_state_dict(state)
 
 
 def take(stream, count):

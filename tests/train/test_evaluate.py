@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.data.documents import Documents
 from shardwise.data.rows import StreamRows
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from tests.families import tiny_model
@@ -30,7 +31,7 @@ def evaluate(mesh, max_batches):
     assert [module.training for module in model.modules()] == modes, "parallelize changed a mode"
     read = functools.partial(
         evaluation_batches,
-        StreamRows(tokens(), seq_length=LENGTH),
+        StreamRows(Documents(tokens(), np.empty(0, np.uint64), np.empty(0, np.uint32), 0), seq_length=LENGTH),
         batch_size=4,
         max_batches=max_batches,
         data_rank=mesh.data_rank,

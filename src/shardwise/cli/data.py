@@ -17,7 +17,8 @@ from shardwise.cli.config_file import Problems
 from shardwise.cli.launch import local_rank
 from shardwise.cli.sources import open_records, open_source
 from shardwise.cli.tokenizer import build_encoder
-from shardwise.comm.agree import once_per_machine
+from shardwise.comm.agree import agree_on, once_per_machine
+from shardwise.comm.operations import Group
 from shardwise.data.config import DataConfig, held_out, rows_of
 from shardwise.data.corpus import Source
 from shardwise.data.documents import Document, documents_path, read_documents, text_documents, write_documents
@@ -36,17 +37,28 @@ _FEW_RECORDS = 100
 
 
 def prepare_rows(
-    config: TrainConfig, data: DataConfig, tokenizer: Any, console: Console, *, apart: Apart, dtype: torch.dtype
+    config: TrainConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    console: Console,
+    *,
+    group: Group | None,
+    apart: Apart,
+    dtype: torch.dtype,
 ) -> Rows:
     """The rows of `data`, encoded by one rank of each machine unless an earlier run has done so.
 
     Args:
+        group: of all ranks.
         apart: what keeps documents of packed or padded rows apart.
         dtype: what the model computes in.
 
     Raises:
         LoadError: a file, a line or a record is not what it should be; the same on every rank.
         BatchError: there is not one row.
+        RankError: machines see different text.
+
+    Communicates: as `once_per_machine` and `agree_on`.
     """
     directory = Path(config.data.cache_dir or Path(config.log.dir) / "tokens")
     maker = _maker_of(data, tokenizer)
@@ -55,16 +67,30 @@ def prepare_rows(
         source = maker.open()
         return documents_path(directory, source.fingerprint, maker.fingerprint), source
 
-    documents = read_documents(_prepare(find, maker, console))
-    if rows_of(data) == "stream":
-        return StreamRows(documents.tokens, seq_length=data.seq_length)
-    return DocumentRows(
-        documents,
-        seq_length=data.seq_length,
-        too_long=data.too_long,
-        apart=apart,
-        padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
-        dtype=dtype,
+    path = _prepare(find, maker, console)
+
+    def read() -> tuple[Rows, dict[str, str]]:
+        documents = read_documents(path)
+        rows: Rows
+        if rows_of(data) == "stream":
+            rows = StreamRows(documents, seq_length=data.seq_length)
+        else:
+            rows = DocumentRows(
+                documents,
+                seq_length=data.seq_length,
+                too_long=data.too_long,
+                apart=apart,
+                padding=int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id),
+                dtype=dtype,
+            )
+        return rows, {f"the {key} of the rows": str(value) for key, value in rows.identity().items()}
+
+    return agree_on(
+        group,
+        read,
+        doing="reading the data",
+        what="the ranks read different data",
+        fix="give every machine the same files, tokenizer and versions, or a directory that all of them share",
     )
 
 

@@ -144,7 +144,7 @@ def _read_rows(config: TrainConfig, mesh: Mesh, tokenizer: Any, console: Console
     precision = spec_of(config, mesh.device).precision
     dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
     apart = find_run_apart(data, read_model_config(config, tokenizer))
-    return prepare_rows(config, data, tokenizer, console, apart=apart, dtype=dtype)
+    return prepare_rows(config, data, tokenizer, console, group=mesh.group(), apart=apart, dtype=dtype)
 
 
 def _open_batches(config: TrainConfig, mesh: Mesh, rows: Rows) -> PackedBatches:

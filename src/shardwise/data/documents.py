@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
     """
     start = num_tokens = checksum = 0
     first_target: int | None = None
-    entries: list[tuple[int, int]] = []
+    ends, first_targets = array("Q"), array("I")
     fix = "make room, or name another place with data.cache_dir"
     failing = disk_errors(f"cannot write the tokens to {path}", fix=fix)
     with failing, atomic_file(path) as partial, partial.open("wb") as out:
@@ -114,14 +115,16 @@ def write_documents(path: Path, documents: Iterable[Document]) -> None:
             num_tokens += len(marked)
             if piece.ends:
                 if first_target is None:
-                    raise LoadError("a document holds nothing to learn", at=f"document {len(entries)}")
-                entries.append((num_tokens, first_target))
+                    raise LoadError("a document holds nothing to learn", at=f"document {len(ends)}")
+                ends.append(num_tokens)
+                first_targets.append(first_target)
                 start, first_target = num_tokens, None
-        if not entries:
+        if not ends:
             raise LoadError("the data holds no text", at="data", why="every file or line is empty")
-        index = np.array(entries, dtype=ENTRY)
+        index = np.empty(len(ends), dtype=ENTRY)
+        index["end"], index["first_target"] = ends, first_targets
         out.write(index.data)
-        out.write(TRAILER.pack(MARK, VERSION, num_tokens, len(entries), zlib.crc32(index.tobytes(), checksum)))
+        out.write(TRAILER.pack(MARK, VERSION, num_tokens, len(ends), zlib.crc32(index.data, checksum)))
 
 
 def read_documents(path: Path, *, verify: bool = False) -> Documents:
@@ -147,6 +150,6 @@ def read_documents(path: Path, *, verify: bool = False) -> Documents:
         file.seek(num_tokens * TOKEN_TYPE.itemsize)
         index: NDArray[Any] = np.frombuffer(file.read(number * ENTRY.itemsize), dtype=ENTRY)
     tokens = np.memmap(path, dtype=TOKEN_TYPE, mode="r", shape=(num_tokens,))
-    if verify and zlib.crc32(index.tobytes(), zlib.crc32(tokens.data)) != checksum:
+    if verify and zlib.crc32(index.data, zlib.crc32(tokens.data)) != checksum:
         raise LoadError(f"{path} is damaged", why="its checksum is another", fix=fix)
     return Documents(tokens, index["end"], index["first_target"], checksum)

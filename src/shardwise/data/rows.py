@@ -11,8 +11,8 @@ is another's. Whether a model keeps documents apart is tried (`probe/documents.p
 from __future__ import annotations
 
 import bisect
-import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,59 +21,56 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shardwise.data.batch import IGNORED
-from shardwise.data.documents import TARGET, Documents
+from shardwise.data.documents import Documents
 from shardwise.errors import BatchError
 
-__all__ = ["Apart", "DocumentRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
+__all__ = ["Apart", "DocumentRows", "PackedRows", "Rows", "StreamRows", "pack_documents", "segment_inputs"]
 
 Apart = Literal["padded", "padded without mask", "positions", "mask"]
 """What keeps documents apart: a row each (with a mask of the padding, where the model takes one), or in packed rows
 positions that restart, alone or with a mask of four dims."""
 
-_NUM_SAMPLES = 64
 _WIDTH_STEP = 64
 """Padded rows are as long as the longest of their batch, rounded up: few widths, so little is compiled again."""
 
 
 class StreamRows:
-    """Documents one after the other, cut into rows of `seq_length`, dropping the rest.
-
-    Args:
-        tokens: [num_tokens] uint32, as `Documents` has them; which are marked as targets does not matter.
+    """Documents one after the other, cut into rows of `seq_length`; the rest of less than a row is left out. All tokens are
+    targets.
 
     Raises:
         BatchError: there are fewer tokens than one row.
     """
 
-    def __init__(self, tokens: NDArray[np.uint32], *, seq_length: int) -> None:
-        self.tokens, self.seq_length, self.num_tokens = tokens, seq_length, len(tokens)
-        self.num_rows = len(tokens) // seq_length
+    def __init__(self, documents: Documents, *, seq_length: int) -> None:
+        self.documents, self.seq_length, self.num_tokens = documents, seq_length, len(documents.tokens)
+        self.num_rows = self.num_tokens // seq_length
         if self.num_rows == 0:
             raise BatchError(
-                f"the data holds {len(tokens):,} tokens, fewer than one row of {seq_length:,}",
+                f"the data holds {self.num_tokens:,} tokens, fewer than one row of {seq_length:,}",
                 fix="use more text or a smaller data.seq_length",
             )
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
         """`input_ids` and `labels`, which equal them: transformers' causal models shift labels."""
-        starts = [row * self.seq_length for row in rows]
-        read = np.stack([self.tokens[start : start + self.seq_length] & ~TARGET for start in starts])
-        input_ids = torch.from_numpy(read.astype(np.int64))
+        read = [self.documents.read(row * self.seq_length, self.seq_length)[0] for row in rows]
+        input_ids = torch.from_numpy(np.stack(read))
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def identity(self) -> dict[str, int]:
-        """Number and length."""
-        return {"num_tokens": self.num_tokens, "seq_length": self.seq_length}
+        """Number of tokens, length of rows, and the checksum of the documents."""
+        return {
+            "num_tokens": self.num_tokens,
+            "seq_length": self.seq_length,
+            "checksum": self.documents.checksum,
+        }
 
     def describe(self) -> dict[str, Any]:
-        """A checksum of samples."""
-        sampled = 0
-        for start in range(0, len(self.tokens), max(1, len(self.tokens) // _NUM_SAMPLES)):
-            sampled = zlib.crc32((self.tokens[start : start + self.seq_length] & ~TARGET).tobytes(), sampled)
-        return {"tokens": f"{sampled:08x}"}
+        """The checksum of the documents."""
+        return {"tokens": f"{self.documents.checksum:08x}"}
 
     def notes(self) -> str:
-        """Nothing is left out but the rest."""
+        """Nothing: every document is read."""
         return ""
 
 
@@ -104,49 +101,45 @@ class DocumentRows:
         self.documents, self.seq_length, self.apart = documents, seq_length, apart
         self._padding, self._dtype = padding, dtype
         ends = documents.ends.astype(np.int64)
-        starts = np.concatenate([[0], ends[:-1]])
-        lengths = ends - starts
+        lengths = np.diff(ends, prepend=0)
+        starts = np.subtract(ends, lengths, out=ends)
         is_long = lengths > seq_length
         kept = (documents.first_targets < seq_length) & (~is_long if too_long == "drop" else True)
         self.num_truncated, self.num_dropped = int((is_long & kept).sum()), int((~kept).sum())
         if not kept.any():
             raise BatchError(
-                f"none of {len(ends):,} documents is left",
+                f"none of {len(lengths):,} documents is left",
                 why=f"all have more than {seq_length:,} tokens and are dropped, or their first target comes later",
                 fix="use a larger data.seq_length, or shorter prompts",
             )
-        self._starts, self._lengths = starts[kept], np.minimum(lengths[kept], seq_length)
-        self.num_tokens = int(self._lengths.sum())
-        self._rows: Sequence[Sequence[int]]
-        if apart in ("positions", "mask"):
-            self._rows = pack_documents(self._lengths, seq_length)
-        else:
-            self._rows = [(number,) for number in range(len(self._lengths))]
-        self.num_rows = len(self._rows)
+        self._starts, self._lengths = starts[kept], np.minimum(lengths[kept], seq_length).astype(np.int32)
+        del ends, lengths, starts, is_long, kept  # packing takes as much again
+        self.num_tokens = int(self._lengths.sum(dtype=np.int64))
+        self._packed = pack_documents(self._lengths, seq_length) if apart in ("positions", "mask") else None
+        self.num_rows = len(self._lengths) if self._packed is None else self._packed.num_rows
 
     def read(self, rows: Sequence[int], *, batch: Sequence[int]) -> dict[str, Tensor]:
         """`input_ids`, `labels` (-100 where nothing is learned), and what keeps documents apart: `attention_mask` of
         padding, or `position_ids` and, if that is needed, an `attention_mask` [len(rows), 1, width, width], which is
         added to scores.
         """
-        is_packed = self.apart in ("positions", "mask")
-        width = self.seq_length if is_packed else self._width(batch)
+        width = self._width(batch) if self._packed is None else self.seq_length
         input_ids = np.full((len(rows), width), self._padding, dtype=np.int64)
         labels = np.full((len(rows), width), IGNORED, dtype=np.int64)
         lengths = []
         for place, row in enumerate(rows):
-            at = 0
-            for number in self._rows[row]:
+            at, numbers = 0, [row] if self._packed is None else self._packed.in_row(row)
+            for number in numbers:
                 tokens, is_target = self.documents.read(int(self._starts[number]), int(self._lengths[number]))
                 input_ids[place, at : at + len(tokens)] = tokens
                 labels[place, at : at + len(tokens)] = np.where(is_target, tokens, IGNORED)
                 at += len(tokens)
-            lengths.append([int(self._lengths[number]) for number in self._rows[row]])
+            lengths.append([int(self._lengths[number]) for number in numbers])
         found = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
         return found | segment_inputs(lengths, width, apart=self.apart, dtype=self._dtype)
 
     def _width(self, batch: Sequence[int]) -> int:
-        longest = max(int(self._lengths[self._rows[row][0]]) for row in batch)
+        longest = int(self._lengths[list(batch)].max())
         return min(self.seq_length, -(-longest // _WIDTH_STEP) * _WIDTH_STEP)
 
     def identity(self) -> dict[str, int]:
@@ -175,30 +168,73 @@ Rows = StreamRows | DocumentRows
 on."""
 
 
-def pack_documents(lengths: NDArray[np.int64], seq_length: int) -> list[list[int]]:
-    """Rows of documents by number, none longer than `seq_length`: the longest first, each into the fullest row that has
-    room for it (best-fit decreasing). It depends on the lengths alone.
+@dataclass(frozen=True)
+class PackedRows:
+    """Which documents share a row.
+
+    Attributes:
+        documents: [num_documents] int32 numbers of documents, those of one row after the other.
+        starts: [num_rows + 1] int64: where each row begins in `documents`, and where the last ends.
     """
-    rows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # room -> rows that have it
+
+    documents: NDArray[np.int32]
+    starts: NDArray[np.int64]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.starts) - 1
+
+    def in_row(self, row: int) -> NDArray[np.int32]:
+        """The numbers of the documents in a row, in their order."""
+        return self.documents[self.starts[row] : self.starts[row + 1]]
+
+
+def pack_documents(lengths: NDArray[np.integer[Any]], seq_length: int) -> PackedRows:
+    """Packs documents into rows of at most `seq_length` tokens: the longest first, each into the fullest row that has
+    room for it (best-fit decreasing). The result depends on the lengths alone.
+
+    Documents of one length are placed together: the fullest row with room for one takes as many as it has room for,
+    then the next row does.
+
+    Args:
+        lengths: [num_documents], each from 1 to `seq_length`.
+    """
+    order = np.argsort(-lengths, kind="stable").astype(np.int32)
+    row_of = np.empty(len(order), dtype=np.int32)  # in that order
+    with_room: dict[int, list[NDArray[np.int32]]] = {}  # room -> rows that have it, those filled last at the end
     rooms: list[int] = []  # those, sorted
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[number])
-        place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
-            row, room = len(rows), seq_length
-            rows.append([])
-        else:
-            room = rooms[place]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[place]
-        rows[row].append(number)
-        if (left := room - length) > 0:
-            if left not in with_room:
-                bisect.insort(rooms, left)
-            with_room.setdefault(left, []).append(row)
-    return rows
+    num_rows = at = 0
+    numbers = np.bincount(lengths, minlength=seq_length + 1).tolist()  # of documents by length
+    for length in range(seq_length, 0, -1):
+        end = at + numbers[length]
+        while at < end:
+            place = bisect.bisect_left(rooms, length)
+            room = rooms[place] if place < len(rooms) else seq_length
+            fitting = room // length
+            needed = -(-(end - at) // fitting)
+            if place < len(rooms):
+                last = with_room[room].pop()
+                rows = last[-needed:][::-1]
+                if needed < len(last):
+                    with_room[room].append(last[:-needed])
+                elif not with_room[room]:
+                    del with_room[room], rooms[place]
+            else:
+                rows = np.arange(num_rows, num_rows + needed, dtype=np.int32)
+                num_rows += needed
+            taken = min(end - at, fitting * len(rows))
+            row_of[at : at + taken] = np.repeat(rows, fitting)[:taken]
+            at += taken
+            num_full, rest = divmod(taken, fitting)
+            for filled, left in ((rows[:num_full], room - fitting * length), (rows[num_full:], room - rest * length)):
+                if left > 0 and len(filled):
+                    if left not in with_room:
+                        bisect.insort(rooms, left)
+                    with_room.setdefault(left, []).append(filled)
+    by_row = np.argsort(row_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
+    return PackedRows(order[by_row], starts)
 
 
 def segment_inputs(
