@@ -104,3 +104,17 @@ def test_adapters_cost_one_small_sum_and_a_frozen_base_has_neither_gradient_nor_
         ((size,),) = (shape for name, shape in small if name == "all_reduce")
         assert size < LAYERS * 7 * 4 * (HIDDEN + 96), "of rank size: 4 rows of A, or columns of B, a linear"
         assert held == planned and held[1] < 0.3 * held[0]
+
+
+def count_hooks(mesh):
+    """Hooks on modules that a forward of llama with 32 layers runs, from the second step on."""
+    model = tiny_model("llama", num_hidden_layers=32).train()
+    batch = tiny_batch(model, rows=1, length=8)
+    model = shardwise.parallelize(model, mesh)
+    step = shardwise.TrainStep(model, mesh)
+    step(batch)
+    return sum(len(each._forward_pre_hooks) + len(each._forward_hooks) for each in model.modules())
+
+
+def test_a_region_costs_one_hook(on_ranks):
+    assert all(count <= 32 * 2 + 20 for count in on_ranks(count_hooks, layout="tp2"))

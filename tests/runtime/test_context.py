@@ -115,10 +115,3 @@ def test_forwards_within_each_other_have_states_of_their_own():
     with pytest.raises(KeyError):
         fail()
     assert context.state is outer
-
-
-def test_a_stack_is_entered_with_its_length():
-    state = ForwardState(lengths={"encoder": 7, "decoder": 3})
-    for stack, length in (("encoder", 7), ("decoder", 3), (None, 0)):
-        state.enter_stack(stack)
-        assert (state.sequence_parallel, state.sequence_length) == (stack is not None, length)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import pytest
 import torch
 from torch import nn
 
+from shardwise.comm.collectives import reduce_from_region
 from shardwise.comm.simulated import run_ranks
 from shardwise.errors import LayoutError, PlanError
 from shardwise.runtime.context import SplitContext
-from shardwise.runtime.region_edges import RegionExit, install_region, leave_region
+from shardwise.runtime.region_edges import RegionExit, edge_of, install_region, note_sum
 from shardwise.runtime.sequence_edges import cut, install_owner, install_stack, own_part, pad
 
 pytestmark = pytest.mark.single
@@ -101,8 +103,9 @@ def test_another_input_is_summed_on_its_own():
 def test_regions_given_the_same_enter_once_and_may_leave_together(fused, sums):
     def run(group):
         layer, context = Layer(own_features(group)), context_of(group)
-        install_region(layer.first, "output", context, leave=RegionExit(defers=fused))
-        install_region(layer.second, "output", context, leave=RegionExit(absorbs=fused))
+        edge = edge_of(context, None)
+        install_region(layer.first, "output", context, leave=RegionExit(edge=edge, defers=fused))
+        install_region(layer.second, "output", context, leave=RegionExit(edge=edge, absorbs=fused))
         return run_and_compare(layer, Layer(), group, drawn(1, ROWS, 5, HIDDEN))
 
     assert run_ranks(run, 2) == [(sums, 1)] * 2
@@ -127,8 +130,9 @@ def test_along_the_sequence_every_length_computes_the_same(num_ranks, length, fu
     def run(group):
         stack, context = Stack(own_features(group)), context_of(group)
         for layer in stack.layers:
-            install_region(layer.first, "output", context, stack="layers", leave=RegionExit(defers=fused))
-            install_region(layer.second, "output", context, stack="layers", leave=RegionExit(absorbs=fused))
+            edge = edge_of(context, "layers")
+            install_region(layer.first, "output", context, stack="layers", leave=RegionExit(edge=edge, defers=fused))
+            install_region(layer.second, "output", context, stack="layers", leave=RegionExit(edge=edge, absorbs=fused))
         install_stack(stack.layers, "layers", context, partial_after=False)
         return run_and_compare(stack, Stack(), group, drawn(1, ROWS, length, HIDDEN))
 
@@ -139,9 +143,9 @@ def test_along_the_sequence_every_length_computes_the_same(num_ranks, length, fu
 def test_tokens_flattened_inside_leave_as_parts_of_every_sequence():
     def run(group):
         context = context_of(group)
-        context.state.sequence_parallel, context.state.rows = True, ROWS
+        context.state.rows, edge = ROWS, edge_of(context, "layers")
         x = drawn(group.rank(), ROWS, 5, HIDDEN)
-        return leave_region(x.flatten(0, 1).clone(), context).view(ROWS, -1, HIDDEN), leave_region(x, context)
+        return edge.leave(x.flatten(0, 1).clone()).view(ROWS, -1, HIDDEN), edge.leave(x)
 
     for flattened, straight in run_ranks(run, 2):
         assert torch.equal(flattened, straight)
@@ -178,6 +182,47 @@ def test_a_stack_of_which_an_end_does_not_run_says_so(kept, said):
             stack(drawn(1, ROWS, 4, HIDDEN))
 
     run_ranks(run, 2)
+
+
+class Scaled(Block):
+    """A block that sums its products itself, after which a scale may follow."""
+
+    def __init__(self, context, features=slice(None)):
+        super().__init__(0, features)
+        self.context, self.scale = context, nn.Parameter(drawn(4, HIDDEN))
+
+    def forward(self, x, scales=None):
+        out = super().forward(x)
+        if self.context is not None:
+            out = note_sum(reduce_from_region(out, self.context.group), self.context)
+        return out * self.scale if scales else out
+
+
+CALLS = ((True, None), (True, None), (True, True), (False, None), (True, None), (True, True))
+
+
+def test_a_region_is_watched_until_a_call_of_its_kind_ends_with_the_sum():
+    """Gradients of what follows the sum are partial where something does, also in a copy and after other calls."""
+
+    def run(group):
+        context, full, watched = context_of(group), Scaled(None), []
+        module = Scaled(context, own_features(group))
+        install_region(module, "row", context)
+        for number, (is_training, scales) in enumerate(CALLS):
+            module = copy.deepcopy(module) if number == 3 else module
+            inputs = [drawn(8, ROWS, 5, HIDDEN).requires_grad_() for _ in range(2)]
+            for each, x in zip((module, full), inputs, strict=True):
+                each.train(is_training).zero_grad()
+                (each(x * 1.0, scales) ** 2).sum().backward()
+            torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(module.up.grad, full.up.grad[own_features(group)], rtol=1e-4, atol=1e-5)
+            if scales:  # partial: the gradient phase adds them up
+                scale = torch.stack(group.exchange(module.scale.grad)).sum(0)
+                torch.testing.assert_close(scale, full.scale.grad, rtol=1e-4, atol=1e-5)
+            watched.append(len(module._forward_hooks))
+        return watched
+
+    assert run_ranks(run, 2) == [[0, 0, 1, 0, 0, 1]] * 2
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 8])

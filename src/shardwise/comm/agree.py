@@ -316,10 +316,11 @@ def _device_of(group: Group) -> torch.device:
 
 def _wait(work: Any, group: Group, doing: str) -> None:
     """Waits for a collective; where some ranks do not come, one of those that wait says which."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    is_pretended = not group.group_name or dist.get_backend(group) == "fake"  # whose work never says it is completed
+    deadline = time.monotonic() + (0.0 if is_pretended else _PATIENCE_SECONDS)
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    if not work.is_completed():
+    if not is_pretended and not work.is_completed():
         with _saying_who_is_missing(group, doing):
             work.wait()
     work.wait()

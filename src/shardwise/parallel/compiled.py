@@ -82,7 +82,6 @@ class Compiled:
         if torch._C._len_torch_dispatch_stack() or any(isinstance(each, Cache) for each in (*args, *kwargs.values())):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         state = self._compiled_context.state
-        state.enter_stack(self._compiled_stack)
         state.enter_rows(state.stack_rows if self._compiled_stack is not None else 0)
         try:
             with hidden(), self._compiled_settings():
@@ -115,6 +114,7 @@ def apply_compilation(
             why="ranks draw alike here and each for itself there, and a graph has one stream of random numbers",
             fix="set the dropouts of its config to 0, or leave out compilation, or use fsdp in place of tp",
         )
+    context.is_compiled = True
     options = _options(choice, registry)
     known: dict[type, Callable[..., Any]] = {}
     for name in outermost_layers(registry.plan.stacks):

@@ -25,6 +25,7 @@ from shardwise.runtime.outputs import install_outputs
 from shardwise.runtime.reading import read_through
 from shardwise.runtime.region_edges import (
     RegionExit,
+    edge_of,
     install_gathered,
     install_reduced,
     install_region,
@@ -58,7 +59,9 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
         fit_sizes(module, module._parameters.get("weight"))
     outer = tuple(f"{region.fqn}." for region in plan.regions if region.edge == "output")
     for name in plan.modules:
-        _apply_style(modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name))
+        _apply_style(
+            modules[name], name, registry, leave=None if name.startswith(outer) else _leave(plan, name, context)
+        )
     for region in plan.regions:
         install_region(
             modules[region.fqn],
@@ -66,13 +69,15 @@ def apply_tensor_parallelism(model: nn.Module, registry: Registry) -> None:
             context,
             name=region.fqn,
             stack=plan.stack_of(region.fqn),
-            leave=_leave(plan, region.fqn),
+            leave=_leave(plan, region.fqn, context),
             residual_inputs=_names_of(plan.residual_inputs, region.fqn),
             parts=_names_of(plan.sequence.inputs if plan.sequence is not None else (), region.fqn),
         )
         split = _split_of(registry, region.fqn)
         if region.edge == "gather" and split is not None:
-            install_gathered(modules[region.fqn], split.local_sizes, context)
+            install_gathered(
+                modules[region.fqn], split.local_sizes, edge_of(context, plan.stack_of(region.fqn)), context
+            )
     left = [each.fqn for each in plan.regions if each.edge in ("row", "open")] if context.has_dropout else []
     for name in sorted({name for fqn in left for name in itertools.accumulate(fqn.split(".")[:-1], "{}.{}".format)}):
         install_rng_restore(modules[name], context)
@@ -106,9 +111,13 @@ def _install_outputs(model: nn.Module, plan: SplitPlan, context: SplitContext) -
         )
 
 
-def _leave(plan: SplitPlan, module: str) -> RegionExit:
+def _leave(plan: SplitPlan, module: str, context: SplitContext) -> RegionExit:
     """How a region is left at `module`."""
-    return RegionExit(defers=module in plan.fused_reductions, absorbs=module in plan.fused_reductions.values())
+    return RegionExit(
+        edge=edge_of(context, plan.stack_of(module)),
+        defers=module in plan.fused_reductions,
+        absorbs=module in plan.fused_reductions.values(),
+    )
 
 
 def _names_of(inputs: Iterable[str], module: str) -> set[str]:
@@ -137,7 +146,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     plan, context = registry.plan, registry.context
     style, split = plan.modules[name], _split_of(registry, name)
     if style == "all_reduce":
-        install_reduced(module, context)
+        install_reduced(module, edge_of(context, plan.stack_of(name)), context)
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda module, args: (args[0] / context.size, *args[1:]))
     elif split is None:
@@ -157,7 +166,6 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
             AdaptedRowSplit if name in plan.weights else RowSplit,
             _bias=bias,
             _split=context,
-            _stack=plan.stack_of(name),
             _reduces=leave is not None,
             _leave=leave,
             _reenters=style == "rowwise_reenter",

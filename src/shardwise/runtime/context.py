@@ -52,6 +52,7 @@ class SplitContext:
         same_rows: the group of all ranks that must be given the same rows, where it is a larger one than `group`.
         partial_after: whether the end of the layer stack sums the gradient of the split head's input.
         has_dropout: whether anything in the model draws random numbers in training.
+        is_compiled: whether layers are compiled, whose hooks stay as they are.
         model_name: the model's class, for messages.
 
     Of the step or forward under way:
@@ -85,6 +86,7 @@ class SplitContext:
     same_rows: Group | None = None
     partial_after: bool = False
     has_dropout: bool = False
+    is_compiled: bool = False
     model_name: str = "the model"
 
     state: ForwardState = field(default_factory=ForwardState)
@@ -185,7 +187,8 @@ class SplitContext:
             seed = generator.initial_seed() - self.coord + _REPLICATED + zlib.crc32(replicated.encode())
         else:
             seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + self.coord
-            around = generator.initial_seed() if self.state.sequence_parallel and level == "region" else seed
+            in_parts = "layer" in self.state.random and "full_sequence" not in self.state.random
+            around = generator.initial_seed() if in_parts and level == "region" else seed
             self.state.replicated_seed = around - self.coord
         self._fork_rng(level, generator, seed)
 

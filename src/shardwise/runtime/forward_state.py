@@ -75,12 +75,8 @@ class ForwardState:
 
     Attributes:
         runs_model: whether it is one of the full model, and not of a part that was called by itself.
-        sequence_parallel: whether the region under way is given a part of the sequence: it is in a split stack of
-            layers, and in no module there that is given all of it. Every region says so itself when it is entered,
-            because a layer that is recomputed in backward is not entered through its hooks.
-        sequence_length: true length of the sequence there: parts are padded to equal lengths, and the padding is
-            removed inside every region.
-        lengths: FQN of every stack to the length of its sequence, set where it is entered.
+        lengths: FQN of every stack to the true length of its sequence, set where it is entered: parts are padded to
+            equal lengths, and the padding is removed inside every region.
         open_stack: name of the stack of layers whose first one has split the sequence and whose last one has not yet
             gathered it.
         stack_rows: batch size of what entered the stack of layers under way.
@@ -99,8 +95,6 @@ class ForwardState:
     """
 
     runs_model: bool = False
-    sequence_parallel: bool = False
-    sequence_length: int = 0
     lengths: dict[str, int] = field(default_factory=dict)
     open_stack: str | None = None
     stack_rows: int = 0
@@ -116,16 +110,9 @@ class ForwardState:
     random: dict[str, tuple[torch.Generator, torch.Tensor]] = field(default_factory=dict)
     replicated_seed: int | None = None
 
-    def enter_stack(self, stack: str | None) -> None:
-        """What follows is in the stack of that name and is given a part of the sequence; None: it is not."""
-        inside, length = stack is not None, self.length_of(stack) if stack is not None else 0
-        # Written only where it changes: a write makes torch.compile compile again.
-        if (inside, length) != (self.sequence_parallel, self.sequence_length):
-            self.sequence_parallel, self.sequence_length = inside, length
-
     def enter_rows(self, rows: int) -> None:
         """The batch size of what enters the region that follows, 0 where that is flattened to tokens."""
-        if rows != self.rows:  # as above
+        if rows != self.rows:  # a write makes torch.compile compile again
             self.rows = rows
 
     def length_of(self, stack: str) -> int:

@@ -47,7 +47,6 @@ class RowSplit:
     """
 
     _split: SplitContext
-    _stack: str | None
     _reduces: bool
     _leave: RegionExit
     _reenters: bool
@@ -70,7 +69,6 @@ class RowSplit:
         if self._reenters:
             out = copy_to_region(reduce_from_region(self._product(x, None, **options), context.group), context.group)
             return out if bias is None else out + bias
-        context.state.enter_stack(self._stack)
         drops = context.has_dropout and self.training  # type: ignore[attr-defined]
         out = self._leave(self._product(x, None, **options), context, drops=drops)
         context.restore_rng("region")  # what the module drops after this is full again
