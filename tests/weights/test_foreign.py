@@ -17,12 +17,15 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import shardwise
-from shardwise.api.prepare import tp_layouts
+from shardwise.api.prepare import decide
 from shardwise.cli.main import main
 from shardwise.errors import LoadError, ShardwiseError, UnsupportedError
+from shardwise.plan.options import ParallelSpec
 from shardwise.ranks.spawn import spawn
 from shardwise.sharding.boxes import full_box
+from shardwise.topology.shape import MeshShape
 from shardwise.weights.foreign import open_weights
+from shardwise.weights.neuron_files import open_nxd, open_optimum_neuron
 from tests.families import tiny_model
 
 pytestmark = [pytest.mark.single, pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")]
@@ -234,7 +237,7 @@ def torch_xla(monkeypatch):
 def test_an_optimum_neuron_checkpoint_with_copied_key_heads(model, tmp_path, torch_xla, fused, xser):
     optimum_neuron(model, tmp_path, fused=fused, xser=xser)
     torch_xla()
-    with open_weights(tmp_path) as index:
+    with open_optimum_neuron(tmp_path) as index:
         assert_same(index, model.state_dict())
     if not fused:
         assert converts(tmp_path, tmp_path / "out", model)
@@ -246,13 +249,13 @@ def test_a_missing_rank_and_other_faults_are_named(model, tmp_path):
     content = files[1].read_bytes()
     files[1].write_bytes(content[:1000])
     with pytest.raises(LoadError, match=f"{files[1].name} cannot be read"):
-        open_weights(tmp_path)
+        open_optimum_neuron(tmp_path)
     torch.save({"a": Dangerous()}, files[1])
     with pytest.raises(LoadError, match=f"{files[1].name} cannot be read"):
-        open_weights(tmp_path)
+        open_optimum_neuron(tmp_path)
     files[1].unlink()
     with pytest.raises(LoadError, match=r"are of tp ranks \[0, 2, 3\]"):
-        open_weights(tmp_path)
+        open_optimum_neuron(tmp_path)
 
 
 def nxd(state, dims, root, *, tp_size=2):
@@ -278,29 +281,29 @@ def as_linears(name, value):
 
 
 def layouts_of(model):
-    return lambda tp_size: tp_layouts(model, tp_size)
+    def layouts(tp_size):
+        plan = decide(model, MeshShape(tp_size=tp_size), ParallelSpec())
+        return {name: planned.layout for name, planned in plan.parameters.items()}
+
+    return layouts
 
 
-def test_nxd_files_are_read_where_nothing_is_split_and_refused_where_they_do_not_say_how(model, tmp_path):
+def test_nxd_files_are_read_by_convert_alone(model, tmp_path):
     state = model.state_dict()
     nxd(state, lambda name, value: None, tmp_path / "whole", tp_size=1)
-    with open_weights(tmp_path / "whole") as index:
+    with open_nxd(tmp_path / "whole", layouts_of(model)) as index:
         assert_same(index, state)
-    nxd(state, as_linears, tmp_path / "split")
-    with pytest.raises(UnsupportedError, match="NxD's files of 2 tp ranks: "):
-        open_weights(tmp_path / "split")
+    with pytest.raises(LoadError, match="(?s)has to be converted.*a checkpoint of neuronx.*shardwise convert"):
+        open_weights(tmp_path / "whole")
 
 
 def test_nxd_files_of_several_ranks_are_joined_where_the_models_config_tells_how(model, tmp_path):
     """Of square tensors, too: the shapes tell the dim, and the plan must have the same."""
     nxd(model.state_dict(), as_linears, tmp_path)
-    with open_weights(tmp_path, layouts=layouts_of(model)) as index:
+    with open_nxd(tmp_path, layouts_of(model)) as index:
         assert_same(index, model.state_dict())
     model.config.save_pretrained(tmp_path / "config")
     assert converts(tmp_path, tmp_path / "out", model, "--config", str(tmp_path / "config"))
-    model.config.save_pretrained(tmp_path)
-    loaded = shardwise.load(tmp_path, shardwise.Mesh.open("tp1"))
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in shardwise.full_state_dict(loaded).items())
 
 
 @pytest.mark.parametrize("case", ["fused", "copied heads", "another dim", "another name", "unlike copies"])
@@ -322,7 +325,7 @@ def test_nxd_files_that_could_be_joined_in_several_ways_are_refused(model, tmp_p
         path = next((tmp_path / "tag" / "model").glob("*tp_rank_01_pp_rank_01.pt"))
         torch.save({name: value + ("norm" in name) for name, value in torch.load(path).items()}, path)
     with pytest.raises(UnsupportedError, match=r"NxD's files of \d tp ranks: [\s\S]*several tensors may be fused"):
-        open_weights(tmp_path, layouts=layouts_of(model))
+        open_nxd(tmp_path, layouts_of(model))
 
 
 def test_parts_that_overlap_or_leave_a_gap_are_refused(tmp_path):

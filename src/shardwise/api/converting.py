@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
-from shardwise.api.prepare import tp_layouts
+from shardwise.api.prepare import decide
 from shardwise.checkpoint.directory import find_tag
 from shardwise.checkpoint.load import open_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
@@ -20,8 +20,14 @@ from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
 from shardwise.parallel.coverage import Allowed
 from shardwise.parallel.loading import find_weights
+from shardwise.plan.options import ParallelSpec
+from shardwise.sharding.layout import Layout
+from shardwise.topology.shape import MeshShape
 from shardwise.weights.conversion import ExportGroup, has_tied_weights, plan_export, untie
 from shardwise.weights.foreign import config_place, open_weights
+from shardwise.weights.index import CheckpointIndex
+from shardwise.weights.kinds import NXD, OPTIMUM_NEURON, kind_of
+from shardwise.weights.neuron_files import open_nxd, open_optimum_neuron
 from shardwise.weights.write import PretrainedWriter
 
 __all__ = ["convert_to_hf", "convert_weights_to_hf", "meta_model", "open_anywhere"]
@@ -111,7 +117,7 @@ def convert_weights_to_hf(
     found, _ = read_config(source, {})
     named = [getattr(transformers, name, None) for name in found.architectures or ()]
     model = build_meta_model(found, next(filter(None, named), None), dtype=None, options={})
-    with open_weights(path, layouts=functools.partial(tp_layouts, model)) as index:
+    with _open(Path(path), model) as index:
         lazies = find_weights(model, index, allowed=Allowed()).tensors
         tensors = {
             name: torch.empty(each.shape, dtype=_converted(each.dtype, dtype), device="meta")
@@ -122,6 +128,20 @@ def convert_weights_to_hf(
             return lazies[name].read(dtype=tensors[name].dtype)
 
         _write(model, tensors, directory, read, tied=model.all_tied_weights_keys, companions=(tokenizer,))
+
+
+def _open(path: Path, model: nn.Module) -> CheckpointIndex:
+    """The weights at `path`, those of NxD and Optimum Neuron too."""
+
+    def layouts(tp_size: int) -> dict[str, Layout]:
+        plan = decide(model, MeshShape(tp_size=tp_size), ParallelSpec())
+        by_name = {name: planned.layout for name, planned in plan.parameters.items()}
+        return {**by_name, **{alias: by_name[name] for alias, name in plan.tied.items()}}
+
+    kind = kind_of(path)
+    if kind == NXD:
+        return open_nxd(path, layouts)
+    return open_optimum_neuron(path) if kind == OPTIMUM_NEURON else open_weights(path)
 
 
 def _write(

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from shardwise.api.prepare import tp_layouts
 from shardwise.lora.inject import inject, inject_alike
 from shardwise.parallel.build import as_dtype, build_meta_model, named_class, read_config, read_generation_config
 from shardwise.parallel.construction import Construction
@@ -28,7 +27,6 @@ from shardwise.parallel.materialize import (
 from shardwise.parameters.registry import Registry
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import names_in_base
-from shardwise.sharding.layout import Layout
 from shardwise.weights.conversion import Resolution
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
@@ -174,12 +172,7 @@ def build_unfilled(
         else:
             config = copy.deepcopy(config)
             options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
-
-        def layouts(tp_size: int) -> dict[str, Layout]:
-            unsplit = build_meta_model(copy.deepcopy(config), auto_class, dtype=None, options=dict(options))
-            return tp_layouts(unsplit, tp_size)
-
-        index = open_weights(source, layouts=layouts, **where) if reads else None
+        index = open_weights(source, **where) if reads else None
     chosen = as_dtype(dtype) or config.dtype or _stored_dtype(index)
     with Construction() as construction:
         model = build_meta_model(config, auto_class, dtype=chosen, options=options)

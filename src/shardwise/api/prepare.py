@@ -45,7 +45,6 @@ from shardwise.runtime.adapters import find_model
 from shardwise.runtime.wrapping import refuse_wrapping
 from shardwise.search.planning import plan_for
 from shardwise.sharding.json_form import from_json, to_json
-from shardwise.sharding.layout import Layout
 from shardwise.topology.shape import MeshShape
 
 __all__ = ["check_options", "complete_split", "decide", "fingerprint", "observe_labels", "open_subgroups", "prepare"]
@@ -130,13 +129,6 @@ def _find(model: nn.Module, facts: ModelFacts, shape: MeshShape, spec: ParallelS
     """The rules that the model is split by, and in a pipeline the order of its layers."""
     order = find_layer_order(without_adapters(model)) if shape.pp_size > 1 else None
     return plan_for(model, spec, tp_size=shape.tp_size, facts=facts), order
-
-
-def tp_layouts(model: nn.Module, tp_size: int) -> dict[str, Layout]:
-    """How our plan divides the parameters of an unsplit model over so many tp ranks, by every name that they have."""
-    plan = decide(model, MeshShape(tp_size=tp_size), ParallelSpec())
-    found = {name: each.layout for name, each in plan.parameters.items()}
-    return {**found, **{alias: found[name] for alias, name in plan.tied.items()}}
 
 
 def _check_cuts(model: nn.Module, shape: MeshShape, spec: ParallelSpec) -> None:

@@ -14,7 +14,7 @@ HELP = """\
 Write the model of a checkpoint as a directory that `from_pretrained` loads. Needs neither the ranks that saved it nor
 their memory: tensors are copied one by one. Checkpoints of others are taken, too: directories of
 torch.distributed.checkpoint (NeMo Automodel's among them), of transformers' distributed_checkpoint=True, of Optimum
-Neuron, and of NxD where no tensor is split.
+Neuron and of NxD.
 
   shardwise convert runs/first/checkpoints --to hf out
   shardwise convert runs/first/checkpoints --tag step-200 --to hf out --dtype bfloat16 --tokenizer path/or/hub-id

@@ -35,8 +35,8 @@ _WIDTH_STEP = 64
 
 
 class StreamRows:
-    """Documents one after the other, cut into rows of `seq_length`. The tokens after the last full row are left out. All
-    tokens are targets.
+    """Documents one after the other, cut into rows of `seq_length`. Tokens after the last full row are left out. Every
+    token is a target.
 
     Raises:
         BatchError: there are fewer tokens than one row.

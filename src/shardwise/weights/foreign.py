@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardwise.weights import dcp, kinds, neuron_files
+from shardwise.errors import LoadError
+from shardwise.weights import dcp, kinds
 from shardwise.weights.index import CheckpointIndex
 
 __all__ = ["config_place", "open_weights"]
@@ -21,27 +22,20 @@ def config_place(source: str | os.PathLike[str]) -> str | os.PathLike[str]:
     return next((each for each in places if (each / "config.json").is_file()), source)
 
 
-def open_weights(
-    path_or_hub_id: str | os.PathLike[str], *, layouts: neuron_files.Layouts | None = None, **options: Any
-) -> CheckpointIndex:
+def open_weights(path_or_hub_id: str | os.PathLike[str], **options: Any) -> CheckpointIndex:
     """Opens the weights of a directory or a hub id: safetensors of Hugging Face, or a checkpoint of
-    torch.distributed.checkpoint, transformers' distributed one, Optimum Neuron or NxD. `options` are `HUB_OPTIONS`.
-
-    Args:
-        layouts: of the model's parameters, asked for where files do not say how ranks have divided them.
+    torch.distributed.checkpoint or of transformers' distributed format. `options` are `HUB_OPTIONS`.
 
     Raises:
-        LoadError: nothing there, or it is damaged, or its parts leave a gap.
-        UnsupportedError: the files do not say what would have to be known.
+        LoadError: nothing is there, it is damaged, its parts leave a gap, or it has to be converted first.
+        UnsupportedError: a file is compressed.
     """
     directory = Path(path_or_hub_id) / (options.get("subfolder") or "")
     is_plain = any(directory.glob("model*.safetensors*")) if directory.is_dir() else True
     kind = None if is_plain else kinds.kind_of(directory)
     match kind:
-        case kinds.NXD:
-            return neuron_files.open_nxd(directory, layouts)
-        case kinds.OPTIMUM_NEURON:
-            return neuron_files.open_optimum_neuron(directory)
+        case kinds.NXD | kinds.OPTIMUM_NEURON:
+            raise LoadError(f"{os.fspath(path_or_hub_id)!r} has to be converted", **kinds.describe_kind(directory))
         case kinds.SHARDED_SAFETENSORS:
             return dcp.open_sharded_safetensors(directory)
         case kinds.DCP:

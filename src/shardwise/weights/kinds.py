@@ -30,10 +30,11 @@ OPTIMUM_NEURON = "a sharded checkpoint of Optimum Neuron"
 SHARDED_SAFETENSORS = "a distributed checkpoint of transformers (save_pretrained(distributed_checkpoint=True))"
 
 CONVERTIBLE = frozenset({DCP, NXD, OPTIMUM_NEURON, SHARDED_SAFETENSORS})
-"""Kinds whose weights can be read."""
+"""Kinds that `shardwise convert` takes."""
 
 _OWN = "one checkpoint, not the directory that holds it"
-_CONVERT = "shardwise.load loads its weights, and shardwise convert {} --to hf OUT writes them as a plain directory"
+_CONVERT = "convert it: shardwise convert {} --to hf OUT, and load OUT with shardwise.load"
+_LOAD = "shardwise.load loads its weights, and shardwise convert {} --to hf OUT writes them as a plain directory"
 _SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -45,8 +46,8 @@ _KINDS: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
     (_OWN, lambda root: (root / "manifest.json").is_file(), 'pass the directory above it, and tag="{0.name}"'),
     (OPTIMUM_NEURON, _any("shards/mp_metadata_pp_rank_*.pt", "mp_metadata_pp_rank_*.pt"), _CONVERT),
     (NXD, _any("model/dp_rank_*_tp_rank_*.pt", "*/model/dp_rank_*_tp_rank_*.pt", "tp_rank_*_pp_rank_*"), _CONVERT),
-    (SHARDED_SAFETENSORS, lambda root: any(_SHARD.fullmatch(each.name) for each in root.iterdir()), _CONVERT),
-    (DCP, _any(".metadata", "model/.metadata"), _CONVERT),
+    (SHARDED_SAFETENSORS, lambda root: any(_SHARD.fullmatch(each.name) for each in root.iterdir()), _LOAD),
+    (DCP, _any(".metadata", "model/.metadata"), _LOAD),
     (
         "a checkpoint of DeepSpeed",
         _any("*/mp_rank_*_model_states.pt", "mp_rank_*_model_states.pt", "*/zero_pp_rank_*_model_states.pt"),

@@ -1,4 +1,5 @@
-"""Weights that neuronx_distributed (NxD) has written, a file for each tp and pp rank, put together where they say how.
+"""Weights that neuronx_distributed (NxD) has written, a file for each tp and pp rank, put together for `shardwise
+convert` where they say how.
 
 NxD's own files hold names and local tensors, and say nothing of how these were divided. That is taken from how our plan
 for the model divides them over as many ranks, where this is the only way that fits (see [Note: joined by plan]).
@@ -74,7 +75,7 @@ def open_optimum_neuron(directory: Path) -> ChunkedIndex:
     return ChunkedIndex(tensors, str(directory))
 
 
-def open_nxd(directory: Path, layouts: Layouts | None = None) -> ChunkedIndex:
+def open_nxd(directory: Path, layouts: Layouts) -> ChunkedIndex:
     """The model's tensors in the directory of a tag, or in one that has a single tag.
 
     Args:
@@ -94,7 +95,7 @@ def open_nxd(directory: Path, layouts: Layouts | None = None) -> ChunkedIndex:
     tensors: dict[str, ChunkedTensor] = {}
     for files in _stages(root / "model").values():
         states = [(each, _load_state(each)) for each in files]
-        known = layouts(len(files)) if layouts is not None and len(files) > 1 else {}
+        known = layouts(len(files)) if len(files) > 1 else {}
         found = _Stage(states, {}, {}).tensors() if len(files) == 1 else _joined(states, known)
         tensors = {**found, **tensors}
     return ChunkedIndex(tensors, str(directory))
