@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import shardwise
-from shardwise.checkpoint.save_job import SaveJob
+from shardwise.checkpoint.writer import SaveJob
 from shardwise.errors import LoadError
 from shardwise.ranks.process import warm
 from shardwise.ranks.spawn import spawn

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.load import open_checkpoint
+from shardwise.checkpoint.reader import open_checkpoint
 from shardwise.cli.run_checkpoints import _newest
 from shardwise.errors import LoadError
 from shardwise.parameters.registry import local_part

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 import shardwise
-from shardwise.checkpoint.save_job import SaveJob
+from shardwise.checkpoint.writer import SaveJob
 from shardwise.ranks.process import warm
 from tests.checkpoint.training import Training
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
 import shardwise
-from shardwise.checkpoint.base import _sums, fingerprint
+from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import ConfigError, LoadError
 from shardwise.ranks.spawn import spawn
 from shardwise.topology.shape import MeshShape
@@ -20,9 +21,10 @@ pytestmark = [pytest.mark.spawn, pytest.mark.filterwarnings("ignore:.*is_gradien
 ROWS = 8
 
 
-def build(mesh, *, tied=False, adapted=False, lost=False):
+def build(mesh, *, tied=False, adapted=False, lost=False, source=""):
     """A model, its optimizer, and a function that trains them for some steps and returns the losses."""
     model = tiny_model("llama", tied=tied)
+    model.name_or_path = source
     batch = tiny_batch(model, rows=ROWS)
     if adapted:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
@@ -87,36 +89,24 @@ def train_adapters(base, layouts):
     found = {}
     for layout in layouts:
         with shardwise.Mesh.open(layout) as mesh:
-            model, optimizer, train = build(mesh, adapted=True, lost=bool(found))
+            model, optimizer, train = build(mesh, adapted=True, lost=bool(found), source="the/base")
             if not found:
                 train(2)
                 shardwise.save_checkpoint(base, model=model, optimizer=optimizer, extra={"step": 2})
             else:
                 shardwise.load_checkpoint(base, model=model, optimizer=optimizer)
             found[layout] = train(2)
+            shardwise.save_checkpoint(f"{base}/{layout}", model=model, optimizer=optimizer, tag="a")
+            assert read_manifest(Path(base, layout, "a")).content == "trained", layout
             with torch.no_grad():
                 for parameter in [each for each in model.parameters() if not each.requires_grad][:1]:
                     parameter.mul_(-1)
             with pytest.raises(LoadError) as raised:
                 shardwise.load_checkpoint(base, model=model, optimizer=optimizer)
             assert "was trained on another base than this model's" in str(raised.value)
-            assert "model.embed_tokens.weight" in str(raised.value)
+            assert "have changed since they were read: model.embed_tokens.weight" in str(raised.value)
             shardwise.load_checkpoint(base, model=model, optimizer=optimizer, strict=False)
     return found
-
-
-def test_what_tells_a_base_from_others_is_the_same_in_parts_and_another_for_rows_in_other_places():
-    weight = torch.randn(6, 4)
-
-    def text(*parts):
-        sums = [{"w": ("float32", _sums([(box, weight[tuple(slice(*each) for each in box)])]))} for box in parts]
-        return fingerprint(sums)["w"]
-
-    whole = text(((0, 6), (0, 4)))
-    assert whole == text(((0, 2), (0, 4)), ((2, 6), (0, 1)), ((2, 6), (1, 4)))
-    assert whole == fingerprint([{"w": ("float32", _sums([(((0, 6), (0, 4)), weight.t().contiguous().t())]))}])["w"]
-    for dim in (0, 1):
-        assert whole != fingerprint([{"w": ("float32", _sums([(((0, 6), (0, 4)), weight.flip(dim))]))}])["w"]
 
 
 def test_adapters_are_saved_without_the_base_which_must_be_the_same(tmp_path):
@@ -138,3 +128,31 @@ def test_adapters_are_saved_without_the_base_which_must_be_the_same(tmp_path):
     model.merge_adapter()
     with pytest.raises(ConfigError, match="has its adapters merged into its weight"):
         shardwise.save_checkpoint(tmp_path, model=model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("source", ["", "the/base"])
+def test_frozen_weights_under_adapters_are_saved_where_nothing_has_them(tmp_path, source):
+    """Where no one knows what they were read from; and those that were trained and are frozen again."""
+    mesh = shardwise.Mesh.open("tp1")
+    model, _, _ = build(mesh, adapted=True, source=source)
+    embedding = next(value for name, value in model.named_parameters() if "embed_tokens" in name)
+    embedding.requires_grad_(True)
+    model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss.backward()
+    torch.optim.SGD([embedding], lr=0.1).step()
+    embedding.requires_grad_(False)
+    adapters = torch.optim.AdamW([value for value in model.parameters() if value.requires_grad])
+    shardwise.save_checkpoint(tmp_path, model=model, optimizer=adapters, tag="a")
+    saved = json.loads((tmp_path / "a" / "tensors.json").read_text())["tensors"]
+    base = {key for key in saved if key.startswith("model/") and "lora_" not in key}
+    assert base == (
+        {"model/model.embed_tokens.weight"} if source else {f"model/{name}" for name in names_of_base(model)}
+    )
+    other, _, _ = build(mesh, adapted=True, lost=True, source=source)
+    shardwise.load_checkpoint(tmp_path, model=other)
+    found, expected = shardwise.full_state_dict(other), shardwise.full_state_dict(model)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def names_of_base(model):
+    prefix = "base_model.model."
+    return {name.removeprefix(prefix) for name, value in model.named_parameters() if not value.requires_grad}

@@ -79,8 +79,8 @@ def test_the_scheduler_of_a_wrapped_optimizer_goes_on_with_the_rates_of_its_grou
     saved["scheduler"].step()
     trainer.save_checkpoint(tmp_path, "a", **saved)
     if not loads_optimizer:
-        with pytest.raises(LoadError, match="rates of the scheduler's groups"):
-            shardwise.load_checkpoint(tmp_path, "a", model=loaded["model"], scheduler=loaded["scheduler"])
+        shardwise.load_checkpoint(tmp_path, "a", model=loaded["model"], scheduler=loaded["scheduler"])
+        assert loaded["scheduler"].base_lrs == [0.2, 0.2, 0.1]
         return
     trainer.load_checkpoint(tmp_path, "a", **loaded)
     assert loaded["scheduler"].base_lrs == [0.2, 0.2, 0.1]

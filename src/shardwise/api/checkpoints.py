@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.checkpoint.background import PendingSave, finish_all_saves, join_saves, writer_of
-from shardwise.checkpoint.directory import check_tag, root_of
-from shardwise.checkpoint.load import Session, load_into
-from shardwise.checkpoint.save import prepare_save
-from shardwise.checkpoint.save_job import SaveRequest
+from shardwise.checkpoint.load import LoadTarget, check_same_target, load_into, open_on_all_ranks
+from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.store import check_tag, root_of
+from shardwise.checkpoint.writer import SaveRequest, prepare_save
 from shardwise.errors import ConfigError
 from shardwise.lora.files import adapter_companions
 from shardwise.optim.gradients import gradients_of
@@ -24,7 +23,7 @@ from shardwise.optim.optimizer import model_under
 from shardwise.parallel.materialize import put_tensor
 from shardwise.parameters.registry import registry_of
 
-__all__ = ["load_checkpoint", "load_session", "save_checkpoint"]
+__all__ = ["load_checkpoint", "restore", "save_checkpoint"]
 
 
 @torch.inference_mode(mode=False)  # what is made here is used again outside of it
@@ -43,10 +42,10 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
 ) -> PendingSave:
     """Saves a split model and what trains it as one checkpoint, which any other layout can load.
 
-    It holds parameters and persistent buffers by their Hugging Face names (with adapters, and where most of the model
-    is frozen, the trained ones, and what tells the frozen ones from others), the optimizer's states and options, the
-    scheduler, the loss scale of float16 and the random states; no gradients: save after a step. Replicas share the
-    writing. The checkpoint appears complete or not at all (docs/checkpoint-format.md).
+    It holds parameters and persistent buffers by their Hugging Face names, the optimizer's states and options, the
+    scheduler, the loss scale of float16 and the random states; no gradients: save after a step. With adapters, frozen
+    parameters that are still as they were read from a directory or the hub are left out. Replicas share the writing.
+    The checkpoint appears complete or not at all (docs/checkpoint-format.md).
 
     Args:
         path: a directory of checkpoints, which all ranks share. One job at a time may save there.
@@ -70,8 +69,8 @@ def save_checkpoint(  # noqa: PLR0913 - the public surface: each is a choice of 
         GradientError: an earlier step was one, and the host did not know yet; the weights are those before it.
         LoadError: it cannot be written, or the save before has failed; the same on every rank.
 
-    Communicates: one all-gather of 40 bytes over all ranks, or where they hold something else than at the last save a
-        gather of a small object; five more over a process group of its own, in the background where that was asked for.
+    Communicates: over all ranks, one all-gather of 40 bytes and one gather of a small object; four gathers over a
+        process group of its own, in the background where that was asked for.
     """
     keep = {"keep_last": keep_last, "keep_every": keep_every, "num_writers": num_writers}
     writer = writer_of(registry_of(_module(model)).mesh)
@@ -132,8 +131,8 @@ def load_checkpoint(
         optimizer: over its parameters, of the class that was saved. Its options become those that were saved. Without
             the model, which stays as it is then, its state alone.
         scheduler: of the class that was saved.
-        strict: whether names that only the model or only the checkpoint has, and frozen parameters of other values than
-            were saved with, are an error; else they are a warning.
+        strict: whether names that only the model or only the checkpoint has, and adapters of another base, are an
+            error; else they are a warning.
         verify: whether checksums of the parts that this rank reads are verified.
 
     Raises:
@@ -144,26 +143,30 @@ def load_checkpoint(
 
     Communicates: a few gathers of small objects over all ranks.
     """
-    session = Session(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict, verifies=verify)
-    return load_session(path, tag, session)
+    if model is None and optimizer is not None:
+        target = LoadTarget(
+            model=model_under(optimizer), optimizer=optimizer, scheduler=scheduler, strict=strict, fills_model=False
+        )
+    else:
+        target = LoadTarget(model=model, optimizer=optimizer, scheduler=scheduler, strict=strict)
+    mesh = registry_of(_module(target.model)).mesh if target.model is not None else None
+    finish_all_saves() if mesh is None else join_saves(mesh)
+    if mesh is not None:
+        check_same_target(target, mesh, verifies=verify)
+    return restore(open_on_all_ranks(path, tag, mesh, verifies=verify), target)
 
 
 @torch.inference_mode(mode=False)
-def load_session(path: str | os.PathLike[str], tag: str | None, session: Session) -> Any:
-    """As `load_checkpoint`."""
-    if session.model is None and session.optimizer is not None:
-        session = replace(session, model=model_under(session.optimizer), fills_model=False)
-    model: nn.Module | None = session.model
-    put: Any = None
-    if model is None:
-        finish_all_saves()
-    else:
-        registry = registry_of(_module(model))
-        join_saves(registry.mesh)
+def restore(stored: StoredParts, target: LoadTarget) -> Any:
+    """Loads an open checkpoint into a session; returns what was saved as `extra`. See `load_checkpoint`."""
+    model, put = target.model, lambda name, value: None
+    if model is not None:
+        registry = registry_of(model)
         gradients_of(model).parameters()
         put = functools.partial(put_tensor, registry.model() or model, registry)
-    loaded = load_into(path, tag, session, put=put)
+    with stored:
+        extra = load_into(stored, target, put=put)
     loss_scale = gradients_of(model).loss_scale if model is not None else None
-    if loss_scale is not None and loaded.loss_scale is not None:
-        loss_scale.load_state_dict(loaded.loss_scale)
-    return loaded.extra
+    if loss_scale is not None and (saved := stored.index.values.get("loss_scale")) is not None:
+        loss_scale.load_state_dict(saved)
+    return extra

@@ -12,10 +12,9 @@ import transformers
 from torch import nn
 
 from shardwise.api.prepare import decide
-from shardwise.checkpoint.directory import find_tag
-from shardwise.checkpoint.load import open_checkpoint
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.stored_parts import StoredParts, check_companion
+from shardwise.checkpoint.reader import StoredParts, check_companion, open_checkpoint
+from shardwise.checkpoint.store import find_tag
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.parallel.build import build_meta_model, read_config
 from shardwise.parallel.coverage import Allowed
@@ -26,7 +25,7 @@ from shardwise.topology.shape import MeshShape
 from shardwise.weights.conversion import ExportGroup, has_tied_weights, plan_export, untie
 from shardwise.weights.foreign import config_place, open_weights
 from shardwise.weights.index import CheckpointIndex
-from shardwise.weights.kinds import NXD, OPTIMUM_NEURON, kind_of
+from shardwise.weights.kinds import ADAPTER_CONFIG, NXD, OPTIMUM_NEURON, kind_of
 from shardwise.weights.neuron_files import open_nxd, open_optimum_neuron
 from shardwise.weights.write import PretrainedWriter
 
@@ -65,9 +64,9 @@ def convert_to_hf(
         LoadError: the checkpoint is damaged or not complete, or the directory cannot be written.
         UnsupportedError: it holds the trained parameters of a frozen model, or of no transformers model.
     """
-    if stored.manifest.content != "all":
+    if stored.manifest.content != "all" or ADAPTER_CONFIG in stored.manifest.files:
         raise UnsupportedError(
-            f"{stored.manifest.tag} holds only the parameters that were trained",
+            f"{stored.manifest.tag} holds a model with adapters",
             at=str(stored.directory),
             fix="write its adapter with --adapter, or put it into its base with --merge-adapter; or load it into the\n"
             "model that it belongs to, and use shardwise.export_pretrained",

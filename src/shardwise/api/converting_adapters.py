@@ -12,9 +12,9 @@ from shardwise.api.building import load
 from shardwise.api.checkpoints import load_checkpoint
 from shardwise.api.converting import meta_model, open_anywhere
 from shardwise.api.state import export_pretrained
-from shardwise.checkpoint.content import model_key
+from shardwise.checkpoint.collect import model_key
 from shardwise.checkpoint.manifest import MANIFEST
-from shardwise.checkpoint.stored_parts import StoredParts, check_companion
+from shardwise.checkpoint.reader import StoredParts, check_companion
 from shardwise.errors import LoadError, UnsupportedError
 from shardwise.lora.files import stored_names, write_adapter_files
 from shardwise.lora.inject import inject, read_adapter_config

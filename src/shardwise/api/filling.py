@@ -24,7 +24,8 @@ from shardwise.parallel.materialize import (
     initialize_missing,
     record_missing,
 )
-from shardwise.parameters.registry import Registry
+from shardwise.parameters.registry import Registry, Source
+from shardwise.parameters.source import note_source
 from shardwise.plan.structure import fqn_of
 from shardwise.runtime.adapter_facts import names_in_base
 from shardwise.weights.conversion import Resolution
@@ -142,6 +143,11 @@ class Filling:
         for construction, unsplit in ((self.construction, self.unsplit), *self.later):
             initialize_missing(model, registry, construction, unsplit, seed=seed)
         initialize_attributes(model, self.construction, self.attributes, device=registry.mesh.device, seed=seed)
+        if reads and self.index is not None and self.found is not None:
+            read = {registry.tied.get(fqn, fqn) for fqn in self.found.tensors}
+            note_source(model, registry, digest=self.index.digest(), drawn=registry.entries.keys() - read)
+        else:
+            registry.source = Source()
 
 
 def build_unfilled(

@@ -32,6 +32,7 @@ from shardwise.parallel.decide import decide_split
 from shardwise.parallel.facts import read_facts, read_stacks
 from shardwise.parameters.local_parameter import guard_parameters
 from shardwise.parameters.registry import Registry, is_split
+from shardwise.parameters.source import note_source
 from shardwise.pipeline.forward import apply_pipeline
 from shardwise.plan.decision import SplitPlan
 from shardwise.plan.options import ParallelSpec
@@ -84,6 +85,7 @@ def complete_split(model: nn.Module, registry: Registry) -> None:
     apply_pipeline(model, registry)
     watch_optimizers()
     guard_parameters(model)
+    note_source(model, registry)
     if registry.mesh.shape.world_size > 1:
         refuse_wrapping(model)
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.checkpoint.save_job import SaveJob
+from shardwise.checkpoint.writer import SaveJob
 from shardwise.comm.agree import check_calls
 from shardwise.comm.operations import Group
 from shardwise.job.processes import end_processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise.checkpoint.content import HeldTensor, is_unsharded, model_key, state_key
-from shardwise.checkpoint.stored_parts import StoredParts
-from shardwise.checkpoint.tree import decode_tree, fits
+from shardwise.checkpoint.collect import LocalShard, is_unsharded, model_key, state_key
+from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.tree import decode_tree
 from shardwise.errors import ConfigError, LoadError
 from shardwise.parameters.registry import Registry, local_part
 from shardwise.sharding.boxes import full_box
 from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy
 
-__all__ = ["OptimizerLoad"]
+__all__ = ["OptimizerLoad", "saved_options"]
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how an optimizer computes, not what: those it has stay."""
@@ -30,7 +30,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 class _State:
     """One state of one parameter: a tensor to be copied, or a value or number, which is there already."""
 
-    held: HeldTensor
+    held: LocalShard
     parameter: Tensor
     name: str
     facts: Mapping[str, Any]
@@ -53,7 +53,7 @@ class OptimizerLoad:
         self,
         stored: StoredParts,
         optimizer: torch.optim.Optimizer,
-        held: Mapping[str, HeldTensor],
+        held: Mapping[str, LocalShard],
         registry: Registry,
         *,
         strict: bool,
@@ -85,8 +85,7 @@ class OptimizerLoad:
                 each.name for each in found if each.value.requires_grad and each.name not in saved["parameters"]
             ]
             known = [each for each in found if each.name in saved["parameters"]]
-            if options := self._options(known, saved):
-                self._check_options(group, options)
+            if options := saved_options(stored, group, held):
                 self._groups.append((group, options))
             self._known += [each.value for each in known]
             for each in known:
@@ -99,37 +98,14 @@ class OptimizerLoad:
                 fix="train the parameters that were trained, or pass strict=False",
             )
 
-    def _options(self, known: Sequence[HeldTensor], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The saved options of a group's parameters."""
-        numbers = {saved["parameters"][each.name]["group"]: each.name for each in known}
-        if not numbers:
-            return {}
-        found = [decode_tree(saved["groups"][number], {}) for number in numbers]
-        texts = {json.dumps({name: str(value) for name, value in each.items() if name not in _HOW}) for each in found}
-        if len(texts) > 1:
-            raise LoadError(
-                f"{' and '.join(list(numbers.values())[:2])} are in one parameter group, and had different options",
-                at=str(self._stored.directory),
-                fix="build the optimizer with the groups it had",
-            )
-        first: Mapping[str, Any] = found[0]
-        return first
-
-    def _check_options(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        for name, value in options.items():
-            if not fits(group.get(name), value):
-                raise LoadError(
-                    f"the saved option {name} is {value!r:.100}",
-                    at=str(self._stored.directory),
-                    why=f"it is {group[name]!r:.100} in the optimizer, which is of another kind",
-                )
-
-    def _add(self, held: HeldTensor, states: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any]) -> None:
+    def _add(self, held: LocalShard, states: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any]) -> None:
         pieces = held.layout.pieces(self._registry.mesh.coords) if states else ()
         for name, facts in states.items():
             key = state_key(held.name, name)
             copies: tuple[Copy, ...] = ()
-            value = self._number(key, facts) if "scalar" in facts else decode_tree(facts.get("value"), {})
+            value = decode_tree(facts.get("scalar", facts.get("value")), {})
+            if "scalar" in facts:
+                value = torch.tensor(value, dtype=getattr(torch, facts["dtype"]))
             if "like" in facts:
                 copies = self._stored.plan(key, pieces)
             elif "whole" in facts or "ranks" in facts:
@@ -139,15 +115,7 @@ class OptimizerLoad:
                 copies = self._stored.plan(key, [Piece(box, box)])
             self._states.append(_State(held, held.value, name, facts, key, copies, group, value))
 
-    def _number(self, key: str, facts: Mapping[str, Any]) -> Tensor:
-        try:
-            return torch.tensor(decode_tree(facts["scalar"], {}), dtype=getattr(torch, facts["dtype"]))
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise LoadError(
-                f"the state {key} is no {facts['dtype']}", at=str(self._stored.directory), why=str(error)[:200]
-            ) from error
-
-    def _placed(self, key: str, held: HeldTensor, facts: Mapping[str, Any]) -> str:
+    def _placed(self, key: str, held: LocalShard, facts: Mapping[str, Any]) -> str:
         """The key of a state that has not the parameter's shape, where it can be used here at all."""
         if "whole" in facts and is_unsharded(held.layout):
             return key
@@ -206,6 +174,26 @@ class OptimizerLoad:
         made = torch.empty_like(local, dtype=dtype)
         self._stored.fill(made, state.key, state.copies)
         return state.held.entry.wrap(made) if state.held.entry is not None else made
+
+
+def saved_options(stored: StoredParts, group: Mapping[str, Any], shards: Mapping[str, LocalShard]) -> Mapping[str, Any]:
+    """The options that the parameters of an optimizer's group were saved with; none where none of them was.
+
+    Raises:
+        LoadError: they were saved with different options.
+    """
+    saved = stored.index.optimizer or {"parameters": {}}
+    names = {id(each.value): each.name for each in shards.values()}
+    known = [names[id(each)] for each in group["params"] if names.get(id(each)) in saved["parameters"]]
+    numbers = {saved["parameters"][name]["group"]: name for name in known}
+    options = [decode_tree(saved["groups"][number], {}) for number in numbers]
+    if len({json.dumps({k: str(value) for k, value in each.items() if k not in _HOW}) for each in options}) > 1:
+        raise LoadError(
+            f"{' and '.join(list(numbers.values())[:2])} are in one parameter group, and had different options",
+            at=str(stored.directory),
+            fix="build the optimizer with the groups it had",
+        )
+    return options[0] if options else {}
 
 
 def _like(old: Any, value: Any) -> Any:

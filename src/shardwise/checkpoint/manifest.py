@@ -1,31 +1,34 @@
-"""`manifest.json` and `tensors.json` of a checkpoint: what it says of itself. The format is in
-docs/checkpoint-format.md.
+"""The files `manifest.json` and `tensors.json` of a checkpoint; docs/checkpoint-format.md describes the format.
+
+A file is trusted whose size and checksum the manifest confirms.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
-from shardwise.checkpoint.schema import FileFacts, Manifest, Part, check_index, check_manifest
 from shardwise.errors import LayoutError, LoadError
-from shardwise.sharding.boxes import Box, full_box, volume
+from shardwise.sharding.boxes import Box
 from shardwise.sharding.json_form import from_json, to_json
-from shardwise.sharding.layout import Layout
+from shardwise.sharding.layout import Layout, Piece
+from shardwise.weights.tensor_file import DTYPES
 
 __all__ = [
     "INDEX",
     "MANIFEST",
     "VERSION",
+    "FileFacts",
     "Index",
+    "Manifest",
+    "Part",
     "StoredTensor",
     "part_name",
     "read_index",
@@ -38,6 +41,51 @@ FORMAT = "shardwise-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
 INDEX = "tensors.json"
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_TENSORS = b',"tensors":{\n'
+"""Where the tensors begin in the index: one on each line, so that a reader parses those it needs."""
+
+
+class FileFacts(NamedTuple):
+    """A file of the checkpoint: its size, and the CRC-32 of all of it, of a tensor file only of its header."""
+
+    num_bytes: int
+    crc: int
+
+
+class Part(NamedTuple):
+    """Elements `box` of a tensor, and where they are: the file's number, and the CRC-32 of their bytes."""
+
+    file: int
+    crc: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What makes a directory a checkpoint.
+
+    Attributes:
+        number: counts the checkpoints of a directory: the newest has the largest.
+        tag: the directory's name.
+        step: of the training, None where it is not known.
+        content: "all", or "trained" where the frozen parameters are left out.
+        layout: of the ranks that wrote it, as text.
+        model: the class's name.
+        time: when it was written, in seconds since 1970.
+        versions: of the libraries that wrote it.
+        files: every other file of the directory.
+    """
+
+    number: int
+    tag: str
+    step: int | None
+    content: str
+    layout: str
+    model: str
+    time: float
+    versions: dict[str, str]
+    files: dict[str, FileFacts]
 
 
 @dataclass(frozen=True)
@@ -47,26 +95,77 @@ class StoredTensor:
     Attributes:
         dtype: of the stored elements.
         shape: of the canonical tensor.
-        parts: where its elements are.
-        layout: how the ranks that wrote it held it.
+        layout: over the ranks that wrote it.
+        parts_json: where its elements are: a list of file, checksum and box, as JSON or parsed.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
     layout: Layout
+    parts_json: bytes | list[Any]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All parts."""
+        return [_part(each) for each in self._parse()]
+
+    def parts_within(self, wanted: Sequence[Piece]) -> list[Part]:
+        """The parts that hold some elements of `wanted`."""
+        parts = self._parse()
+        if not self.shape or not parts:
+            return [_part(each) for each in parts]
+        boxes = numpy.array([box for _, _, box in parts])
+        hits = numpy.zeros(len(parts), dtype=bool)
+        for piece in wanted:
+            box = numpy.array(piece.full)
+            hits |= ((boxes[:, :, 0] < box[:, 1]) & (boxes[:, :, 1] > box[:, 0])).all(1)
+        return [_part(parts[number]) for number in hits.nonzero()[0].tolist()]
+
+    def _parse(self) -> list[Any]:
+        parsed: list[Any] = self.parts_json if isinstance(self.parts_json, list) else json.loads(self.parts_json)
+        return parsed
+
+
+def _part(parsed: Sequence[Any]) -> Part:
+    file, crc, box = parsed
+    return Part(file, crc, tuple((start, stop) for start, stop in box))
+
+
+class _Tensors(Mapping[str, StoredTensor]):
+    """The tensors of an index by key, parsed when they are asked for."""
+
+    def __init__(self, entries: Mapping[str, bytes | dict[str, Any]], layouts: Sequence[Layout]) -> None:
+        self._entries, self._layouts = entries, layouts
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        entry = self._entries[key]
+        if isinstance(entry, bytes):
+            head, _, parts = entry.partition(b',"parts":')
+            facts, parts_json = json.loads(head + b"}"), parts[:-1]
+        else:
+            facts, parts_json = entry, entry["parts"]
+        return StoredTensor(_DTYPES[facts["dtype"]], tuple(facts["shape"]), self._layouts[facts["layout"]], parts_json)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 @dataclass(frozen=True)
 class Index:
-    """Everything a checkpoint holds.
+    """Everything that a checkpoint holds.
 
     Attributes:
         files: names of the tensor files, which parts number.
-        tensors: by their keys: `model/NAME`, `optimizer/NAME/STATE`, `extra…`, `random/…`.
+        tensors: by key: `model/NAME`, `optimizer/NAME/STATE`, `extra…`, `scheduler…`, `random/…`.
         tied: alias to canonical name.
         optimizer: None, or its class, the options of its groups, and by parameter its group and states.
-        values: scheduler, loss scale, random states and extra, as `encode_tree` wrote them; what there is of them.
+        values: scheduler, loss scale, random states, extra and source, as `encode_tree` wrote them; those there are.
     """
 
     files: tuple[str, ...]
@@ -109,7 +208,12 @@ def read_manifest(directory: Path) -> Manifest:
         raise LoadError(
             "the manifest is damaged", at=str(path), why="its checksum is another", fix="load an older tag, or a copy"
         )
-    manifest = check_manifest(data, path)
+    try:
+        values = {name: data[name] for name in Manifest.__dataclass_fields__}
+        files = {name: FileFacts(*facts) for name, facts in data["files"].items()}
+        manifest = Manifest(**{**values, "files": files})
+    except (AttributeError, KeyError, TypeError) as error:
+        raise LoadError("the manifest is incomplete", at=str(path), why=repr(error)) from error
     strays = [name for name in manifest.files if Path(name).name != name or name.startswith(".")]
     if strays:
         raise LoadError(f"the manifest lists files outside of its directory: {', '.join(strays[:3])}", at=str(path))
@@ -120,75 +224,94 @@ def _own_crc(data: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps({**data, "crc": 0}, sort_keys=True).encode())
 
 
-def write_index(directory: Path, index: Index) -> FileFacts:
-    """Writes `tensors.json`; returns its size and checksum."""
+def write_index(
+    directory: Path,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, tuple[torch.dtype, Layout]],
+    parts: Mapping[str, str],
+) -> FileFacts:
+    """Writes `tensors.json`; returns its size and checksum.
+
+    Args:
+        values: `files`, `tied`, `optimizer` and `values`.
+        tensors: dtype and layout of every tensor by key.
+        parts: what `StoredTensor.parts_json` lists, without brackets, by the key as JSON; tensors without elements
+            have none.
+    """
     layouts: dict[Layout, int] = {}
-    tensors = {
-        key: {
-            "dtype": str(each.dtype).removeprefix("torch."),
-            "shape": list(each.shape),
-            "layout": layouts.setdefault(each.layout, len(layouts)),
-            "parts": each.parts,
-        }
-        for key, each in index.tensors.items()
-    }
-    data = {**vars(index), "layouts": [to_json(each) for each in layouts], "tensors": tensors}
-    content = json.dumps(data, separators=(",", ":")).encode()
-    (directory / INDEX).write_bytes(content)
-    return FileFacts(len(content), zlib.crc32(content))
+    for _, layout in tensors.values():
+        layouts.setdefault(layout, len(layouts))
+    head = json.dumps({**values, "layouts": [to_json(each) for each in layouts]}, separators=(",", ":"))
+    num_bytes, crc = 0, 0
+    with (directory / INDEX).open("wb") as file:
+        begin, ends = head.encode()[:-1] + _TENSORS, ",\n"
+        for number, text in enumerate(_lines(tensors, parts, layouts)):
+            data = (begin if number == 0 else ends.encode()) + text.encode()
+            file.write(data)
+            num_bytes, crc = num_bytes + len(data), zlib.crc32(data, crc)
+        data = (b"" if tensors else begin) + b"\n}}"
+        file.write(data)
+    return FileFacts(num_bytes + len(data), zlib.crc32(data, crc))
+
+
+def _lines(
+    tensors: Mapping[str, tuple[torch.dtype, Layout]], parts: Mapping[str, str], layouts: Mapping[Layout, int]
+) -> Iterator[str]:
+    for key, (dtype, layout) in tensors.items():
+        quoted = json.dumps(key)
+        facts = {"dtype": str(dtype).removeprefix("torch."), "shape": layout.shape, "layout": layouts[layout]}
+        text = json.dumps(facts, separators=(",", ":"))[:-1]
+        yield f'{quoted}:{text},"parts":[{parts.get(quoted, "")}]}}'
 
 
 def read_index(directory: Path, manifest: Manifest) -> Index:
-    """Reads and checks `tensors.json`.
+    """Reads `tensors.json`, and compares its checksum.
 
     Raises:
-        LoadError: it is damaged or says what cannot be.
+        LoadError: it is damaged, or lacks something.
     """
     path = directory / INDEX
     if INDEX not in manifest.files:
         raise LoadError(f"the manifest does not list {INDEX}", at=str(directory / MANIFEST))
-    data = _read_json(path, manifest.files[INDEX])
-    described = check_index(data, path)
+    content = _read(path, manifest.files[INDEX])
     try:
+        head, separator, body = content.partition(_TENSORS)
+        entries: dict[str, bytes | dict[str, Any]]
+        if separator:
+            data = json.loads(head + b"}")
+            lines = body.removesuffix(b"\n}}").split(b",\n") if body != b"\n}}" else []
+            split = ((line, line.index(b'":{"dtype"')) for line in lines)
+            entries = {json.loads(line[: end + 1]): line[end + 2 :] for line, end in split}
+        else:  # without lines, as versions before 0.1 wrote it
+            data = json.loads(content)
+            entries = data["tensors"]
         layouts = [from_json(Layout, each) for each in data["layouts"]]
-        tensors = {
-            key: StoredTensor(getattr(torch, each.dtype), each.shape, each.parts, layouts[each.layout])
-            for key, each in described.items()
-        }
+        tensors = _Tensors(entries, layouts)
         index = Index(tuple(data["files"]), tensors, data["tied"], data["optimizer"], data["values"])
-    except (IndexError, LayoutError) as error:
+    except (LayoutError, LookupError, TypeError, ValueError) as error:
         raise LoadError(f"{INDEX} says what cannot be", at=str(path), why=repr(error)) from error
     unlisted = [name for name in index.files if name not in manifest.files]
     if unlisted:
         raise LoadError(f"the manifest does not list {', '.join(unlisted[:3])}", at=str(path))
-    for key, each in index.tensors.items():
-        _check_tensor(key, each, len(index.files), path)
     return index
 
 
-def _check_tensor(key: str, tensor: StoredTensor, num_files: int, path: Path) -> None:
-    """Raises unless the parts can be those of the tensor; that they leave no gap shows when they are read."""
-    for part in tensor.parts:
-        fits = len(part.box) == len(tensor.shape) and 0 <= part.file < num_files
-        within = all(0 <= start <= stop <= size for (start, stop), size in zip(part.box, tensor.shape, strict=False))
-        if not (fits and within):
-            raise LoadError(f"{key} of shape {list(tensor.shape)} has a part {part}", at=str(path))
-    held = sum(volume(part.box) for part in tensor.parts)
-    if held != volume(full_box(tensor.shape)):
-        raise LoadError(f"the parts of {key} hold {held} elements; its shape is {list(tensor.shape)}", at=str(path))
-
-
-def _read_json(path: Path, facts: FileFacts | None = None) -> Any:
+def _read_json(path: Path) -> Any:
+    content = _read(path)
     try:
-        mode = os.lstat(path).st_mode
-        content = path.read_bytes() if stat.S_ISREG(mode) else b""
+        return json.loads(content)
+    except ValueError as error:
+        raise LoadError(f"{path.name} is damaged", at=str(path), why=f"it is no JSON: {error}") from error
+
+
+def _read(path: Path, facts: FileFacts | None = None) -> bytes:
+    """The content of a file, whose size and checksum are compared with `facts`."""
+    try:
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise LoadError(f"the checkpoint has no {path.name}", at=str(path)) from error
     except (OSError, MemoryError) as error:
         raise LoadError(f"cannot read {path.name}", at=str(path), why=str(error) or "memory is too small") from error
-    if not stat.S_ISREG(mode):
-        what = "a link" if stat.S_ISLNK(mode) else "no file"
-        raise LoadError(f"{path.name} is {what}", at=str(path), why="a checkpoint holds its files itself")
     if facts is not None and (len(content) != facts.num_bytes or zlib.crc32(content) != facts.crc):
         cut = f" (it has {len(content):,} bytes of {facts.num_bytes:,})" if len(content) != facts.num_bytes else ""
         raise LoadError(
@@ -197,7 +320,4 @@ def _read_json(path: Path, facts: FileFacts | None = None) -> Any:
             why="its checksum is another",
             fix="load an older tag or a copy",
         )
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path.name} is damaged", at=str(path), why=f"it is no JSON: {error}") from error
+    return content

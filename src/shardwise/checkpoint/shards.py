@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.checkpoint.content import slices_of
+from shardwise.checkpoint.collect import slices_of
 from shardwise.comm.operations import Group, host_device, receive_, send
 from shardwise.errors import LoadError, ShardwiseError
 from shardwise.parameters.canonical import computed_buffer, state_names

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.errors import ConfigError, LoadError
 from shardwise.weights.tensor_file import DTYPES
 
-__all__ = ["decode_tree", "encode_tree", "fits"]
+__all__ = ["decode_tree", "encode_tree"]
 
 _TAG = "$"
 _MOST_DEEP = 100
@@ -114,13 +114,3 @@ def decode_tree(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any
         return {"tuple": tuple, "set": set}[kind](items)
     except (KeyError, TypeError, ValueError) as error:
         raise LoadError("the checkpoint holds a value of no known kind", at=str(data)[:100], why=repr(error)) from error
-
-
-def fits(old: Any, value: Any) -> bool:
-    """Whether `value` is of the kind of `old`, in whose place it is to stand; None is of every kind."""
-    if old is None or value is None:
-        return True
-    for kinds in ((bool, int, float, Tensor), (str,), (list, tuple), (Mapping,)):
-        if isinstance(old, kinds):
-            return isinstance(value, kinds)
-    return True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.errors import LoadError, counted
 
 if TYPE_CHECKING:
-    from shardwise.checkpoint.stored_parts import StoredParts
+    from shardwise.checkpoint.reader import StoredParts
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     from shardwise.api.converting import open_anywhere  # torch and transformers are slow to import
-    from shardwise.checkpoint.directory import list_checkpoints
     from shardwise.checkpoint.manifest import MANIFEST
+    from shardwise.checkpoint.store import list_checkpoints
 
     directory, num_broken = Path(arguments.checkpoint), 0
     if not (directory / MANIFEST).is_file():
@@ -81,7 +81,7 @@ def _describe(stored: StoredParts, *, with_tensors: bool) -> None:
 
 def _verify(stored: StoredParts) -> int:
     """Reads everything; returns how many tensors or files are damaged, each of which it names."""
-    from shardwise.checkpoint.stored_parts import check_companion, check_files
+    from shardwise.checkpoint.reader import check_companion, check_files
 
     faults = []
     for name in stored.manifest.files:

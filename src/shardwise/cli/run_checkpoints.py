@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from shardwise.api.checkpoints import load_checkpoint, load_session, save_checkpoint
+from shardwise.api.checkpoints import load_checkpoint, restore, save_checkpoint
 from shardwise.checkpoint.background import join_saves
-from shardwise.checkpoint.directory import clean, find_tag, find_tags, lock
-from shardwise.checkpoint.load import Session
-from shardwise.checkpoint.save_job import as_load_error
+from shardwise.checkpoint.load import LoadTarget, open_on_all_ranks
+from shardwise.checkpoint.reader import StoredParts
+from shardwise.checkpoint.store import clean, find_tag, find_tags, lock
+from shardwise.checkpoint.writer import as_load_error
 from shardwise.comm.agree import raise_on_all_ranks
 from shardwise.comm.operations import all_gather_objects, all_reduce_, host_device
 from shardwise.data.ahead import BatchesAhead
@@ -151,20 +152,18 @@ class SavedRun:
     """A run that is to go on.
 
     Attributes:
-        directory: of its checkpoints.
-        tag: of the newest.
+        stored: its newest checkpoint, open on every rank.
         extra: what was saved besides the model and the optimizer.
         mesh: the ranks that go on with it.
     """
 
-    directory: str
-    tag: str
+    stored: StoredParts
     extra: Mapping[str, Any]
     mesh: Mesh
 
     def fill(self, model: torch.nn.Module) -> None:
         """Gives the model, split and on the meta device, its values."""
-        load_checkpoint(self.directory, self.tag, model=model)
+        restore(self.stored, LoadTarget(model=model))
 
     def go_on(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: PackedBatches) -> int:
         """Puts optimizer, batches and random states where they were; returns the number of steps done.
@@ -175,7 +174,7 @@ class SavedRun:
         """
         with raise_on_all_ranks(self.mesh.group(), "going on with the data"):
             batches.load_state_dict(self.extra["batches"])
-        load_session(self.directory, self.tag, Session(model=model, optimizer=optimizer, fills_model=False))
+        restore(self.stored, LoadTarget(model=model, optimizer=optimizer, fills_model=False))
         return int(self.extra["step"])
 
 
@@ -198,8 +197,9 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
     tag = all_gather_objects(own, mesh.group())[0]
     if tag is None:
         return None
+    stored = open_on_all_ranks(config.dir, tag, mesh)
     with raise_on_all_ranks(mesh.group(), "looking at the run that was saved"):
-        extra = load_checkpoint(config.dir, tag)
+        extra = restore(stored, LoadTarget())
         saved = extra.get("run") if isinstance(extra, Mapping) else None
         if not isinstance(saved, Mapping) or "batches" not in extra or "step" not in extra:
             raise ConfigError(
@@ -209,7 +209,7 @@ def find_saved_run(config: CheckpointConfig, mesh: Mesh, run: Mapping[str, Any],
             )
         _check_same_run(saved, run)
     console.print(f"resume  {Path(config.dir) / tag}")
-    return SavedRun(config.dir, tag, extra, mesh)
+    return SavedRun(stored, extra, mesh)
 
 
 def check_saved(config: CheckpointConfig) -> None:

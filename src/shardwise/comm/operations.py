@@ -25,6 +25,7 @@ __all__ = [
     "broadcast_object",
     "functional_collectives",
     "gather_list",
+    "gather_objects",
     "host_device",
     "receive_",
     "reduce_scatter_single",
@@ -128,6 +129,15 @@ def gather_list(x: Tensor, group: Group) -> list[Tensor] | None:
     received = [torch.empty_like(x) for _ in range(group.size())] if group.rank() == 0 else None
     dist.gather(x.contiguous(), received, group=group, group_dst=0)
     return received
+
+
+def gather_objects(value: Any, group: Group | None) -> list[Any] | None:
+    """On rank 0 of the group every rank's picklable `value`, in rank order; None elsewhere."""
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values
 
 
 def broadcast_(x: Tensor, group: Group, *, source: int) -> None:

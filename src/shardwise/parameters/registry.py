@@ -42,6 +42,7 @@ __all__ = [
     "LocalGradient",
     "ParameterEntry",
     "Registry",
+    "Source",
     "attach_entry",
     "attach_registry",
     "canonical_entries",
@@ -175,6 +176,21 @@ class ParameterEntry:
         return memo.get(id(self)) or replace(self, registry=registry)
 
 
+@dataclass(frozen=True)
+class Source:
+    """The source of a model's weights.
+
+    Attributes:
+        name: the directory or hub id, as transformers keeps it (`name_or_path`); empty where it is not known.
+        digest: of the files that Shardwise has read; empty where it has read none.
+        states: of every parameter by name, what changes when its values do.
+    """
+
+    name: str = ""
+    digest: str = ""
+    states: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class Registry:
     """Everything Shardwise knows of one split model. The last four change after the split; a forward's state and the
@@ -197,6 +213,7 @@ class Registry:
         reads_names: whether the names of the model's state are being read, of parts too.
         uses: what backward has used of the units of FSDP2 that ranks may use differently.
         idle_stages: the coords of pp that have no parameter to train, as the last gradient phase has found.
+        source: where the weights came from; see `shardwise.parameters.source`.
     """
 
     mesh: Mesh
@@ -217,6 +234,7 @@ class Registry:
     reads_names: bool = False
     uses: Uses = field(default_factory=Uses)
     idle_stages: tuple[int, ...] = ()
+    source: Source = field(default_factory=Source)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         # A copied model runs on the same ranks.

@@ -5,6 +5,7 @@ the page cache into the tensor that will hold it, so no anonymous memory is used
 strides.
 """
 
+import hashlib
 import math
 import os
 import zlib
@@ -119,6 +120,10 @@ class CheckpointIndex(Mapping[str, TensorEntry]):
             + (f", checksum {_sampled(self._mapped_part(key), most):08x}" if key in chosen else "")
             for key, entry in self._entries.items()
         }
+
+    def digest(self) -> str:
+        """A digest of what `describe` says."""
+        return hashlib.sha256(repr(self.describe()).encode()).hexdigest()[:32]
 
     def _to_sample(self) -> set[str]:
         return set(list(self)[:: -(-len(self) // _SAMPLES)]) if self else set()

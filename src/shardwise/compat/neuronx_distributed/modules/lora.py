@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.api.state import export_pretrained
-from shardwise.checkpoint.directory import find_tag
+from shardwise.checkpoint.store import find_tag
 from shardwise.compat.layers.adapters import register_split_layers
 from shardwise.compat.layers.transparent import Transparent
 from shardwise.errors import ConfigError, PlanError

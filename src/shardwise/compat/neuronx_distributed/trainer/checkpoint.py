@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.api import checkpoints
 from shardwise.checkpoint.background import finish_all_saves as finalize_checkpoint
-from shardwise.checkpoint.directory import find_tags, root_of
+from shardwise.checkpoint.store import find_tags, root_of
 from shardwise.compat.layers.transparent import seen_through
 from shardwise.compat.optimizers.wrapped import CompletingOptimizer
 from shardwise.compat.spelling import also_spelled

@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.manifest import INDEX, MANIFEST, read_manifest
-from shardwise.checkpoint.schema import Manifest
+from shardwise.checkpoint.manifest import INDEX, MANIFEST, Manifest, read_manifest
 from shardwise.errors import ConfigError, LoadError, did_you_mean
 from shardwise.weights.kinds import describe_kind
 from shardwise.weights.staging import find_asides, is_url, leftovers, real_path
@@ -128,7 +127,7 @@ def find_tag(root: Path, tag: str | None) -> Path:
 
     Raises:
         ConfigError: it cannot be a tag.
-        LoadError: there is none; the newest one's manifest is damaged; or a link leads out of `root`.
+        LoadError: there is none, or the newest one's manifest is damaged.
     """
     if tag is not None:
         check_tag(tag)
@@ -138,7 +137,7 @@ def find_tag(root: Path, tag: str | None) -> Path:
             raise LoadError(
                 f"no checkpoint {tag!r}{did_you_mean(tag, tags)}", at=str(root), **(said or {"why": "there are none"})
             )
-        return _inside(root, tags[tag])
+        return tags[tag]
     known = list_checkpoints(root)
     if not known:
         raise LoadError("there is no complete checkpoint", at=str(root), **describe_kind(root))
@@ -148,14 +147,6 @@ def find_tag(root: Path, tag: str | None) -> Path:
     broken = [str(each.at) for _, _, each in known if isinstance(each, LoadError)]
     if broken:
         logger.warning("%s cannot be read; going on with %s", ", ".join(broken), path)
-    return _inside(root, path)
-
-
-def _inside(root: Path, path: Path) -> Path:
-    if real_path(root) not in real_path(path).parents:
-        raise LoadError(
-            f"{path.name} leads out of its directory", at=str(path), why=f"it is a link to {real_path(path)}"
-        )
     return path
 
 

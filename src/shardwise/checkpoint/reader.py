@@ -1,10 +1,7 @@
-"""The parts that a checkpoint's tensors are stored in, found, checked and copied from."""
+"""Reads the tensors of a checkpoint: files and parts are checked, and elements copied to where a rank needs them."""
 
 from __future__ import annotations
 
-import os
-import stat
-import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,21 +12,37 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.manifest import Index, StoredTensor, part_name
-from shardwise.checkpoint.schema import Manifest, Part
+from shardwise.checkpoint.manifest import (
+    INDEX,
+    Index,
+    Manifest,
+    Part,
+    StoredTensor,
+    part_name,
+    read_index,
+    read_manifest,
+)
 from shardwise.errors import LayoutError, LoadError
 from shardwise.sharding.boxes import full_box, shape_of, slices
 from shardwise.sharding.layout import Piece
 from shardwise.sharding.reshard import Copy, Source, copies
 from shardwise.weights.tensor_file import crc_of
 
-__all__ = ["StoredParts", "check_companion", "check_files"]
+__all__ = ["StoredParts", "check_companion", "check_files", "open_checkpoint"]
 
-_PICKLES = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes"}
+
+def open_checkpoint(directory: Path, *, verifies: bool = True) -> StoredParts:
+    """Opens the checkpoint in `directory`: reads its manifest and index, and checks them.
+
+    Raises:
+        LoadError: it is damaged or incomplete.
+    """
+    manifest = read_manifest(directory)
+    return StoredParts(directory, manifest, read_index(directory, manifest), verifies)
 
 
 def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    """Raises unless the files are there, files, and as large as the manifest says.
+    """Raises unless the files are there, and as large as the manifest says.
 
     Raises:
         LoadError: names the first that is not.
@@ -37,15 +50,12 @@ def check_files(directory: Path, manifest: Manifest, names: Sequence[str]) -> No
     for name in names:
         path, facts = directory / name, manifest.files[name]
         try:
-            found = os.lstat(path)
+            size = path.stat().st_size
         except OSError as error:
             raise LoadError(f"the checkpoint lacks {name}", at=str(path), why=str(error)) from error
-        if not stat.S_ISREG(found.st_mode):
-            what = f"a link to {path.readlink()}" if stat.S_ISLNK(found.st_mode) else "no file"
-            raise LoadError(f"{name} is {what}", at=str(path), why="a checkpoint holds its files itself")
-        if found.st_size != facts.num_bytes:
+        if size != facts.num_bytes:
             raise LoadError(
-                f"{name} has {found.st_size:,} bytes of {facts.num_bytes:,}",
+                f"{name} has {size:,} bytes of {facts.num_bytes:,}",
                 at=str(path),
                 why="it was cut short, or is another file",
                 fix="load an older tag, or copy the file again",
@@ -56,7 +66,7 @@ def check_companion(directory: Path, manifest: Manifest, name: str) -> None:
     """Raises unless a file that holds no tensors is as it was written.
 
     Raises:
-        LoadError: it is missing, no file, or damaged.
+        LoadError: it is missing or damaged.
     """
     check_files(directory, manifest, [name])
     try:
@@ -94,9 +104,9 @@ class StoredParts:
         stored = self.index.tensors.get(key)
         if stored is None:
             raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
-        sources = [Source(part, part.box, full_box(shape_of(part.box))) for part in stored.parts]
+        parts = stored.parts_within(wanted)
         try:
-            found = copies(sources, wanted)
+            found = copies([Source(part, part.box, full_box(shape_of(part.box))) for part in parts], wanted)
         except LayoutError as error:
             raise LoadError(f"{key} is not complete", at=str(self.directory), why=str(error)) from error
         for part in dict.fromkeys(each.source.key for each in found):
@@ -117,6 +127,16 @@ class StoredParts:
         full = full_box(stored.shape)
         self.fill(out, key, self.plan(key, [Piece(full, full)]))
         return out
+
+    def read_all(self, prefix: str) -> dict[str, Tensor]:
+        """The full tensors whose keys begin with `prefix`, by key."""
+        return {key: self.read(key) for key in self.index.tensors if key.startswith(prefix)}
+
+    def check_all_files(self) -> None:
+        """Raises unless all files are there, and those that hold no tensors, whose bytes are few, are undamaged."""
+        check_files(self.directory, self.manifest, list(self.manifest.files))
+        for name in self.manifest.files.keys() - {INDEX, *self.index.files} if self.verifies else ():
+            check_companion(self.directory, self.manifest, name)
 
     def drop(self) -> None:
         """Lets go of what has been mapped so far."""
@@ -168,11 +188,6 @@ def _open_file(path: Path, header_crc: int) -> Any:
     try:
         with path.open("rb") as file:
             start = file.read(8)
-            for magic, what in _PICKLES.items():
-                if start.startswith(magic) and len(start) == 8 and struct.unpack("<Q", start)[0] > path.stat().st_size:
-                    raise LoadError(
-                        f"{path.name} is {what}", at=str(path), why="which is never opened: it could run anything"
-                    )
             length = int.from_bytes(start, "little")
             header = start + file.read(length if length < path.stat().st_size else 0)
         if zlib.crc32(header) != header_crc:

@@ -1,45 +1,60 @@
-"""What a checkpoint is made of: the tensors of a model and its optimizer by name, as this rank holds them."""
+"""Collects what a checkpoint holds: model, optimizer, scheduler, random states and values, as this rank has them."""
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.random_states import random_axes, read_random
+from shardwise.checkpoint.schedules import common_state
 from shardwise.checkpoint.tree import encode_tree
-from shardwise.errors import ConfigError, UnsupportedError
+from shardwise.errors import ConfigError, ShardwiseError, UnsupportedError
 from shardwise.parameters.canonical import state_tensors
 from shardwise.parameters.registry import ParameterEntry, Registry, find_parameters, local_part
+from shardwise.parameters.replicas import Copies, balance_of
+from shardwise.parameters.source import unchanged_names
+from shardwise.runtime.adapters import is_adapter
+from shardwise.runtime.same_batch import describe_steps
 from shardwise.sharding.boxes import Box, intersect, move, slices
 from shardwise.sharding.layout import Layout, Piece
 from shardwise.sharding.placement import Held, Replicate
+from shardwise.weights.foreign import open_weights
 from shardwise.weights.tensor_file import DTYPES
 
 __all__ = [
-    "HeldTensor",
+    "LocalShard",
     "OptimizerContent",
-    "held_tensors",
+    "RankFacts",
+    "SaveInputs",
+    "collect_inputs",
     "is_unsharded",
+    "local_shards",
     "model_key",
     "read_optimizer",
+    "read_source",
     "slices_of",
     "state_key",
 ]
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """A parameter or persistent buffer, as this rank holds it.
+class LocalShard:
+    """What this rank holds of a parameter or persistent buffer.
 
     Attributes:
-        name: canonical: of the unsplit model, whatever is wrapped around it.
+        name: canonical name, that of the unsplit model.
         value: the parameter or buffer.
-        layout: how it is stored over the ranks.
-        entry: of the registry; None of a buffer, and of what came into the model later and is frozen.
-        is_known: whether every rank knows its layout, since the model was split with it.
+        layout: of the canonical tensor over the ranks.
+        entry: of the registry; None for a buffer, and for a frozen parameter that was added after the split.
+        is_known: whether every rank knows the layout, because the model was split with this tensor.
     """
 
     name: str
@@ -59,14 +74,14 @@ def state_key(name: str, state: str) -> str:
     return f"optimizer/{name}/{state}"
 
 
-def held_tensors(model: nn.Module, registry: Registry) -> dict[str, HeldTensor]:
+def local_shards(model: nn.Module, registry: Registry) -> dict[str, LocalShard]:
     """Every parameter and persistent buffer that this rank holds, by canonical name, tied ones once. Of further split
     models inside of `model`, which must be frozen, nothing.
 
     Raises:
         UnsupportedError: they are not.
     """
-    held: dict[str, HeldTensor] = {}
+    held: dict[str, LocalShard] = {}
     root = registry.model()
     beside = _named_beside(model, root)
     if clashing := sorted(beside.keys() & {*registry.entries, *state_tensors(model if root is None else root)}):
@@ -84,13 +99,13 @@ def held_tensors(model: nn.Module, registry: Registry) -> dict[str, HeldTensor]:
                     fix="save each model by itself",
                 )
         elif entry is None:
-            held[name] = HeldTensor(name, parameter, Layout(tuple(parameter.shape)), None, False)
+            held[name] = LocalShard(name, parameter, Layout(tuple(parameter.shape)), None, False)
         elif entry.is_held:
             is_known = registry.entries.get(entry.fqn) is entry
-            held[entry.fqn] = HeldTensor(entry.fqn, parameter, entry.layout, entry, is_known)
+            held[entry.fqn] = LocalShard(entry.fqn, parameter, entry.layout, entry, is_known)
     for name, value in {**state_tensors(model if root is None else root), **beside}.items():
         if not isinstance(value, nn.Parameter) and name not in held:
-            held[name] = HeldTensor(name, value, Layout(tuple(value.shape)), None, False)
+            held[name] = LocalShard(name, value, Layout(tuple(value.shape)), None, False)
     return held
 
 
@@ -140,7 +155,7 @@ class OptimizerContent:
     tensors: dict[tuple[str, str], Tensor]
 
 
-def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTensor]) -> OptimizerContent:
+def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, LocalShard]) -> OptimizerContent:
     """What `optimizer`, over parameters of the model, holds.
 
     Raises:
@@ -176,7 +191,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, held: Mapping[str, HeldTens
     return content
 
 
-def _read_states(held: HeldTensor, states: Mapping[str, Any], content: OptimizerContent) -> None:
+def _read_states(held: LocalShard, states: Mapping[str, Any], content: OptimizerContent) -> None:
     described = content.described.setdefault(held.name, {})
     shape = tuple(local_part(held.value).shape)
     for state, value in states.items():
@@ -210,3 +225,135 @@ def _plain(option: Any) -> Any:
     if isinstance(option, Tensor):
         return option.item()
     return type(option)(map(_plain, option)) if type(option) in (list, tuple) else option
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What the other ranks must know of this one to divide a save.
+
+    Attributes:
+        has_adapters: whether there are adapters in what this rank has of the model.
+        left_out: for each parameter of the registry, in its order, whether this rank lets it be left out: 1 or 0.
+        unknown: layouts of the tensors that not every rank knows.
+        buffers: names of the buffers.
+    """
+
+    has_adapters: bool
+    left_out: bytes
+    unknown: dict[str, Layout]
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SaveInputs:
+    """Everything that a save writes, as this rank has it. Tensors are views.
+
+    Attributes:
+        shards: of parameters and persistent buffers, by canonical name.
+        optimizer: its states and options; None where none is saved.
+        values: JSON values by name: `extra`, `scheduler`, `scheduler_class`, `loss_scale`, `random`.
+        tensors: those in `values`, by key.
+        random: states of this rank's random number generators, by key.
+        facts: for the other ranks.
+        request: texts, by what they describe, that must be the same on every rank.
+    """
+
+    shards: dict[str, LocalShard]
+    optimizer: OptimizerContent | None
+    values: dict[str, Any]
+    tensors: dict[str, Tensor]
+    random: dict[str, Tensor]
+    facts: RankFacts
+    request: dict[str, str]
+
+    def copies(self) -> Copies:
+        """What has been trained: parameters, and states of the optimizer that have their shape."""
+        for shard in self.shards.values():
+            if shard.entry is not None and shard.value.requires_grad:
+                yield shard.name, shard.entry, local_part(shard.value)
+        states = self.optimizer.tensors if self.optimizer is not None else {}
+        for (name, state), value in states.items():
+            entry = self.shards[name].entry
+            if entry is not None and value.shape == local_part(self.shards[name].value).shape:
+                yield f"the optimizer's {state} of {name}", entry, value
+
+    @functools.cached_property
+    def balance(self) -> int:
+        """See `balance_of`."""
+        return balance_of(self.copies())
+
+
+def collect_inputs(
+    model: nn.Module,
+    registry: Registry,
+    request: Mapping[str, Any],
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    loss_scale: Mapping[str, Any] | None,
+    extra: Any,
+) -> SaveInputs:
+    """Collects what a save writes. Communicates nothing.
+
+    Args:
+        request: what was asked for, which must be the same on every rank.
+
+    Raises:
+        ConfigError: something cannot be saved, or adapters are merged into the weights at the moment.
+        UnsupportedError: several models inside of `model` are split and trained, or see `read_optimizer`.
+    """
+    for name, module in model.named_modules():
+        if is_adapter(module) and getattr(module, "merged_adapters", None):
+            raise ConfigError(f"{name} has its adapters merged into its weight", fix="call unmerge_adapter() first")
+    shards = local_shards(model, registry)
+    content = read_optimizer(optimizer, shards) if optimizer is not None else None
+    tensors: dict[str, Tensor] = {}
+    values = {"extra": encode_tree(extra, "extra", tensors), "random": random_axes(registry.mesh)}
+    if scheduler is not None:
+        if not callable(getattr(scheduler, "state_dict", None)):
+            raise ConfigError(f"the scheduler is a {type(scheduler).__name__}, which has no state_dict")
+        values["scheduler"] = encode_tree(scheduler.state_dict(), "scheduler", tensors)
+        values["scheduler_class"] = type(scheduler).__name__
+    if loss_scale is not None:
+        values["loss_scale"] = dict(loss_scale)
+    same = {
+        "the call": "save_checkpoint",
+        **describe_steps(registry.context),
+        **{name: str(value) for name, value in request.items()},
+        "optimizer": content.class_name if content is not None else "",
+        **{name: json.dumps(common_state(value) if name == "scheduler" else value) for name, value in values.items()},
+    }
+    facts = _read_facts(model, registry, shards, content)
+    return SaveInputs(shards, content, values, tensors, read_random(registry.mesh), facts, same)
+
+
+def read_source(registry: Registry) -> dict[str, str]:
+    """Name and digest of the files that a model's weights came from.
+
+    Rank 0 computes the digest of a directory that transformers has read. It is empty for what is not on this machine.
+    """
+    source = registry.source
+    if not source.digest and registry.mesh.position == 0 and source.name and Path(source.name).is_dir():
+        with suppress(ShardwiseError), open_weights(source.name) as index:
+            source = registry.source = replace(source, digest=index.digest())
+    return {"name": source.name, "digest": source.digest}
+
+
+def _read_facts(
+    model: nn.Module, registry: Registry, shards: Mapping[str, LocalShard], optimizer: OptimizerContent | None
+) -> RankFacts:
+    unchanged = unchanged_names(model, registry)
+    states = optimizer.described if optimizer is not None else {}
+
+    def may_be_left_out(name: str, entry: ParameterEntry) -> bool:
+        """Whether a parameter, or what this rank has of it, is frozen and can be read from its source again."""
+        if name not in shards:
+            return not entry.is_held
+        return not shards[name].value.requires_grad and name in unchanged and not states.get(name)
+
+    return RankFacts(
+        has_adapters=any(map(is_adapter, model.modules())),
+        left_out=bytes(may_be_left_out(name, entry) for name, entry in registry.entries.items()),
+        unknown={each.name: each.layout for each in shards.values() if not each.is_known},
+        buffers=tuple(each.name for each in shards.values() if not isinstance(each.value, nn.Parameter)),
+    )
