@@ -228,15 +228,14 @@ def write_index(
     directory: Path,
     values: Mapping[str, Any],
     tensors: Mapping[str, tuple[torch.dtype, Layout]],
-    parts: Mapping[str, str],
+    parts: Mapping[str, Sequence[str]],
 ) -> FileFacts:
     """Writes `tensors.json`; returns its size and checksum.
 
     Args:
         values: `files`, `tied`, `optimizer` and `values`.
         tensors: dtype and layout of every tensor by key.
-        parts: what `StoredTensor.parts_json` lists, without brackets, by the key as JSON; tensors without elements
-            have none.
+        parts: what `StoredTensor.parts_json` lists, as JSON, by the key as JSON; tensors without elements have none.
     """
     layouts: dict[Layout, int] = {}
     for _, layout in tensors.values():
@@ -255,13 +254,13 @@ def write_index(
 
 
 def _lines(
-    tensors: Mapping[str, tuple[torch.dtype, Layout]], parts: Mapping[str, str], layouts: Mapping[Layout, int]
+    tensors: Mapping[str, tuple[torch.dtype, Layout]], parts: Mapping[str, Sequence[str]], layouts: Mapping[Layout, int]
 ) -> Iterator[str]:
     for key, (dtype, layout) in tensors.items():
         quoted = json.dumps(key)
         facts = {"dtype": str(dtype).removeprefix("torch."), "shape": layout.shape, "layout": layouts[layout]}
         text = json.dumps(facts, separators=(",", ":"))[:-1]
-        yield f'{quoted}:{text},"parts":[{parts.get(quoted, "")}]}}'
+        yield f'{quoted}:{text},"parts":[{",".join(parts.get(quoted, ()))}]}}'
 
 
 def read_index(directory: Path, manifest: Manifest) -> Index:

@@ -101,6 +101,17 @@ class StoredParts:
         Raises:
             LoadError: the checkpoint has no such tensor, or a part of it is damaged; names file and tensor.
         """
+        found = self.find_copies(key, wanted)
+        for part in dict.fromkeys(each.source.key for each in found):
+            self._map(key, self.index.tensors[key], part)  # type: ignore[arg-type]
+        return found
+
+    def find_copies(self, key: str, wanted: Sequence[Piece]) -> tuple[Copy, ...]:
+        """Which elements of `key` go where, to fill `wanted`. Reads no file.
+
+        Raises:
+            LoadError: the checkpoint has no such tensor, or not all of its elements.
+        """
         stored = self.index.tensors.get(key)
         if stored is None:
             raise LoadError(f"the checkpoint has no {key}", at=str(self.directory))
@@ -109,8 +120,6 @@ class StoredParts:
             found = copies([Source(part, part.box, full_box(shape_of(part.box))) for part in parts], wanted)
         except LayoutError as error:
             raise LoadError(f"{key} is not complete", at=str(self.directory), why=str(error)) from error
-        for part in dict.fromkeys(each.source.key for each in found):
-            self._map(key, stored, part)  # type: ignore[arg-type]
         return found
 
     def fill(self, out: Tensor, key: str, planned: Sequence[Copy]) -> None:

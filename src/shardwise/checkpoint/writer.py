@@ -55,7 +55,7 @@ from shardwise.sharding.layout import Layout
 from shardwise.weights.staging import StagedDirectory, atomic_file
 from shardwise.weights.tensor_file import TensorFileWriter
 
-__all__ = ["SaveJob", "SaveRequest", "as_load_error", "prepare_save"]
+__all__ = ["RankReport", "SaveJob", "SaveRequest", "as_load_error", "prepare_save", "write_reported_index"]
 
 logger = logging.getLogger("shardwise.checkpoint")
 
@@ -367,7 +367,7 @@ class SaveJob:
 
     def _write(
         self, directory: Path, groups: Sequence[list[_Chunk]], number: int, spread: Callable[..., list[Any]]
-    ) -> _Report:
+    ) -> RankReport:
         """Writes this rank's files, several at a time if that was asked for; on every rank.
 
         Args:
@@ -392,13 +392,15 @@ class SaveJob:
         for chunk in self.chunks:
             sizes[chunk.key] = sizes.get(chunk.key, 0) + chunk.value.numel()
         lines = "\n".join(f"{json.dumps(key)}\t{sizes[key]}\t{','.join(texts)}" for key, texts in parts.items())
-        return _Report(files, lines.encode(), self.tensors, self.optimizer[1] if self.optimizer is not None else {})
+        return RankReport(files, lines.encode(), self.tensors, self.optimizer[1] if self.optimizer is not None else {})
 
-    def _complete(self, staged: StagedDirectory, reports: Sequence[_Report]) -> str:
+    def _complete(self, staged: StagedDirectory, reports: Sequence[RankReport]) -> str:
         """Completes the checkpoint when every rank has written; on rank 0."""
         request, directory = self.request, staged.path
         files = {name: facts for report in reports for name, facts in report.files.items()}
-        files[INDEX] = self._write_index(directory, reports, list(files))
+        class_name = self.optimizer[0] if self.optimizer is not None else None
+        values = {"tied": self.tied, "optimizer": class_name and {"class": class_name}, "values": self.values}
+        files[INDEX] = write_reported_index(directory, reports, values)
         for name, make in self.companions.items():
             content = make()
             (directory / name).write_bytes(content)
@@ -425,31 +427,9 @@ class SaveJob:
             prune(request.root, keep_last=request.keep_last, keep_every=request.keep_every)
         return manifest.tag
 
-    def _write_index(self, directory: Path, reports: Sequence[_Report], files: Sequence[str]) -> FileFacts:
-        """Writes the index of what the ranks have written, once it is found complete."""
-        tensors = {key: facts for report in reports for key, facts in report.tensors.items()}
-        sizes: dict[str, int] = {}
-        parts: dict[str, list[str]] = {}
-        for report in reports:
-            for line in report.parts.decode().splitlines():
-                quoted, size, texts = line.split("\t")
-                sizes[quoted] = sizes.get(quoted, 0) + int(size)
-                parts.setdefault(quoted, []).append(texts)
-        expected = {json.dumps(key): volume(full_box(layout.shape)) for key, (_, layout) in tensors.items()}
-        if wrong := [key for key in {**expected, **sizes} if sizes.get(key, 0) != expected.get(key, -1)]:
-            raise RankError(
-                f"the ranks have not written {wrong[0]} once and completely", why="they hold it differently"
-            )
-        optimizer = None
-        if self.optimizer is not None:
-            states = {name: facts for report in reports for name, facts in report.optimizer.items()}
-            optimizer = {"class": self.optimizer[0], **_grouped(states)}
-        values = {"files": files, "tied": self.tied, "optimizer": optimizer, "values": self.values}
-        return write_index(directory, values, tensors, {key: ",".join(texts) for key, texts in parts.items()})
-
 
 @dataclass(frozen=True)
-class _Report:
+class RankReport:
     """What a rank has written, for rank 0.
 
     Attributes:
@@ -463,6 +443,32 @@ class _Report:
     parts: bytes
     tensors: dict[str, tuple[torch.dtype, Layout]]
     optimizer: dict[str, Any]
+
+
+def write_reported_index(directory: Path, reports: Sequence[RankReport], values: Mapping[str, Any]) -> FileFacts:
+    """Writes the index of what the ranks have written, in the order of their files, once it is found complete.
+
+    Args:
+        values: `tied`, `optimizer` and `values` of the index; of the optimizer its class alone.
+
+    Raises:
+        RankError: the parts of a tensor do not have as many elements as the tensor.
+    """
+    tensors = {key: facts for report in reports for key, facts in report.tensors.items()}
+    sizes: dict[str, int] = {}
+    parts: dict[str, list[str]] = {}
+    for report in reports:
+        for line in report.parts.decode().splitlines():
+            quoted, size, texts = line.split("\t")
+            sizes[quoted] = sizes.get(quoted, 0) + int(size)
+            parts.setdefault(quoted, []).append(texts)
+    expected = {json.dumps(key): volume(full_box(layout.shape)) for key, (_, layout) in tensors.items()}
+    if wrong := [key for key in {**expected, **sizes} if sizes.get(key, 0) != expected.get(key, -1)]:
+        raise RankError(f"the ranks have not written {wrong[0]} once and completely", why="they hold it differently")
+    states = {name: facts for report in reports for name, facts in report.optimizer.items()}
+    optimizer = values["optimizer"] and {**values["optimizer"], **_grouped(states)}
+    files = [name for report in reports for name in report.files]
+    return write_index(directory, {**values, "files": files, "optimizer": optimizer}, tensors, parts)
 
 
 def _write_file(file: tuple[Path, int, list[_Chunk]]) -> tuple[FileFacts, list[tuple[str, str]]]:
