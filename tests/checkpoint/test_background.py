@@ -60,20 +60,6 @@ def test_a_load_and_the_next_save_wait_for_the_one_before(tmp_path, held_back):
     assert (tmp_path / "a" / "manifest.json").exists()
 
 
-def test_an_export_to_the_directory_above_waits_for_the_save_and_needs_no_good_one(tmp_path, held_back):
-    training = Training(shardwise.Mesh.open("tp1"), "llama")
-    pending = training.save(tmp_path / "checkpoints", tag="a", async_save=True)
-    threading.Timer(0.2, held_back.set).start()
-    shardwise.export_pretrained(training.model, tmp_path)
-    assert pending.tag == "a"
-    training.load(tmp_path / "checkpoints", "a")
-    (tmp_path / "file").write_text("")
-    training.save(tmp_path / "file", async_save=True)
-    shardwise.export_pretrained(training.model, tmp_path)
-    with pytest.raises(LoadError, match="the checkpoint cannot be written"):
-        training.load(tmp_path / "checkpoints", "a")
-
-
 def test_an_error_is_raised_by_the_next_call_once(tmp_path):
     training = Training(shardwise.Mesh.open("tp1"), "llama")
     (tmp_path / "file").write_text("")

@@ -115,14 +115,10 @@ class PendingSave:
             raise error
         return self._written.result()
 
-    def join(self) -> None:
-        """Waits until the save has ended, without raising its error."""
-        self._written.exception()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the save has ended, and its error, if there is one, has been raised."""
-        return self._written.done() and (self._is_raised or self._written.exception() is None)
+    def finish(self) -> None:
+        """Waits until the save has ended, and raises its error unless that has been raised before."""
+        if not self._is_raised:
+            self.wait()
 
 
 class Writer:
@@ -137,20 +133,14 @@ class Writer:
         self._pending: PendingSave | None = None
         self._thread, self._helpers = Threads(), Threads()
 
-    def join(self, *, raises: bool = True) -> None:
+    def join(self) -> None:
         """Waits for a save under way.
 
-        Args:
-            raises: whether an error of it that has not been raised yet is raised now.
-
         Raises:
-            LoadError: the save failed.
+            LoadError: the save failed, and its error has not been raised yet.
         """
-        if self._pending is None:
-            return
-        self._pending.join()
-        if raises:
-            pending, self._pending = self._pending, None
+        pending, self._pending = self._pending, None
+        if pending is not None:
             _finish(pending)
 
     def write(self, job: SaveJob) -> PendingSave:
@@ -186,10 +176,10 @@ def writer_of(mesh: Mesh) -> Writer:
     return _WRITERS[mesh]
 
 
-def join_saves(mesh: Mesh, *, raises: bool = True) -> None:
+def join_saves(mesh: Mesh) -> None:
     """Waits for a save of `mesh` that is under way; see `Writer.join`."""
     if mesh in _WRITERS:
-        _WRITERS[mesh].join(raises=raises)
+        _WRITERS[mesh].join()
 
 
 def finish_all_saves() -> None:
@@ -203,11 +193,11 @@ def finish_all_saves() -> None:
 
 
 def _finish(pending: PendingSave) -> None:
-    pending.join()
-    if pending in _UNFINISHED:
-        _UNFINISHED.remove(pending)
-    if not pending.is_over:
-        pending.wait()
+    try:
+        pending.finish()
+    finally:
+        if pending in _UNFINISHED:
+            _UNFINISHED.remove(pending)
 
 
 def _own_group(mesh: Mesh) -> Group | None:

@@ -29,8 +29,6 @@ __all__ = [
     "agree",
     "agree_on",
     "check_calls",
-    "check_same",
-    "compare_later",
     "gather_from_all",
     "meet",
     "once_per_machine",
@@ -285,12 +283,6 @@ def check_calls(group: Group | None, fields: Mapping[str, str], *, doing: str) -
 _SAME_ON_ALL = "pass the same on every rank; what belongs to a rank alone is not kept"
 
 
-def check_same(everyone: Sequence[Mapping[str, Any]], *, what: str) -> None:
-    """Raises a ConfigError unless the fields that ranks have gathered under "same" are the same on all."""
-    if any(said["same"] != everyone[0]["same"] for said in everyone):
-        raise _difference(everyone, what=what, fix=_SAME_ON_ALL, error=ConfigError)
-
-
 def _difference(
     everyone: Sequence[Mapping[str, Any]], *, what: str, fix: str, error: type[ShardwiseError]
 ) -> ShardwiseError:
@@ -324,32 +316,6 @@ def _wait(work: Any, group: Group, doing: str) -> None:
         with _saying_who_is_missing(group, doing):
             work.wait()
     work.wait()
-
-
-def compare_later(group: Group | None, text: str | None, *, doing: str, balance: int = 0) -> Callable[[], bool]:
-    """Begins to compare `text` over the group. What is returned waits for the answer: whether all ranks have one, and
-    the same, and their numbers `balance` add up to zero. While some do not come, a rank that waits says who.
-
-    Args:
-        text: None is the same as nothing.
-        balance: of 64 bits, and so is the sum.
-        doing: what all of the ranks are expected to do, for the message.
-
-    Communicates: what `Agreement` does.
-    """
-    if group is None:
-        return lambda: text is not None
-    signed = (balance + 2**63) % 2**64 - 2**63
-    terms = Agreement(
-        group, {"the call": str(text)}, doing=doing, what="", fix="", fault=None, numbers=(signed, text is None)
-    )
-
-    def is_same() -> bool:
-        everyone = terms.gathered()
-        is_alike = all(said[:2] == everyone[0][:2] for said in everyone)
-        return is_alike and not any(said[4] for said in everyone) and not sum(said[3] for said in everyone) % 2**64
-
-    return is_same
 
 
 @contextmanager
