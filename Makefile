@@ -18,6 +18,12 @@ endif
 
 TASKS := text sequence_classification vision audio base
 
+# Tests that together run every private name of torch and transformers (src/shardwise/private_names.py).
+OLDEST := tests/guards/test_versions.py $(addprefix tests/,$(addsuffix .py,api/test_rehearsal lora/test_product \
+	optim/test_clip optim/test_unused parallel/test_compiled parallel/test_fsdp parallel/test_generate \
+	parallel/test_loading pipeline/test_forward pipeline/test_loops runtime/test_outputs train/test_routed \
+	train/test_two_dtypes))
+
 .PHONY: help setup fix check lint types contract pure test newest oldest demo bench drill coverage real lines cost clean
 
 help:
@@ -26,7 +32,7 @@ help:
 	@echo 'make check     format, lint, types, import contract, pure tests: under a minute, before every commit'
 	@echo 'make test      check, then every test: what CI runs'
 	@echo 'make newest    every test with the versions of constraints-newest.txt (its torch is 6 GB on Linux)'
-	@echo 'make oldest    the tests of private names of torch and transformers, with the oldest versions of both'
+	@echo 'make oldest    the tests that run private names of torch and transformers, with the oldest versions of both'
 	@echo 'make demo      a tour: split, verify, train, save and reload a small model on CPU ranks'
 	@echo 'make bench     side-by-side measurements with public tools'
 	@echo 'make drill     checkpoints: every family in every layout, hundreds of killed jobs; pipelines on 8 ranks (an hour)'
@@ -85,7 +91,7 @@ newest: .venv-newest/.stamp
 	.venv-newest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup
 
 oldest: .venv-oldest/.stamp
-	.venv-oldest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup -m oldest
+	.venv-oldest/bin/python -m pytest -q --numprocesses 3 --dist loadgroup $(OLDEST)
 
 demo: $(READY)
 	$(PY) examples/demo.py
