@@ -36,6 +36,7 @@ from shardwise.proof.rounding import Tolerance
 from shardwise.ranks.spawn import spawn
 from shardwise.runtime.adapters import find_model
 from shardwise.runtime.modes import has_dropout
+from shardwise.tiny.inputs import Padding, add_media, missing_media
 from shardwise.tiny.models import build_tiny_model, choose_mode, make_batch, shrink_config
 from shardwise.tiny.objective import has_loss, objective_of
 from shardwise.topology.axes import DATA_AXES
@@ -101,6 +102,7 @@ def verify(
         drops=has_dropout(source if isinstance(source, nn.Module) else config),
         dtype=None if chosen is None else str(chosen).removeprefix("torch."),
         adapters=adapters,
+        with_media=True,
     )
     return proof.run(timeout_seconds=timeout_seconds)
 
@@ -147,6 +149,7 @@ class Proof:
         drops: whether the model that is proved has dropout; the tiny one then trains once with it.
         dtype: of its parameters in the second, narrower run; those of the spec's precision where None.
         adapters: PEFT's configs by the adapters' names.
+        with_media: whether a model that takes images or sound beside tokens is given some, where it is known how.
     """
 
     config: PreTrainedConfig
@@ -157,6 +160,7 @@ class Proof:
     drops: bool = True
     dtype: str | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    with_media: bool = False
     tolerance: Tolerance = Tolerance()  # noqa: RUF009 - frozen
     num_steps: int = 20
 
@@ -169,11 +173,17 @@ class Proof:
         decide(_inject(self.adapters, tiny) if self.adapters else tiny, shape, self.exact_spec)
         measurements = spawn(_prove_on_this_rank, shape.world_size, self, timeout=timeout_seconds)
         return Report(
+            not_given=tuple(missing_media(tiny, self.make_batch(tiny, batch_size=2))),
             subject=f"a tiny {type(tiny).__name__}" + " with adapters" * bool(self.adapters),
             layout=f"{self.layout} with sequence parallelism" if self.spec.sequence_parallel else self.layout,
             measurements=tuple(measurements),
             seconds=time.perf_counter() - start,
         )
+
+    def make_batch(self, model: Any, *, batch_size: int, padding: Padding = "none") -> dict[str, Tensor]:
+        """What the tiny model is given."""
+        batch = make_batch(model, batch_size=batch_size, seed=0, padding=padding)
+        return add_media(model, batch, seed=0) if self.with_media else batch
 
     @property
     def exact_spec(self) -> ParallelSpec:
@@ -199,11 +209,11 @@ def _prove_on_this_rank(proof: Proof) -> Measurement:
         use = find_label_use(full)
         if use is not None:  # whether training teaches it anything is not what is proved
             note_label_use(full, replace(use, sees_target=False))
-        batch = make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches, seed=0)
+        batch = proof.make_batch(full, batch_size=max(2, mesh.data_size) * proof.num_microbatches)
         choose_mode(full, batch)
         is_labelled = has_loss(full, batch)
         num_parts = mesh.data_size * (proof.num_microbatches if is_labelled else 1)
-        padded = make_batch(full, batch_size=2 * num_parts, seed=0, padding="right")
+        padded = proof.make_batch(full, batch_size=2 * num_parts, padding="right")
         if not is_labelled:  # it takes labels, and computes nothing of them
             batch.pop("labels", None), padded.pop("labels", None)
         step = functools.partial(_train, num_microbatches=proof.num_microbatches)

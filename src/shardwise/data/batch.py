@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.loss.loss_utils import LOSS_MAPPING, ForSequenceClassificationLoss
 from transformers.utils import ModelOutput
 
+from shardwise.data.media import Runs, is_medium
 from shardwise.errors import BatchError, UnsupportedError, counted
 from shardwise.loss.label_use import shifts_labels
 from shardwise.plan.token_work import TokenWork
@@ -78,7 +79,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], num_microbatches: in
     check_rows(num_rows, num_microbatches)
     rows = {name: value.shape[0] for name, value in batch.items() if isinstance(value, Tensor) and value.ndim}
     legal = {num_rows, num_rows * _inputs_per_row(model)}
-    if any(count not in legal and not (name in _SHARED and count == 1) for name, count in rows.items()):
+    others = {name for name, count in rows.items() if count not in legal and not (name in _SHARED and count == 1)}
+    if any(not is_medium(name) and not _has_sections(name, batch[name], num_rows) for name in others):
         raise BatchError(
             "the tensors of the batch differ in rows",
             why=", ".join(f"{name}: {count}" for name, count in rows.items()),
@@ -110,10 +112,20 @@ def _inputs_per_row(model: nn.Module) -> int:
     return getattr(getattr(config, "decoder", None) or config, "num_codebooks", None) or 1
 
 
-def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str, Any]]:
-    """Equal runs of rows, also of tensors in lists, tuples and transformers' outputs; a tensor with several rows for
-    each row of labels gives them along, one row for all is shared.
+def _has_sections(name: str, value: Tensor, num_rows: int) -> bool:
+    """Whether a tensor has positions of time, height and width: [3, rows or 1, tokens]."""
+    return name == "position_ids" and value.ndim == 3 and value.shape[1] in (1, num_rows)
+
+
+def split_rows(batch: Mapping[str, Any], rows: int, count: int, runs: Runs | None = None) -> list[dict[str, Any]]:
+    """Divides a batch into equal runs of rows, also tensors in lists, tuples and transformers' outputs. A tensor with
+    several rows for each row of labels is divided with them; one row for all is shared.
+
+    Args:
+        runs: of the tensors that are divided otherwise, as `divide_media` gives them; a part with none of one's rows
+            does not get the tensor.
     """
+    runs = runs or {}
 
     def part(value: Any, index: int) -> Any:
         if type(value) in (list, tuple):
@@ -125,7 +137,20 @@ def split_rows(batch: Mapping[str, Any], rows: int, count: int) -> list[dict[str
         size = value.shape[0] // count
         return value[index * size : (index + 1) * size]
 
-    return [{name: part(value, index) for name, value in batch.items()} for index in range(count)]
+    def named_part(name: str, value: Any, index: int) -> Any:
+        if name in runs:
+            return value[runs[name][index]]
+        if isinstance(value, Tensor) and _has_sections(name, value, rows) and value.shape[1] == rows:
+            return value.chunk(count, dim=1)[index]
+        return part(value, index)
+
+    def has_part(name: str, index: int) -> bool:
+        return name not in runs or runs[name][index].start < runs[name][index].stop
+
+    return [
+        {name: named_part(name, value, index) for name, value in batch.items() if has_part(name, index)}
+        for index in range(count)
+    ]
 
 
 def count_targets(model: nn.Module, batch: Mapping[str, Any], *, stays: bool = False) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise.data.media import is_medium
 from shardwise.plan.structure import Heads, LayerStack, ModelFacts, ModuleFacts, fqn_of, nearest
 from shardwise.runtime.adapter_facts import places_in, read_adapters
 from shardwise.runtime.adapters import unwrapped
@@ -23,6 +24,7 @@ __all__ = [
     "KEY_VALUE_HEAD_NAMES",
     "QUERY_HEAD_NAMES",
     "counts_of",
+    "find_decoder",
     "is_of_transformers",
     "names_read",
     "output_head",
@@ -247,3 +249,16 @@ def _embedding(model: nn.Module, getter: str) -> Any:
 
 def _name_of(model: nn.Module, part: nn.Module | None) -> str | None:
     return next((name for name, module in model.named_modules() if module is part), None)
+
+
+def find_decoder(model: nn.Module) -> str | None:
+    """The name of the part of a model that runs for every batch, where other layers run only for batches with images or
+    sound. None where all layers run for every batch.
+    """
+    takes = inspect.signature(model.forward).parameters
+    media = [each for name, each in takes.items() if is_medium(name)]
+    get_decoder: Any = getattr(model, "get_decoder", None)
+    if get_decoder is None or "input_ids" not in takes or not any(each.default is None for each in media):
+        return None
+    decoder = get_decoder()
+    return next((name for name, module in model.named_modules() if module is decoder and name), None)

@@ -234,8 +234,11 @@ def _tune(root: nn.Module, units: Units, registry: Registry) -> None:
         unit.set_modules_to_backward_prefetch(in_stack[max(0, number - policy.prefetch) : number][::-1])
     inside = {each for unit in units.values() for module in unit for each in module.modules()}
     inside.update([root.held] if isinstance(root, StageRoot) else ())
+    in_units = {name for unit in plan.units for name in unit}
+    has_layers = any(nearest(layer, in_units) is None for layer in layers)  # which not every batch may run
     for modules in (*units.values(), (root,)):
-        if any(_chooses_modules(module, besides=inside if module is root else ()) for module in modules):
+        chooses = (_chooses_modules(module, besides=inside if module is root else ()) for module in modules)
+        if any(chooses) or (modules[0] is root and has_layers):
             registry.uses.watch(modules[0])
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -26,6 +26,7 @@ from transformers import Cache
 
 from shardwise.comm.operations import all_reduce_
 from shardwise.data.batch import TargetWeights, count_targets, find_uneven_targets, split_rows, target_names
+from shardwise.data.media import divide_media
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.loss.label_use import may_divide
 from shardwise.optim.gradients import gradients_of
@@ -261,7 +262,8 @@ class _Forward:
         fitting = [n for n in numbers if n > 1 and divides % n == 0 and (asked or self.runner.takes(n))]
         if not fitting:
             return whole
-        parts = split_rows(self.arguments, rows, fitting[-1])
+        runs = divide_media(self.model, self.arguments, rows, fitting[-1])
+        parts = split_rows(self.arguments, rows, fitting[-1], runs)
         counts = [count_targets(self.model, part) for part in parts]
         sums = self.arguments.get("num_items_in_batch") is not None  # the loss is a sum, divided by the caller's number
         if sums or not any(counts):  # a loss over no targets is what the model says it is

@@ -12,6 +12,10 @@ gradient: scalars, key/value heads that tp ranks hold at different places (their
 aligned), and what has another dtype than most of its unit (transformers keeps routers and norms in float32), since
 FSDP2 reduces the gradients of a unit in one buffer.
 
+Layers that run only for batches with images or sound are no units: a data rank whose rows have none would not gather
+them while the others do. They stay with the model, which gathers them on every rank, and gradients of zeros are reduced
+where a rank has not run them ([Note: parameters that no rank used]).
+
 # [Note: units of stages]
 Each stage of a pipeline is a root of its own for FSDP2, so a parameter that two stages of one rank use (a tied
 embedding under a schedule that comes back to the first rank) is kept in full too, and so is one that belongs to no
@@ -46,15 +50,16 @@ def with_data_axes(
     pipeline: PipelinePlan | None = None,
     *,
     units: Sequence[str] | None = None,
+    decoder: str | None = None,
     dtypes: Mapping[str, str] | None = None,
 ) -> SplitPlan:
     """`plan`, which was resolved over tp alone, on a mesh of `shape`, cut into the stages of `pipeline`.
 
     Args:
-        units: as in `find_units`.
+        units, decoder: as in `find_units`.
         dtypes: of the parameters that are trained, by their names.
     """
-    plan = replace(plan, shape=shape, units=find_units(facts, units), pipeline=pipeline)
+    plan = replace(plan, shape=shape, units=find_units(facts, units, decoder=decoder), pipeline=pipeline)
     kept = _kept_in_full(plan) if pipeline is not None and shape.data_size > 1 else frozenset()
     kept |= _of_rarer_dtypes(plan, dtypes or {})
     staged = {fqn: _over_stages(each, plan) for fqn, each in plan.parameters.items()}
@@ -132,11 +137,14 @@ def _are_replicas_aligned(placement: object) -> bool:
     )
 
 
-def find_units(facts: ModelFacts, chosen: Sequence[str] | None = None) -> tuple[tuple[str, ...], ...]:
+def find_units(
+    facts: ModelFacts, chosen: Sequence[str] | None = None, *, decoder: str | None = None
+) -> tuple[tuple[str, ...], ...]:
     """What is gathered together, in order of registration, without the rest that belongs to the model itself.
 
     Args:
         chosen: patterns of the modules' names, instead of those above (see `FsdpPolicy`).
+        decoder: outside of it layers run only for some batches. None where all layers run for every batch.
 
     Raises:
         ConfigError: a pattern matches no module with parameters.
@@ -144,7 +152,8 @@ def find_units(facts: ModelFacts, chosen: Sequence[str] | None = None) -> tuple[
     if facts.model_type in SINGLE_FSDP_UNIT:
         return ()
     owned = _owned(facts)
-    candidates = [layer for layer in outermost_layers(facts.stacks) if owned[layer]]
+    layers = [layer for layer in outermost_layers(facts.stacks) if owned[layer]]
+    candidates = [layer for layer in layers if decoder is None or is_within(layer, [decoder])]
     for end in _ends(facts):
         if not is_within(end, candidates):
             candidates.append(end)

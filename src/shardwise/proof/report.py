@@ -30,12 +30,14 @@ class Report:
         layout: over which layout.
         measurements: one for each rank.
         seconds: how long the proof took.
+        not_given: images, videos and sound that the model takes and was not given, by their arguments' names.
     """
 
     subject: str
     layout: str
     measurements: tuple[Measurement, ...]
     seconds: float
+    not_given: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -75,6 +77,8 @@ class Report:
         verdict = "equal to the unsplit model" if self.passed else "NOT equal to the unsplit model"
         if self.is_undecided:
             verdict += " in float32, which says no more of it: equal in float64"
+        if self.not_given:
+            verdict += f", without {' and '.join(self.not_given)}, which it was not given"
         return "\n".join(
             [
                 f"{self.subject} over {self.layout}: {verdict}",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from transformers.utils import ModelOutput
 
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.plan.pipeline_plan import Crossing
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["Module", "Outgoing", "Own", "StageRun", "Travelling"]
 
 Own = Callable[..., Any]
+
+_MAIN_OUTPUTS = ("loss", "logits", "last_hidden_state")
+"""What the last stage must have computed. A request for hidden states of all stages is refused before the forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +178,7 @@ class StageRun:
         except _StageEnd:
             return Outgoing(self.outgoing)
         self._check_reached(len(self.order.calls))
-        output = present(output)
+        output = _without_absent(present(output))
         absent = [path for path, value in named_tensors(output) if isinstance(value, Absent)]
         if absent:
             raise UnsupportedError(
@@ -334,3 +338,15 @@ def _like(arguments: Mapping[str, Any], name: str) -> Any:
     if name.startswith("=") or not isinstance(value, Tensor):
         return value
     return Absent.of(value.shape, value.dtype, value.device)
+
+
+def _without_absent(output: Any) -> Any:
+    """Leaves out of a model's output what nobody asks for and other stages compute, such as `image_hidden_states`."""
+    if not isinstance(output, ModelOutput):
+        return output
+    fields = {
+        name: value
+        for name, value in output.items()
+        if name in _MAIN_OUTPUTS or not any(isinstance(each, Absent) for _, each in named_tensors(value))
+    }
+    return output if len(fields) == len(output) else type(output)(**fields)

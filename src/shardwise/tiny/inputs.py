@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import sub_configs
-from shardwise.tiny.signals import class_names, make_patches, make_signal, signals_of
+from shardwise.tiny.objective import copied
+from shardwise.tiny.signals import SIGNALS, class_names, make_patches, make_signal, signals_of
 
-__all__ = ["Padding", "guess_batches", "make_batch"]
+__all__ = ["Padding", "add_media", "guess_batches", "make_batch", "missing_media"]
 
 Padding = Literal["none", "left", "right"]
 
@@ -29,6 +32,8 @@ _SEQUENCE_CLASSIFIERS = (
 _CHOICES = ("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",)  # of two sequences
 _YES_OR_NO = (*_CHOICES, "MODEL_FOR_NEXT_SENTENCE_PREDICTION_MAPPING_NAMES")
 _SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")  # of BERT's pretraining and its like
+_MEDIA = {"pixel_values": ("image", "get_image_features"), "input_features": ("audio", "get_audio_features")}
+"""What holds images and sound beside tokens: the name of their token in a config, and the method that encodes them."""
 _PADDED_SHARE = 4  # every second sequence ends or begins with a quarter of padding
 
 
@@ -83,6 +88,66 @@ def make_batch(
         last = mask.flip(1).argmax(1)  # distance of the last token from the end; such heads read it there
         tokens[torch.arange(batch_size), sequence_length - 1 - last] = model.config.eos_token_id
     return batch
+
+
+def add_media(model: PreTrainedModel, batch: dict[str, Tensor], *, seed: int) -> dict[str, Tensor]:
+    """Puts an image and a sound before the tokens of every row of a batch, as far as the model takes them and works.
+
+    Args:
+        batch: from `make_batch`.
+        seed: of what is put in.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, (medium, method) in _MEDIA.items():
+        numbers = (getattr(model.config, f"{medium}_token_{end}", None) for end in ("id", "index"))
+        token = next((number for number in numbers if isinstance(number, int)), None)
+        is_optional = name in missing_media(model, batch) and "input_ids" in batch and hasattr(model, method)
+        if token is None or not is_optional:
+            continue
+        try:
+            rows = len(batch["input_ids"])
+            signal = make_patches(model, rows, generator=generator, beside_tokens=True) if medium == "image" else {}
+            signal = signal or {name: make_signal(model, name, (rows, 16), generator=generator)}
+            with_medium = _with_medium(model, batch, signal, token, encode=getattr(model, method))
+            with torch.no_grad():
+                model(**copied(with_medium))
+        except Exception:  # noqa: BLE001 - a model that wants other inputs beside these fails in any way
+            continue
+        batch = with_medium
+    return batch
+
+
+def _with_medium(
+    model: PreTrainedModel,
+    batch: dict[str, Tensor],
+    signal: dict[str, Tensor],
+    token: int,
+    *,
+    encode: Callable[..., Any],
+) -> dict[str, Tensor]:
+    """The batch with `signal`, and as many tokens for it before each row as `encode` makes features of it."""
+    with torch.no_grad():
+        output = encode(**signal)
+    features = [each for each in tree_leaves(getattr(output, "pooler_output", output)) if isinstance(each, Tensor)]
+    rows = len(batch["input_ids"])
+    before = [token] * (sum(each.numel() // each.shape[-1] for each in features) // rows)
+    start = getattr(model.config, "vision_start_token_id", None)
+    before = [start, *before] if isinstance(start, int) else before
+    heads = {"input_ids": torch.tensor(before), "labels": torch.full((len(before),), _IGNORED)}
+    heads["attention_mask"] = torch.ones(len(before), dtype=torch.long)
+    found = batch | {
+        name: torch.cat((head.expand(rows, -1), batch[name]), 1) for name, head in heads.items() if name in batch
+    }
+    kinds = [
+        name for name in ("mm_token_type_ids", "token_type_ids") if name in inspect.signature(model.forward).parameters
+    ]
+    return found | signal | {name: (found["input_ids"] == token).long() for name in kinds}
+
+
+def missing_media(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
+    """The arguments of the model's forward for images, videos and sound that a batch does not have."""
+    takes = inspect.signature(model.forward).parameters
+    return [name for name in SIGNALS if name in takes and name not in batch]
 
 
 def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:

@@ -16,10 +16,11 @@ from shardwise.errors import UnsupportedError
 from shardwise.tiny.families import FAMILIES
 from shardwise.tiny.fields import fields_of, sub_configs
 
-__all__ = ["class_names", "make_patches", "make_signal", "signals_of"]
+__all__ = ["SIGNALS", "class_names", "make_patches", "make_signal", "signals_of"]
 
 _ANY_IMAGE = 64  # pixels of images for models that take every size
-_SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+SIGNALS = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+"""Arguments of forwards that hold images, videos or sound."""
 _GRIDS = ("grid_thw", "image_grid_thw")
 _GRID = (1, 4, 4)  # frames, rows and columns of patches of every image
 
@@ -42,22 +43,27 @@ def signals_of(model: PreTrainedModel) -> tuple[str, ...]:
         return family.inputs
     if "input_ids" in takes:  # text towers next to image towers need both
         is_dual = type(model).__name__ in class_names("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES")
-        needed = (name for name in _SIGNALS if name in takes and takes[name].default is inspect.Parameter.empty)
+        needed = (name for name in SIGNALS if name in takes and takes[name].default is inspect.Parameter.empty)
         return ("pixel_values",) if is_dual and "pixel_values" in takes else tuple(needed)
-    found = tuple(name for name in _SIGNALS if name in takes)[:1]
+    found = tuple(name for name in SIGNALS if name in takes)[:1]
     if not found:
         raise UnsupportedError(f"no batch for {type(model).__name__}", why=f"its forward takes {', '.join(takes)}")
     return found
 
 
-def make_patches(model: PreTrainedModel, num_images: int, *, generator: torch.Generator) -> dict[str, Tensor]:
+def make_patches(
+    model: PreTrainedModel, num_images: int, *, generator: torch.Generator, beside_tokens: bool = False
+) -> dict[str, Tensor]:
     """Images for a model that reads the patches of all of them in a row, with the grid of each; nothing for others.
+
+    Args:
+        beside_tokens: whether a model that also reads tokens is given some.
 
     Raises:
         UnsupportedError: the configuration does not say the size of a patch.
     """
     takes = inspect.signature(model.forward).parameters
-    grid = next((name for name in _GRIDS if name in takes and "input_ids" not in takes), None)
+    grid = next((name for name in _GRIDS if name in takes and ("input_ids" not in takes or beside_tokens)), None)
     name = next((name for name in ("hidden_states", "pixel_values") if name in takes), None)
     if grid is None or name is None:
         return {}

@@ -27,6 +27,7 @@ from shardwise.data.batch import (
     refuse_batch_norm,
     split_rows,
 )
+from shardwise.data.media import Runs, divide_media
 from shardwise.errors import BatchError, GradientError, ShardwiseError, UnsupportedError
 from shardwise.loss.deferred_logits import dropped_output
 from shardwise.loss.label_use import check_label_use, check_model_divides
@@ -73,11 +74,12 @@ class _Late:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """A batch that has passed the checks of this rank: its rows, its microbatches where they were given, their numbers
-    of targets, and the operations of its forward and backward.
+    """A batch that has passed the checks of this rank: its rows, the runs of its images, its microbatches where they
+    were given, their numbers of targets, and the operations of its forward and backward.
     """
 
     rows: int
+    runs: Runs
     parts: list[dict[str, Any]]
     counts: list[Count]
     flops: int
@@ -164,6 +166,8 @@ class TrainStep:
         Args:
             batch: the keyword arguments of the model's forward, labels included: tensors `[rows, …]`, on any device;
                 this data rank's rows, the same on every tp and pp rank. Values without rows are passed on as they are.
+                Images, videos and sound may have other rows (several images or none for a row, patches): microbatches
+                take those whose tokens are in their rows.
 
         Returns:
             The loss as the mean over all target tokens, and their number. A microbatch without any target counts
@@ -229,7 +233,8 @@ class TrainStep:
         """Raises where this rank's batch cannot be trained on. Communicates nothing."""
         _check_gradients()
         rows = check_batch(self.model, batch, self.num_microbatches)
-        parts = split_rows(batch, rows, self.num_microbatches)
+        runs = divide_media(self.model, batch, rows, self.num_microbatches)
+        parts = split_rows(batch, rows, self.num_microbatches, runs)
         check_divides(self.model, batch, parts, self._num_parts)
         if self._pipeline is not None:
             check_asked_outputs(find_model(self.model), batch, self._pipeline.asked_outputs)
@@ -240,7 +245,8 @@ class TrainStep:
                 fix="leave it out",
             )
         counts = [self._count(part) for part in parts]
-        return _Checked(rows=rows, parts=parts, counts=counts, flops=flops_of(batch, self._registry.plan.work))
+        flops = flops_of(batch, self._registry.plan.work)
+        return _Checked(rows=rows, runs=runs, parts=parts, counts=counts, flops=flops)
 
     def _sum_over_data(
         self, checked: _Checked | None, fault: ShardwiseError | None, described: Mapping[str, Any]
@@ -288,7 +294,7 @@ class TrainStep:
             placed = batch.take()
         else:
             placed = {name: send(value, self.mesh.device) for name, value in batch.items()}
-        parts = split_rows(placed, checked.rows, self.num_microbatches)
+        parts = split_rows(placed, checked.rows, self.num_microbatches, checked.runs)
         for part, given in zip(parts, checked.parts, strict=True) if self._gives_masks else ():
             known = read_host_mask(given, self.mesh.device)
             # A stage runs once; whether it has missed where documents end is known afterwards.

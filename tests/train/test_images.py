@@ -1,0 +1,175 @@
+"""Batches with images, of which rows have several or none, train as the unsplit model does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+import shardwise
+from shardwise.errors import BatchError
+from shardwise.tiny.inputs import add_media, make_batch
+from shardwise.tiny.models import build_tiny_model
+from shardwise.tiny.shrink import shrink_config
+from tests.oracle import LOSS, differing, differing_gradients
+
+pytestmark = pytest.mark.spawn
+
+IMAGE, START, END = 290, 292, 293
+GRIDS = {0: [(1, 4, 4), (1, 4, 8)], 2: [(1, 8, 4)], 3: [(1, 4, 4)]}
+"""Of Qwen2-VL: the images of each of four rows, in patches of which 2 x 2 are one token."""
+
+
+def qwen2_vl():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    text = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": rope}
+    eye = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2}
+    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    torch.manual_seed(0)
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=eye, **tokens)).eval()
+
+
+def qwen2_vl_batch(rows, *, with_positions=False, seed=0):
+    """The rows of these numbers; `GRIDS` says which images they have."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 280, (4, 40), generator=generator)
+    patches = {
+        row: [torch.randn(4 * (h * w // 4), 96, generator=generator) for _, h, w in GRIDS.get(row, ())]
+        for row in range(4)
+    }
+    for row, grids in GRIDS.items():
+        at = 1
+        for _, height, width in grids:
+            count = height * width // 4
+            ids[row, at], ids[row, at + 1 : at + 1 + count], ids[row, at + 1 + count] = START, IMAGE, END
+            at += count + 3
+    ids = ids[rows]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 280, -100), "mm_token_type_ids": (ids == IMAGE).int()}
+    grids = [grid for row in rows for grid in GRIDS.get(row, ())]
+    if grids:
+        batch["pixel_values"] = torch.cat([each for row in rows for each in patches[row]])
+        batch["image_grid_thw"] = torch.tensor(grids)
+    if with_positions:
+        batch["position_ids"] = torch.arange(40).expand(3, len(rows), 40) + torch.arange(3).view(3, 1, 1)
+    return batch
+
+
+def llava():
+    text = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    eye = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
+    )
+    torch.manual_seed(0)
+    config = LlavaConfig(text_config=text, vision_config=eye, image_token_index=98, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(config).eval()
+
+
+def llava_batch(rows, *, seed=0, images=(2, 0, 1, 1), **_):
+    """The rows of these numbers, with so many images of four tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, pixels = torch.randint(3, 90, (4, 16), generator=generator), []
+    for row, count in enumerate(images):
+        ids[row, 1 : 1 + 4 * count] = 98
+        pixels.append(torch.randn(count, 3, 16, 16, generator=generator))
+    batch = {"input_ids": ids[rows], "labels": ids[rows].masked_fill(ids[rows] == 98, -100)}
+    own = torch.cat([pixels[row] for row in rows])
+    return batch | ({"pixel_values": own} if len(own) else {})
+
+
+MODELS = {"qwen2_vl": (qwen2_vl, qwen2_vl_batch), "llava": (llava, llava_batch)}
+
+
+def differences(mesh, kind, *, order=(0, 1, 2, 3), num_microbatches=1, frozen=False, evaluates=False, **options):
+    """What a step over rows in this order computes otherwise than the unsplit model."""
+    build, batch_of = MODELS[kind]
+    unsplit = build()
+    if frozen:
+        for name, value in unsplit.named_parameters():
+            value.requires_grad_(not ("vision" in name or "visual" in name))
+    model = shardwise.parallelize(copy.deepcopy(unsplit), mesh)
+    share = len(order) // mesh.data_size
+    own = list(order[mesh.data_rank * share :][:share])
+    loss = unsplit(**batch_of(list(order), **options)).loss
+    if evaluates:
+        with torch.no_grad():
+            found = model(**batch_of(own, **options)).loss
+            return differing("loss", found, unsplit(**batch_of(own, **options)).loss, LOSS)
+    loss.backward()
+    result = shardwise.TrainStep(model, mesh, num_microbatches=num_microbatches)(batch_of(own, **options))
+    found = differing("loss", result.loss, loss.detach(), LOSS)
+    gradients = {name: value.grad for name, value in unsplit.named_parameters() if value.grad is not None}
+    return found + differing_gradients(shardwise.full_gradients(model), gradients)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"), [("tp1", 1), ("tp1", 2), ("tp1", 4), ("tp2", 2), ("pp2", 2), ("pp2", 4)]
+)
+def test_rows_with_several_images_and_none(on_ranks, layout, num_microbatches, kind):
+    found = on_ranks(differences, with_positions=num_microbatches == 2)
+    assert found == [[]] * (1 if layout == "tp1" else 2)
+
+
+def test_images_that_no_token_tells_of_are_one_error():
+    model, images = llava(), {"images": (2, 0, 1, 2)}
+    batch = llava_batch([0, 1, 2, 3], **images)
+    batch["input_ids"][0, 1] = 5
+    with shardwise.Mesh.open("tp1") as mesh:
+        step = shardwise.TrainStep(shardwise.parallelize(model, mesh), mesh, num_microbatches=2)
+        with pytest.raises(BatchError, match=r"cannot divide the rows of pixel_values into 2 microbatches"):
+            step(batch)
+        with pytest.raises(BatchError, match="the tensors of the batch differ in rows"):
+            step(llava_batch([0, 1, 2, 3]) | {"attention_mask": torch.ones(3, 16)})
+
+
+RAGGED = [
+    {"kind": "llava", "order": (0, 1)},
+    {"kind": "llava", "order": (1, 0), "frozen": True},
+    {"kind": "llava", "order": (0, 1, 1, 2), "num_microbatches": 2},
+    {"kind": "qwen2_vl", "order": (1, 2)},
+    {"kind": "qwen2_vl", "order": (0, 1), "evaluates": True},
+    {"kind": "qwen2_vl", "order": (1, 1)},
+]
+"""Rows of which one data rank has an image and the other has none; at last nobody has."""
+
+
+def ragged(mesh):
+    return [differences(mesh, **case) for case in RAGGED]
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ddp2", "fsdp2.tp2"])
+def test_a_data_rank_without_an_image_beside_one_with(on_ranks, layout):
+    assert on_ranks(ragged, timeout=60) == [[[]] * len(RAGGED)] * (4 if "." in layout else 2)
+
+
+@pytest.mark.parametrize("layout", ["pp2.fsdp2"])
+def test_a_data_rank_without_an_image_in_stages(on_ranks, layout):
+    assert on_ranks(differences, kind="qwen2_vl", order=(0, 1, 1, 1), num_microbatches=2, timeout=60) == [[]] * 4
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_verify_gives_images_to_a_model_that_takes_some(layout):
+    model = llava()
+    tiny = build_tiny_model(shrink_config(model.config), type(model), seed=0)
+    batch = add_media(tiny, make_batch(tiny, seed=0), seed=0)
+    tiny(**batch).loss.backward()
+    assert tiny.model.vision_tower.embeddings.patch_embedding.weight.grad.abs().sum() > 0
+    report = shardwise.verify(model, layout)
+    assert report.passed, str(report)
+    assert "not given" not in str(report)
+
+
+def test_verify_says_what_a_model_was_not_given():
+    report = shardwise.verify(qwen2_vl(), "tp2")
+    assert report.passed, str(report)
+    assert "without pixel_values_videos, which it was not given" in str(report).splitlines()[0]
