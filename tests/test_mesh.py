@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,6 +129,19 @@ def test_a_mesh_that_cannot_be_taken_over_is_every_ranks_error(case, parts, refu
     first, second = refusals
     assert first[case] == second[case]
     assert all(part in first[case] for part in parts), first[case]
+
+
+def fail_under_torchrun(file):
+    os.environ["TORCHELASTIC_ERROR_FILE"] = file + os.environ["RANK"]
+    with shardwise.Mesh.open("tp2"):
+        raise MeshError("wrong", fix="right")
+
+
+def test_torchrun_shows_the_message_of_an_error_that_leaves_a_mesh(tmp_path):
+    with pytest.raises(MeshError, match="wrong"):
+        spawn(fail_under_torchrun, 2, str(tmp_path / "error"))
+    message = json.loads((tmp_path / "error0").read_text())["message"]
+    assert message["extraInfo"]["py_callstack"] == "error: wrong\n  fix: right"
 
 
 class LeftError(Exception):

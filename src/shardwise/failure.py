@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from shardwise.errors import ShardwiseError
 
-__all__ = ["Failure"]
+__all__ = ["ERROR_FILE", "Failure", "record"]
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which torchrun, and our launcher, look for the error of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +73,24 @@ def _pickled(error: BaseException) -> bytes | None:
         return pickled if type(pickle.loads(pickled)) is type(error) else None
     except Exception:  # noqa: BLE001 - a user's __reduce__ or __init__ may raise anything; the text still travels
         return None
+
+
+def record(error: BaseException) -> None:
+    """Writes an error where the launcher looks for it; without a launcher, or when its directory has gone, nowhere.
+
+    torchrun shows it last: of a `ShardwiseError` the message alone, of others the traceback. The first error of a rank
+    stays. It is there whole or not at all, whatever ends the rank.
+    """
+    if (name := os.environ.get(ERROR_FILE)) is None or (path := Path(name)).exists():
+        return
+    failure = Failure.of(error)
+    shown = f"error: {failure.message}" if failure.is_ours else failure.trace
+    extra = {"py_callstack": shown, "timestamp": str(int(failure.at_seconds))}
+    theirs = {"message": f"{failure.name}: {failure.message}", "extraInfo": extra}
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MeshError
+from shardwise.failure import record
 from shardwise.job.adopted import read_device_mesh, read_groups
 from shardwise.job.devices import pick_device
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
@@ -308,6 +309,8 @@ class Mesh:
         if heartbeat is not None:
             heartbeat.note_end(explained or error)
         self.close()
+        if isinstance(error, Exception) and self._owns_processes:
+            record(explained or error)
         if error is not None and self._owns_processes:
             end_processes(explained or error)  # others may wait for this rank in a collective: now they hear of it
         if explained is not None:

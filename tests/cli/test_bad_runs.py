@@ -240,7 +240,7 @@ CASES = {
     "layout: tp1000000": (
         None,
         ["layout=tp1000000"],
-        ["no parameter can be split over tp=1000000", "the longest dim of any is 301, in ", "use a smaller tp"],
+        ["1,000,000 ranks on this machine", "each takes 128 MiB or more", "use a smaller layout"],
     ),
     "fsdp: options without fsdp": (
         None,
@@ -389,17 +389,3 @@ def test_training_goes_on_where_nobody_takes_its_output(run, capsys, monkeypatch
     assert said in err and err.count("cannot write the output") == 1 and "Traceback" not in err
     assert len(Path("log/train.jsonl").read_text().splitlines()) == 2
     assert Path("out/model.safetensors").exists()
-
-
-def test_training_goes_on_with_a_closed_output(run, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    assert run() == 0
-    assert len(Path("log/train.jsonl").read_text().splitlines()) == 2
-    sys.stdout.close()
-
-
-def test_a_plan_that_cannot_be_printed_is_a_failure(run, capsys, monkeypatch):
-    with full() as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        assert main(["plan", "run.yaml", "--layout", "tp2"]) == 1
-    assert "cannot write the output: No space left" in capsys.readouterr().err

@@ -73,14 +73,14 @@ def test_every_problem_is_named_with_a_suggestion(tmp_path):
         "data.seq_lenght: unknown key (did you mean 'seq_length'?)",
         "log.dir: unknown key; in a file write log: {dir: …}",
         "logs.dir: unknown key\n",
-        "data.seq_length: is True, must be an integer",
-        "optimizer.lr: is the text 'fast', must be a number",
-        "schedule.name: is the text 'cosin', must be 'constant', 'linear', 'cosine' or 'warmup_stable_decay'",
+        "data.seq_length: Input should be a valid integer, not True; expected: ",
+        "optimizer.lr: Input should be a valid number, not the text 'fast'; expected: Peak learning rate",
+        "schedule.name: Input should be 'constant', 'linear', 'cosine' or 'warmup_stable_decay', not the text 'cosin'",
         "(did you mean 'cosine'?)",
-        "optimizer.options: is the list [1], must be a group of keys",
-        "model.dtype: is the text 'float23', must be 'float32' or 'bfloat16' (did you mean 'float32'?)",
+        "optimizer.options: Input should be an object, not the list [1]",
+        "model.dtype: Input should be 'float32' or 'bfloat16', not the text 'float23' (did you mean 'float32'?)",
         "layout: cannot read the layout 'tq2'",
-        "steps: is 0, must be greater than 0; Optimizer steps",
+        "steps: Input should be greater than 0, not 0; expected: Optimizer steps",
         "layout.x: cannot be set: layout is the text 'tq2'",
         "oops: is no override; write key=value",
     ):
@@ -114,8 +114,8 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("data.path=null", "data", "neither is given"),
         ("data.subset=x", "data.subset", "only means something"),
         ("data.split=test", "data.split", "only means something"),
-        ("export=''", "export", "is the text '', must be a path"),
-        ("steps=2026-13-45", "steps", "is the text '2026-13-45', must be an integer"),
+        ("export=''", "export", "String should have at least 1 character"),
+        ("steps=2026-13-45", "steps", "a valid integer, not the text '2026-13-45'"),
         ("2026-01-01=1", "2026-01-01", "unknown key"),
         ("data.include=[]", "data.include", "is empty"),
         ("data.include=[/etc/*]", "data.include", "no pattern below"),
@@ -125,7 +125,7 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("pipeline.schedule=1f1b2", "pipeline", "says how the pp axis works"),
         ("data.seq_length=1", "data.seq_length", "at least 2"),
         ("seed=-1", "seed", "greater than or equal to 0"),
-        ("device=gpu", "device", "must be cpu, cuda or cuda:N; Where ranks compute"),
+        ("device=gpu", "device", "not the text 'gpu'; expected: Where ranks compute"),
         ("evaluation.every=5", "evaluation.every", "nothing is held out"),
         (".seed=1", ".seed=1", "is no override"),
         ("optimizer.lr=.inf", "optimizer.lr", "a finite number"),
@@ -133,7 +133,11 @@ def test_a_misspelt_key_does_not_also_count_as_missing(tmp_path):
         ("optimizer.max_grad_norm=0", "optimizer.max_grad_norm", "null leaves them"),
         ("optimizer.options.lr=1", "optimizer.options.lr", "it is optimizer.lr"),
         ("optimizer.schedule.warmup_steps=2000", "optimizer.schedule.warmup_steps", "0 and steps"),
-        ("optimizer.schedule.final_ratio=2", "optimizer.schedule.final_ratio", "less than or equal to 1; What is left"),
+        (
+            "optimizer.schedule.final_ratio=2",
+            "optimizer.schedule.final_ratio",
+            "less than or equal to 1, not 2; expected: What is left",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_problems(tmp_path, override, key, part):
@@ -148,9 +152,6 @@ def test_new_models_need_a_type_and_a_tokenizer():
     assert {problem.key for problem in problems} == {"model.tokenizer", "model.config"}
 
 
-NESTED_ALIASES = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
-
-
 def test_what_several_keys_share_is_overridden_in_one_and_merged_under_what_stands_beside_it(tmp_path):
     shared = "log: &place {dir: runs}\ncheckpoint: {<<: *place, dir: saved}\nevaluation: &none {}\nrecompute: *none\n"
     text = f"{GOOD}\n{shared}"
@@ -163,12 +164,8 @@ def test_what_several_keys_share_is_overridden_in_one_and_merged_under_what_stan
     [
         ("a: [", "is not YAML"),
         ("steps: 1\nsteps: 2", "'steps' stands there twice"),
-        ("steps: 010", "010 is a number to the base 8"),
-        ("steps: 1:30", "1:30 is a number to the base 60"),
         ("a: " + "[" * 2000, "is not YAML"),
-        ("steps: 1 #" + "x" * 2**18, "no more than 262,144 bytes"),
-        (NESTED_ALIASES, "aliases make more than 100,000 values"),
-        ("a: &a [*a]", "aliases make more than 100,000 values"),
+        ("a: &a [*a]", "is not YAML"),
         ("- a", "not keys and values"),
     ],
 )

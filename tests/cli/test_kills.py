@@ -161,6 +161,6 @@ def test_ctrl_c_reaches_the_launcher_and_every_rank(run, tmp_path):  # noqa: F81
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + signal.SIGINT, out
-    assert "goes on from there" in out
+    assert "continues from there" in out
     tags = [path.name for path in Path(ended["checkpoint"]["dir"]).iterdir() if path.name.startswith("step-")]
     assert f"step-{len(lines_of(ended))}" in tags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import signal
 from pathlib import Path
 
@@ -33,6 +34,8 @@ def test_the_earliest_failure_is_shown_without_its_traceback(tmp_path, monkeypat
     second = record(tmp_path / "1", BatchError("no rows", fix="more rows"), monkeypatch)
     first = record(tmp_path / "0", BatchError("too late"), monkeypatch)
     assert left == [1, 1]
+    shown = json.loads((tmp_path / "1").read_text())["message"]["extraInfo"]["py_callstack"]
+    assert shown == "error: no rows\n  fix: more rows", "what torchrun shows last"
     text = launch._describe({0: 1, 1: 1, 2: -signal.SIGTERM}, {0: first, 1: second}, show_traceback=False)
     assert text == "error: no rows\n  fix: more rows"
     text = launch._describe({0: 1, 1: 1}, {0: first, 1: second}, show_traceback=True)

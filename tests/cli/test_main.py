@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
 import signal
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 
 import shardwise
 from shardwise.cli.main import COMMANDS, main
-from shardwise.cli.output import Output
 from shardwise.cli.plan import _check_timeline, _draw_step
 from shardwise.errors import ConfigError, RankError
 from shardwise.plan.options import ParallelSpec
@@ -140,12 +138,6 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     shown = f"{sys.executable} -m shardwise doctor | true; exit ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, check=False, timeout=100)
     assert (run.returncode, run.stderr) == (128 + signal.SIGPIPE, "")
-
-
-def test_an_output_that_knows_fewer_characters_gets_others():
-    stream = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
-    Output(stream).write("0F0 · ·")
-    assert stream.buffer.getvalue() == b"0F0 ? ?"
 
 
 @pytest.mark.parametrize("name", ["steps.svg", "steps.json"])

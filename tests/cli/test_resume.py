@@ -58,7 +58,7 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(run, tmp_path, run_f
     log = Path(ended["log"]["dir"]) / "train.jsonl"
     code = run_forked(tmp_path / "run.yaml", log=log, at_first_step=lambda _: os.kill(os.getpid(), signal.SIGUSR1))
     assert code == 128 + signal.SIGUSR1
-    assert "goes on from there" in capfd.readouterr().out
+    assert "continues from there" in capfd.readouterr().out
     done = len(lines_of(ended))
     assert 1 <= done < 7
     with log.open("a") as file:

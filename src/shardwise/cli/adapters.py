@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
@@ -61,21 +62,16 @@ def check_adapter(config: TrainConfig) -> list[Problem]:
             Problem(f"adapter.{key}", "is decided by the adapter at adapter.path", "leave it out") for key in lora
         ]
         return problems
-    known = {each.name for each in dataclasses.fields(peft().LoraConfig) if each.init}
+    keys = {each.name for each in dataclasses.fields(peft().LoraConfig) if each.init}
+    problems += [
+        Problem(f"adapter.{key}", f"peft.LoraConfig has no such key{did_you_mean(key, [*keys, *_OWN_KEYS])}")
+        for key in lora
+        if key not in keys
+    ]
     types = typing.get_type_hints(peft().LoraConfig)
-    for key, value in lora.items():
-        if key not in known:
-            close = did_you_mean(key, [*known, *_OWN_KEYS])
-            problems.append(Problem(f"adapter.{key}", f"peft.LoraConfig has no such key{close}"))
-        elif wanted := _wrong_type(value, types[key]):
-            problems.append(Problem(f"adapter.{key}", f"is {value!r}, {wanted}"))
+    problems += [problem for key in keys & lora.keys() for problem in _check_type(key, lora[key], types[key])]
     if lora.get("inference_mode"):
         problems.append(Problem("adapter.inference_mode", "is true, which would train nothing", "leave it out"))
-    for key in ("r", "lora_alpha"):
-        if type(number := lora.get(key, 1)) is int and number < 1:
-            problems.append(Problem(f"adapter.{key}", f"is {number}, must be at least 1"))
-    if type(rate := lora.get("lora_dropout", 0.0)) in (int, float) and not 0 <= rate < 1:
-        problems.append(Problem("adapter.lora_dropout", f"is {rate}, must be at least 0 and below 1"))
     if not problems:
         try:
             adapter_of(config)
@@ -105,15 +101,12 @@ def _lora_values(given: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in _OWN_KEYS}
 
 
-def _wrong_type(value: Any, wanted: Any) -> str:
-    """What the value must be, in words; empty where it is that, or where the type cannot be held against anything."""
+def _check_type(key: str, value: Any, wanted: Any) -> Iterator[Problem]:
+    """The problem of a value that is not of the type of peft's key, as pydantic says it."""
     try:
         TypeAdapter(wanted).validate_python(value, strict=True)
     except ValidationError as error:
-        each = dict.fromkeys(
-            one["msg"].removeprefix("Input should be ").removeprefix("a valid ") for one in error.errors()
-        )
-        return f"must be {' or '.join(each)}"
-    except PydanticUserError:
-        return ""
-    return ""
+        said = dict.fromkeys(each["msg"] for each in error.errors())
+        yield Problem(f"adapter.{key}", f"{'; or: '.join(said)}, not {value!r}")
+    except PydanticUserError:  # a type that pydantic does not know
+        return

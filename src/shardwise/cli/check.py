@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.cli.config_file import Problems, parse_config
-from shardwise.cli.importing import importing
 from shardwise.errors import ConfigError, counted
 from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
@@ -66,11 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_run(config: TrainConfig, *, known: Sequence[Problem] = (), world_size: int | None = None) -> Problems:
     """Everything wrong with a run, after the problems that are `known`, on `world_size` ranks if it is given."""
-    with importing():  # torch and transformers, which takes long
-        from shardwise.cli.adapters import check_adapter
-        from shardwise.cli.inputs import check_inputs
-        from shardwise.cli.models import check_model
-        from shardwise.cli.places import check_outputs
+    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
+    from shardwise.cli.inputs import check_inputs
+    from shardwise.cli.models import check_model
+    from shardwise.cli.places import check_outputs
 
     problems = Problems(known)
     broken = {problem.key for problem in known}

@@ -6,7 +6,6 @@ Keys are declared in `train/run_config.py`; pydantic holds values against their 
 from __future__ import annotations
 
 import json
-import math
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,17 +30,6 @@ __all__ = [
 ]
 
 _RUN = TypeAdapter(TrainConfig)
-MOST_BYTES = 2**18
-"""Of a run's file: more is another kind of file, or a device that never ends."""
-MOST_VALUES = 100_000
-_WORDS = {
-    "an object": "a group of keys",
-    "a valid array": "a list",
-    "a valid integer": "an integer",
-    "a valid": "a",
-    "String should have at least 1 character": "a path",
-    r"String should match pattern '^(cpu|cuda(:\d+)?)$'": "cpu, cuda or cuda:N",
-}  # JSON's -> YAML's
 _OTHER_NAMES = {
     **dict.fromkeys(("name", "id", "name_or_path", "repo_id", "checkpoint"), "path"),
     **dict.fromkeys(("max_length", "max_seq_length", "block_size"), "seq_length"),
@@ -173,19 +161,17 @@ def _read_errors(error: ValidationError) -> dict[str, Problem | None]:
             continue
         # A place goes on below its key: into lists, and along the types that a value might have.
         key = next(name for end in range(len(place), 0, -1) if (name := ".".join(place[:end])) in known)
-        wanted = each["msg"].removeprefix("Input should be ")
-        for word, ours in _WORDS.items():
-            wanted = wanted.replace(word, ours)
-        if isinstance(cause := each.get("ctx", {}).get("error"), ShardwiseError):
-            found[key] = Problem(key, str(cause))  # a value that checks itself
+        context = each.get("ctx", {})
+        if isinstance(context.get("error"), ShardwiseError):
+            found[key] = Problem(key, str(context["error"]))  # a value that checks itself
         elif each["type"] == "dataclass_type" and each["input"] is None:
             found[key] = None
         elif (earlier := found.get(key)) is not None:
-            found[key] = Problem(key, f"{earlier.what} or {wanted}", earlier.fix)
+            found[key] = Problem(key, f"{each['msg']}; or: {earlier.what}", earlier.fix)
         else:
-            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", wanted))
+            close = did_you_mean(str(each["input"]), re.findall(r"'(\w+)'", str(context.get("expected"))))
             meaning = " ".join(known[key]["description"].split()).rstrip(".")
-            found[key] = Problem(key, f"is {_kind(each['input'])}, must be {wanted}{close}", meaning)
+            found[key] = Problem(key, f"{each['msg']}, not {_kind(each['input'])}{close}", f"expected: {meaning}")
     return found
 
 
@@ -203,39 +189,18 @@ def _similar(key: str, known: Iterable[str]) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error, and aliases of
-    which a few lines make a billion values.
-    """
+    """YAML in which 3e-4 is a number, as in YAML 1.2, and in which a key that stands twice is an error."""
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """A node, which knows how many values it stands for. YAML would lose the first of two equal keys."""
-        is_alias = self.check_event(yaml.AliasEvent)
-        node: Any = super().compose_node(parent, index)
-        seen, parts = set(), [] if isinstance(node, yaml.ScalarNode) else node.value
-        for key, _ in parts if isinstance(node, yaml.MappingNode) and not is_alias else ():
-            if (name := (key.tag, str(key.value))) in seen:
-                raise yaml.composer.ComposerError(None, None, f"the key {name[1]!r} stands there twice", key.start_mark)
-            seen.add(name)
-        if not is_alias:
-            nodes = [each for part in parts for each in (part if isinstance(part, tuple) else (part,))]
-            node.size = 1 + sum(each.size for each in nodes)
-        if getattr(node, "size", math.inf) > MOST_VALUES:  # an alias within what it stands for has no size yet
-            said = f"aliases make more than {MOST_VALUES:,} values of it"
-            raise yaml.composer.ComposerError(None, None, said, node.start_mark)
-        return node
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:  # noqa: FBT001, FBT002
+        """A mapping. YAML would silently lose the first of two equal keys."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                said = f"the key {key!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
-def _decimal(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Whole numbers as they are read aloud: YAML 1.1 takes 010 for 8, and 1:30 for 90."""
-    if re.match(r"[-+]?0[\d_]", node.value) or ":" in node.value:
-        said = (
-            f"{node.value} is a number to the base {60 if ':' in node.value else 8}; write it in decimal, or quote it"
-        )
-        raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-    return loader.construct_yaml_int(node)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _decimal)
 _Loader.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: str(node.value))  # no dates
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
@@ -244,11 +209,8 @@ _Loader.add_implicit_resolver(
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"a run's file has no more than {MOST_BYTES:,} bytes")
-        tree = yaml.load(text.decode("utf-8-sig"), _Loader)  # a SafeLoader
+        tree: Any = yaml.load(path.read_text(encoding="utf-8-sig"), _Loader) or {}  # a SafeLoader
+        tree = json.loads(json.dumps(tree, default=str))  # an override of an alias changes no other
     except FileNotFoundError as error:
         siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise LoadError(
@@ -258,12 +220,11 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         fix = "save it as UTF-8 text" if isinstance(error, UnicodeDecodeError) else "pass a YAML file"
         raise LoadError(f"cannot read the configuration file {path}", why=str(error), fix=fix) from error
-    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: too long, 2026-13-45, 5,000 digits
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: an integer of 5,000 digits
         raise LoadError(f"{path} is not YAML", why=str(error)) from error
-    if not isinstance(tree, dict | None):
+    if not isinstance(tree, dict):
         raise LoadError(f"{path} holds {_kind(tree)}, not keys and values", fix="a line looks like `layout: tp2`")
-    alone: dict[str, Any] = json.loads(json.dumps(tree or {}, default=str))  # an override of an alias changes no other
-    return alone
+    return tree
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> list[Problem]:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-List the checkpoints of a directory, the newest last, and say what the newest (or --tag) holds. With --verify every byte
-is held against its checksum. The exit code is 1 if something is damaged.
+List the checkpoints of a directory, the newest last, and say what the newest (or --tag) holds. --verify compares
+every byte with its checksum. The exit code is 1 if something is damaged.
 
   shardwise inspect runs/first/checkpoints
   shardwise inspect runs/first/checkpoints --tag step-200 --verify --tensors
@@ -100,5 +100,5 @@ def _verify(stored: StoredParts) -> int:
         stored.drop()
     for fault in faults:
         print(f"  damaged    {fault.summary} ({fault.at})")
-    print("  verified   everything is as it was written" if not faults else f"  {len(faults)} damaged")
+    print("  verified   all checksums match" if not faults else f"  {len(faults)} damaged")
     return len(faults)

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise.errors import RankError
-from shardwise.failure import Failure
+from shardwise.failure import ERROR_FILE, Failure, record
 from shardwise.job.gpu_defaults import set_gpu_defaults
 from shardwise.ranks.process import ENDING, RankProcess, check_room, warm
-from shardwise.weights.staging import atomic_file
 
 __all__ = [
     "INTERRUPTED",
@@ -42,7 +41,6 @@ INTERRUPTED = 128 + signal.SIGINT
 SECONDS_TO_SHUT_DOWN = 10
 LAUNCHER_POLL_SECONDS = 1.0
 RANKS_POLL_SECONDS = 0.1
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def is_rank() -> bool:
@@ -212,7 +210,7 @@ def record_failures() -> Iterator[None]:
     except Exception as error:  # recorded in full, and shown by the launcher
         if ERROR_FILE not in os.environ:
             raise
-        _record(error)
+        record(error)
         leave(1)
 
 
@@ -227,7 +225,7 @@ def exit_on_terminate() -> None:
 
     def end(number: int, frame: object) -> NoReturn:
         signal.signal(number, lambda number, frame: os._exit(128 + number))
-        _record(TerminatedError(f"rank {local_rank()} was ended by {signal.Signals(number).name}"))
+        record(TerminatedError(f"rank {local_rank()} was ended by {signal.Signals(number).name}"))
         raise SystemExit(128 + number)
 
     for each in ENDING:
@@ -263,21 +261,6 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _record(error: BaseException) -> None:
-    """Notes an error where the launcher looks for it; without one, or when it has gone, nowhere.
-
-    The first one stays: being ended because of it is no news. It is there whole or not at all, whatever ends this rank.
-    """
-    if (path := os.environ.get(ERROR_FILE)) is None or Path(path).exists():
-        return
-    failure = Failure.of(error)
-    # The part that torchrun itself reads and shows.
-    extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.at_seconds))}
-    theirs = {"message": f"{failure.name}: {failure.message}", "extraInfo": extra}
-    with suppress(OSError), atomic_file(Path(path)) as partial:
-        partial.write_text(json.dumps({"message": theirs, "failure": failure.to_json()}), encoding="utf-8")
 
 
 def _read_failures(directory: Path) -> dict[int, Failure]:

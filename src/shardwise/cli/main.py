@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import atexit
 import dataclasses
+import gc
+import io
+import os
 import re
 import signal
 import sys
@@ -15,7 +18,6 @@ from typing import Any, NoReturn
 import shardwise
 from shardwise.cli import check, convert, doctor, inspect, launch, plan, train, verify
 from shardwise.cli.config_file import config_reference
-from shardwise.cli.output import Output, lasting_stdout
 from shardwise.errors import ShardwiseError, did_you_mean
 from shardwise.train.run_config import TrainConfig
 
@@ -35,8 +37,8 @@ examples:
 
 `shardwise COMMAND --help` teaches each.
 
-exit codes: 0 well; 1 failed, or check and verify found something; 2 misused; 130 interrupted (Ctrl-C); 141 its reader
-has gone; 143 terminated.
+exit codes: 0 success; 1 failure, or problems found by check or verify; 2 wrong usage; 130 interrupted (Ctrl-C);
+141 output pipe closed; 143 terminated.
 """
 
 COMMANDS: dict[str, tuple[Any, str]] = {
@@ -62,24 +64,18 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (by default the process's) and returns the exit code."""
-    with lasting_stdout() as output:
-        code = _run(list(sys.argv[1:] if argv is None else argv), output)
-    return code or int(output.error is not None and not output.is_lasting)
-
-
-def _run(words: list[str], output: Output) -> int:
     arguments = argparse.Namespace()
     try:
-        arguments = _parse(words)
-        output.is_lasting = arguments.command == "train"
+        arguments = _parse(list(sys.argv[1:] if argv is None else argv))
         code: int = arguments.run(arguments)
-        output.flush()
+        sys.stdout.flush()
     except ShardwiseError as error:
         if getattr(arguments, "traceback", False):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # `shardwise plan ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         if not launch.is_rank():  # the launcher says it once for all ranks
@@ -93,6 +89,9 @@ def command() -> NoReturn:
 
     The interpreter would first free one by one what torch and transformers imported, which takes a second.
     """
+    gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time; `train` enables it
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal or a pipe that knows fewer characters
     code = main()
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:

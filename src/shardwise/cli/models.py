@@ -38,11 +38,18 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_model(
-    config: TrainConfig, mesh: Mesh, tokenizer: Any, *, fill: Callable[[torch.nn.Module], None] | None = None
+    config: TrainConfig,
+    mesh: Mesh,
+    model_config: Any,
+    spec: ParallelSpec,
+    *,
+    num_tokens: int,
+    fill: Callable[[torch.nn.Module], None] | None = None,
 ) -> torch.nn.Module:
     """The split model on `mesh`: loaded from `model.path`, or new with weights drawn from the seed.
 
     Args:
+        num_tokens: of the tokenizer.
         fill: what gives the split model its values instead, still on the meta device; with an adapter those that
             are trained, over the loaded base.
 
@@ -51,14 +58,13 @@ def build_model(
         ShardwiseError: the model cannot be loaded or split.
     """
     given = config.model
-    model_config = read_model_config(config, tokenizer)
-    if problems := _check_fit(model_config, config, tokenizer):
+    if problems := _check_fit(model_config, config, num_tokens):
         raise config_error("the configuration", problems)
     adapter = adapter_of(config)
     model: torch.nn.Module = load_by_spec(
         model_config if given.path is None else given.path,
         mesh,
-        spec_of(config, mesh.device),
+        spec,
         auto_class=class_of(config),
         dtype=getattr(torch, given.dtype),
         seed=config.seed,
@@ -118,7 +124,7 @@ def check_model(config: TrainConfig, *, with_optimizer: bool = True, with_data: 
         for data in _read_by(config):
             with problems.of("data.rows"):
                 find_run_apart(data, found)
-        problems += _check_fit(found, config, tokenizer)
+        problems += _check_fit(found, config, len(tokenizer))
         problems += _rehearse(config, found, with_optimizer=with_optimizer)
     return problems
 
@@ -163,13 +169,8 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
             with problems.of("model"):
                 check_label_use(model)
             if with_optimizer:
-                try:
+                with problems.of("optimizer"):
                     make_optimizer(config.optimizer, model)
-                except ShardwiseError as error:
-                    problems.append(Problem("optimizer", str(error)))
-                except Exception as error:  # noqa: BLE001 - a class refuses its options
-                    what = f"{config.optimizer.name} cannot be built with what it is given: {one_line(error)}"
-                    problems.append(Problem("optimizer", what))
             if config.export is not None:
                 with problems.of("export"):
                     check_place(config.export, num_bytes=export_bytes(model))
@@ -182,10 +183,24 @@ def _rehearse(config: TrainConfig, model_config: Any, *, with_optimizer: bool) -
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that a run names, over the parameters of the split `model`."""
+    """The optimizer that a run names, over the parameters of the split `model`.
+
+    Raises:
+        ConfigError: the class does not take the options.
+    """
     optimizer_class = find_optimizer(config.name)
     assert optimizer_class is not None, "check_inputs has found it"
-    return build_optimizer(model, optimizer_class, groups=config.groups, **optimizer_arguments(config, optimizer_class))
+    arguments = optimizer_arguments(config, optimizer_class)
+    try:
+        return build_optimizer(model, optimizer_class, groups=config.groups, **arguments)
+    except ShardwiseError:
+        raise
+    except Exception as error:  # the class refuses its options in its own way
+        raise ConfigError(
+            f"{config.name} cannot be built with these options",
+            why=one_line(error),
+            fix="see optimizer.options and optimizer.groups",
+        ) from error
 
 
 def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
@@ -199,11 +214,11 @@ def read_model_config(config: TrainConfig, tokenizer: Any) -> Any:
     return read_config(given or {}, {})[0]
 
 
-def _check_fit(model_config: Any, config: TrainConfig, tokenizer: Any) -> list[Problem]:
+def _check_fit(model_config: Any, config: TrainConfig, num_tokens: int) -> list[Problem]:
     problems = []
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        what = f"has {len(tokenizer):,} tokens, the model {vocab_size:,}"
+    if vocab_size is not None and num_tokens > vocab_size:
+        what = f"has {num_tokens:,} tokens, the model {vocab_size:,}"
         fix = "use the model's own tokenizer, or a model with a larger vocab_size"
         problems.append(Problem("model.tokenizer", what, fix))
     window = num_positions(model_config)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cli.config_file import config_error, read_config
-from shardwise.cli.importing import importing
 from shardwise.errors import ConfigError
 from shardwise.estimate.cuts import schedule_for
 from shardwise.plan.options import ParallelSpec, Precision, Recompute
@@ -66,9 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, shape, spec, config = find_target(arguments)
     if arguments.timeline is not None:
         _check_timeline(arguments.timeline, shape)
-    with importing():  # torch and transformers, which takes long
-        from shardwise.api.describing import describe
-        from shardwise.cli.models import class_of
+    from shardwise.api.describing import describe  # torch and transformers are slow to import
+    from shardwise.cli.models import class_of
 
     batch, num_microbatches = None, None
     if config is not None:

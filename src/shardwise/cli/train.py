@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from typing import Any, TextIO
 
 from shardwise.cli.check import check_run
 from shardwise.cli.config_file import config_error, read_config
-from shardwise.cli.importing import importing
 from shardwise.cli.launch import (
     SECONDS_TO_SHUT_DOWN,
     end_with_launcher,
@@ -131,9 +134,8 @@ def _run_rank(arguments: argparse.Namespace) -> None:
             why="WORLD_SIZE is set, so the ranks have been started already",
             fix="leave it out",
         )
-    with importing():  # torch and transformers, which takes long
-        from shardwise.cli.adapters import check_adapter
-        from shardwise.cli.inputs import check_inputs
+    from shardwise.cli.adapters import check_adapter  # torch and transformers are slow to import
+    from shardwise.cli.inputs import check_inputs
 
     config = read_config(arguments.config, arguments.overrides)
     if problems := [*check_inputs(config), *check_adapter(config)]:
@@ -150,7 +152,39 @@ def _run_rank(arguments: argparse.Namespace) -> None:
 
 def _train(config: TrainConfig) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set explicitly, or forks of the process draw a warning
-    with importing():  # torch and transformers, which takes long
-        from shardwise.cli.training import train
+    from shardwise.cli.training import train  # torch and transformers are slow to import
 
-    train(config)
+    if not gc.isenabled():  # in a process of our own: what has been imported stays, and is never looked at
+        gc.freeze()
+        gc.enable()
+    with redirect_stdout(_LastingOutput(sys.stdout)):
+        train(config)
+
+
+class _LastingOutput:
+    """The standard output of a run, which goes on when nobody reads it any more, or when the disk is full."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes `text`, or drops it."""
+        with self._dropping():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Writes what is buffered, or drops it."""
+        with self._dropping():
+            self._stream.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            print(f"cannot write the output: {error.strerror}", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

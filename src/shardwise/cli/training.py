@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from shardwise.cli.inputs import read_data_state
 from shardwise.cli.logs import JsonlLog, Screen, TensorBoardLog
 from shardwise.cli.models import build_model, find_run_apart, make_optimizer, read_model_config, spec_of
 from shardwise.cli.places import check_outputs, check_place, unexported
-from shardwise.cli.run_checkpoints import RunCheckpoints, describe_run, find_saved_run
+from shardwise.cli.run_checkpoints import RunCheckpoints, SavedRun, describe_run, find_saved_run
 from shardwise.cli.timelines import with_timeline
 from shardwise.cli.tokenizer import load_tokenizer
 from shardwise.comm.agree import raise_on_all_ranks
+from shardwise.comm.operations import all_gather_objects
 from shardwise.data.ahead import BatchesAhead
 from shardwise.data.config import DataConfig, held_out
 from shardwise.data.packing import PackedBatches
@@ -37,6 +39,7 @@ from shardwise.mesh import Mesh
 from shardwise.optim.clip import clip_grad_norm_
 from shardwise.parallel.compiled import count_compilation
 from shardwise.parameters.registry import find_parameters, local_part, registry_of
+from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
 from shardwise.train.evaluate import build_evaluation, evaluation_batches
 from shardwise.train.loop import Reporter, StepRecord, TrainingComponents, run_loop
@@ -61,35 +64,19 @@ def train(config: TrainConfig) -> StepRecord | None:
     """
     opened = Mesh.open(config.layout, device=config.device, timeout_seconds=config.timeout_seconds)
     with opened as mesh, ExitStack() as open_logs:
-        console = _settle(mesh)
-        with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
-            if mesh.rank == 0 and (problems := check_outputs(config)):
-                raise config_error("the configuration", problems)
-        tokenizer = load_tokenizer(config)
-        read = functools.partial(_read_rows, config, mesh, tokenizer, console)
-        batches = _open_batches(config, mesh, read(config.data))
-        run = describe_run(config, read_model_config(config, tokenizer), batches, adapter=describe_adapter(config))
-        saved = find_saved_run(config.checkpoint, mesh, run, console)
-        model = build_model(config, mesh, tokenizer, fill=saved.fill if saved is not None else None).train()
-        torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
-        optimizer = make_optimizer(config.optimizer, model)
+        setup = _prepare(config, mesh)
+        batches = _open_batches(setup)
+        run = describe_run(config, setup.model_config, batches, adapter=describe_adapter(config))
+        saved = find_saved_run(config.checkpoint, mesh, run, setup.console)
+        model, optimizer = _build(setup, saved)
         num_done = saved.go_on(model, optimizer, batches) if saved is not None else 0
-        step = TrainStep(model, mesh, num_microbatches=config.num_microbatches)
-        parts = TrainingComponents(
-            step=with_timeline(step, config.log, console, num_done=num_done),
-            clip=functools.partial(clip_grad_norm_, model),
-            optimizer=optimizer,
-            batches=(ahead := BatchesAhead(batches, mesh.device)),
-            device=mesh.device,
-            num_devices=mesh.shape.world_size,
-            evaluate=_prepare_evaluation(config, model, mesh, read),
-            nonfinite=_nonfinite_steps(config.precision, mesh.device),
-        )
+        ahead = BatchesAhead(batches, mesh.device)
+        parts = _components(setup, model, optimizer, ahead, num_done=num_done)
         with raise_on_all_ranks(mesh.group(), "opening the logs"):
             if config.export is not None and mesh.rank == 0:
                 check_place(config.export, num_bytes=export_bytes(model))
-            reporters = _open_reporters(config, open_logs, console, num_done if saved else None, batches)
-        _print_head(console, config, model, batches, num_done)
+            reporters = _open_reporters(setup, open_logs, num_done if saved else None, batches)
+        _print_head(setup, model, batches, num_done)
         with RunCheckpoints(config.checkpoint, model, optimizer, batches=ahead, run=run) as checkpoints:
             record = run_loop(
                 parts,
@@ -103,57 +90,115 @@ def train(config: TrainConfig) -> StepRecord | None:
             )
         open_logs.close()  # the bar ends before anything else is printed
         if checkpoints.ended_by is None:
-            _finish(config, mesh, model, tokenizer, ahead, console)
+            _finish(setup, model, ahead)
         elif record is not None:
-            console.print(f"saved after step {record.step:,}; the same command goes on from there")
+            setup.console.print(f"saved after step {record.step:,}; the same command continues from there")
     if checkpoints.ended_by is not None:
         raise SystemExit(128 + checkpoints.ended_by)
     return record
 
 
-def _settle(mesh: Mesh) -> Console:
-    """The console of this rank; only rank 0's prints, and only rank 0 lets transformers log."""
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What a rank reads once, before it builds anything.
+
+    Attributes:
+        console: prints on rank 0 alone.
+        model_config: transformers' configuration of the model.
+        spec: what the run's file asks for, on this rank's device.
+    """
+
+    config: TrainConfig
+    mesh: Mesh
+    console: Console
+    tokenizer: Any
+    model_config: Any
+    spec: ParallelSpec
+
+    def read_rows(self, data: DataConfig) -> Rows:
+        """The rows of `data`.
+
+        Communicates: how documents of a row are kept apart, from rank 0 to all; what `prepare_rows` does.
+        """
+        precision, group = self.spec.precision, self.mesh.group()
+        with raise_on_all_ranks(group, "trying how documents of a row are kept apart"):
+            apart = find_run_apart(data, self.model_config) if self.mesh.rank == 0 else None
+        apart = all_gather_objects(apart, group)[0]
+        dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
+        return prepare_rows(self.config, data, self.tokenizer, self.console, group=group, apart=apart, dtype=dtype)
+
+
+def _prepare(config: TrainConfig, mesh: Mesh) -> _Setup:
+    """Tries the places that the run writes to, and reads tokenizer and model config."""
     if mesh.rank != 0:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-    return Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True)
+    with raise_on_all_ranks(mesh.group(), "trying the places to write to"):
+        if mesh.rank == 0 and (problems := check_outputs(config)):
+            raise config_error("the configuration", problems)
+    tokenizer = load_tokenizer(config)
+    return _Setup(
+        config=config,
+        mesh=mesh,
+        console=Console(quiet=mesh.rank != 0, highlight=False, soft_wrap=True),
+        tokenizer=tokenizer,
+        model_config=read_model_config(config, tokenizer),
+        spec=spec_of(config, mesh.device),
+    )
 
 
-def _finish(
-    config: TrainConfig,
-    mesh: Mesh,
-    model: torch.nn.Module,
-    tokenizer: Any,
-    batches: BatchesAhead,
-    console: Console,
-) -> None:
-    """What comes after the last step."""
-    if spec_of(config, mesh.device).compilation is not None:
-        console.print(f"compiled {count_compilation()}")
-    try:
-        if config.export is not None:
-            _export(model, config, config.export, tokenizer)
-            console.print(f"exported to {config.export}")
-    finally:
-        if mesh.rank == 0:
-            with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
-                partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
-
-
-def _read_rows(config: TrainConfig, mesh: Mesh, tokenizer: Any, console: Console, data: DataConfig) -> Rows:
-    precision = spec_of(config, mesh.device).precision
-    dtype = getattr(torch, precision.compute) if precision is not None else torch.float32
-    apart = find_run_apart(data, read_model_config(config, tokenizer))
-    return prepare_rows(config, data, tokenizer, console, group=mesh.group(), apart=apart, dtype=dtype)
-
-
-def _open_batches(config: TrainConfig, mesh: Mesh, rows: Rows) -> PackedBatches:
+def _open_batches(setup: _Setup) -> PackedBatches:
+    config, mesh = setup.config, setup.mesh
+    rows = setup.read_rows(config.data)
     batches = PackedBatches(
         rows, batch_size=config.batch_size, data_rank=mesh.data_rank, data_size=mesh.data_size, seed=config.seed
     )
     if config.data.state is not None:
         batches.load_state_dict(read_data_state(config.data.state))
     return batches
+
+
+def _build(setup: _Setup, saved: SavedRun | None) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The split model, with the values of a saved run where one goes on, and its optimizer."""
+    config, mesh = setup.config, setup.mesh
+    fill = saved.fill if saved is not None else None
+    model = build_model(
+        config, mesh, setup.model_config, setup.spec, num_tokens=len(setup.tokenizer), fill=fill
+    ).train()
+    torch.manual_seed(config.seed + mesh.data_rank)  # of dropout: ranks that read the same rows draw the same
+    return model, make_optimizer(config.optimizer, model)
+
+
+def _components(
+    setup: _Setup, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: BatchesAhead, *, num_done: int
+) -> TrainingComponents:
+    config, mesh = setup.config, setup.mesh
+    step = TrainStep(model, mesh, num_microbatches=config.num_microbatches)
+    return TrainingComponents(
+        step=with_timeline(step, config.log, setup.console, num_done=num_done),
+        clip=functools.partial(clip_grad_norm_, model),
+        optimizer=optimizer,
+        batches=batches,
+        device=mesh.device,
+        num_devices=mesh.shape.world_size,
+        evaluate=_prepare_evaluation(setup, model),
+        nonfinite=_nonfinite_steps(config.precision, mesh.device),
+    )
+
+
+def _finish(setup: _Setup, model: torch.nn.Module, batches: BatchesAhead) -> None:
+    """Exports the model, and writes where the reading of the data stands."""
+    config, console = setup.config, setup.console
+    if setup.spec.compilation is not None:
+        console.print(f"compiled {count_compilation()}")
+    try:
+        if config.export is not None:
+            _export(model, config, config.export, setup.tokenizer)
+            console.print(f"exported to {config.export}")
+    finally:
+        if setup.mesh.rank == 0:
+            with atomic_file(Path(config.log.dir) / "data_state.json") as partial:
+                partial.write_text(json.dumps(batches.state_dict(), indent=1), encoding="utf-8")
 
 
 def _export(model: torch.nn.Module, config: TrainConfig, directory: str, tokenizer: Any) -> None:
@@ -175,13 +220,12 @@ def _export(model: torch.nn.Module, config: TrainConfig, directory: str, tokeniz
         ) from error
 
 
-def _prepare_evaluation(
-    config: TrainConfig, model: torch.nn.Module, mesh: Mesh, read: Callable[[DataConfig], Rows]
-) -> Callable[[], float] | None:
+def _prepare_evaluation(setup: _Setup, model: torch.nn.Module) -> Callable[[], float] | None:
+    config, mesh = setup.config, setup.mesh
     if config.evaluation.path is None:
         return None
     try:
-        rows = read(held_out(config.data, config.evaluation))
+        rows = setup.read_rows(held_out(config.data, config.evaluation))
     except BatchError as error:
         raise ConfigError(
             error.summary, at="evaluation.path", why=error.why, fix="hold out more text, or use other rows"
@@ -205,8 +249,9 @@ def _nonfinite_steps(precision: PrecisionConfig, device: torch.device) -> Litera
 
 
 def _open_reporters(
-    config: TrainConfig, open_logs: ExitStack, console: Console, num_done: int | None, batches: PackedBatches
+    setup: _Setup, open_logs: ExitStack, num_done: int | None, batches: PackedBatches
 ) -> list[Reporter]:
+    config, console = setup.config, setup.console
     if console.quiet:  # of this rank nobody hears
         return []
     notes = batches.rows.notes()
@@ -223,9 +268,8 @@ def _open_reporters(
     return reporters
 
 
-def _print_head(
-    console: Console, config: TrainConfig, model: torch.nn.Module, batches: PackedBatches, num_done: int
-) -> None:
+def _print_head(setup: _Setup, model: torch.nn.Module, batches: PackedBatches, num_done: int) -> None:
+    config = setup.config
     num_full = sum(math.prod(entry.layout.shape) for entry in registry_of(model).entries.values())
     num_held = sum(local_part(parameter).numel() for parameter in model.parameters())
     sequence = ", sequence parallel" if config.sequence_parallel else ""
@@ -235,7 +279,7 @@ def _print_head(
     size = f"{counted(config.steps, 'step')} of {counted(config.batch_size, 'row')}"
     done = f": step {num_done:,} was reached before, nothing is left to train" if num_done >= config.steps else ""
     name = type(find_model(model)).__name__
-    console.print(
+    setup.console.print(
         f"model   {name}, {num_full:,} parameters ({num_held:,} on rank 0), {config.model.dtype}",
         f"layout  {config.layout}{sequence}",
         *([f"adapter {_describe_trained(model)}"] if config.adapter is not None else []),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 
-from shardwise.cli.importing import importing
 from shardwise.cli.plan import add_target, find_target
 from shardwise.ranks.process import warm
 
@@ -32,9 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     warm()  # imports for the ranks what we import meanwhile
     model, shape, spec, config = find_target(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the cores
-    with importing():  # torch and transformers, which takes long
-        from shardwise.api.verifying import verify
-        from shardwise.cli.models import class_of
+    from shardwise.api.verifying import verify  # torch and transformers are slow to import
+    from shardwise.cli.models import class_of
 
     auto_class, num_microbatches = (None, None) if config is None else (class_of(config), config.num_microbatches)
     options = {"auto_class": auto_class, "num_microbatches": num_microbatches, "adapter": arguments.adapter}

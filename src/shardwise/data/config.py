@@ -48,18 +48,18 @@ class DataConfig:
     split: str = "train"
     """Split of a `dataset`."""
     format: Format = "text"
-    """What a record holds: `text`, of which everything is learned; a `prompt` and its response, or a `chat`: a list of
-    messages for the tokenizer's chat template. Of these the responses are learned."""
+    """What a record holds: `text`, all of which is trained on; `prompt`, with a response; or `chat`, a list of messages
+    for the tokenizer's chat template. Of the last two, only responses are trained on."""
     text_key: str = "text"
     """Column of a `dataset`, or key of a .jsonl line, that holds the text."""
     prompt_key: str = "prompt"
-    """The same of the prompt."""
+    """Column or key that holds the prompt."""
     response_key: str = "response"
-    """The same of the response, which is learned with the end token after it."""
+    """Column or key that holds the response; trained on, with the end token."""
     messages_key: str = "messages"
-    """The same of the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]`."""
+    """Column or key that holds the messages: `[{"role": "user", "content": "..."}, {"role": "assistant", ...}]`."""
     tools_key: str = "tools"
-    """The same of tools that the chat template is told of; a record need not have it."""
+    """Column or key that holds tools for the chat template; a record need not have it."""
     as_chat: bool = False
     """Write a prompt and its response as messages of user and assistant, with the chat template."""
     include: tuple[str, ...] | None = None
@@ -68,14 +68,14 @@ class DataConfig:
     seq_length: Annotated[int, Field(ge=2)] = 512
     """Tokens in a row, at least 2: each token predicts the next."""
     rows: Literal["auto", "stream", "packed", "padded"] = "auto"
-    """How documents become rows: a `stream` of them, cut anywhere, in which each sees those before it; `packed`,
-    several to a row, of which none sees another; or `padded`, one to a row. `auto` is stream for text, else packed."""
+    """How documents become rows: `stream`, one after the other and cut anywhere; `packed`, several to a row, none of
+    which sees another; or `padded`, one to a row. `auto` is stream for text, else packed."""
     too_long: Literal["truncate", "drop"] = "truncate"
     """What happens to documents of packed and padded rows that are longer than `seq_length`; they are counted."""
     cache_dir: Place | None = None
     """Where tokens are kept; by default `tokens` in the log directory. Share it between runs to tokenize once."""
     state: Place | None = None
-    """A data_state.json that an earlier run left in its log directory: reads on where that one stopped."""
+    """A data_state.json from the log directory of an earlier run: reading continues where that run stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)

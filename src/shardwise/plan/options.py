@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from types import UnionType
 from typing import Any
 
 from shardwise.errors import ConfigError, did_you_mean
@@ -14,14 +12,6 @@ from shardwise.plan.spec import Plan
 __all__ = ["Compile", "FsdpPolicy", "ParallelSpec", "Pipeline", "Precision", "Recompute", "check_choice"]
 
 _STAGES = (1, 2, 3)
-_KINDS = {
-    bool: "True or False",
-    int: "an integer",
-    float: "a number",
-    str: "text",
-    Mapping: "a dictionary of names and values",
-    type(None): "None",
-}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _NONFINITE = ("raise", "skip", "ignore")
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -71,7 +61,6 @@ class FsdpPolicy:
     symmetric_memory: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self)
         if self.zero_stage not in _STAGES:
             raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="use 1, 2 or 3")
         if self.units is not None:
@@ -158,7 +147,6 @@ class Recompute:
 
     def __post_init__(self) -> None:
         check_choice("Recompute mode", self.mode, _RECOMPUTED)
-        _check_types(self)
         if self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
         object.__setattr__(self, "modules", tuple(self.modules))
@@ -201,7 +189,6 @@ class Compile:
     async_tp: bool = False
 
     def __post_init__(self) -> None:
-        _check_types(self, besides="backend")
         backend: object = self.backend
         if not (isinstance(backend, str) or callable(backend)):
             raise ConfigError(f"Compile backend is {self.backend!r}", fix='use a name, such as "inductor"')
@@ -238,7 +225,6 @@ class Pipeline:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self)
         number = self.num_stages_per_rank
         if number is not None and number < 1:
             raise ConfigError(f"Pipeline num_stages_per_rank is {number!r}", fix="use an integer of at least 1")
@@ -250,36 +236,6 @@ class Pipeline:
                     why="it says with which layer every stage begins, or how many each holds",
                     fix="use integers, such as (0, 7, 15)",
                 )
-
-
-def _check_types(options: Any, *, besides: str = "") -> None:
-    """Raises `ConfigError` for the first of these options that is not of its type; a list does for a tuple."""
-    for name, hint in typing.get_type_hints(type(options)).items():
-        value = getattr(options, name)
-        kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if name != besides and not any(_is_a(value, kind) for kind in kinds):
-            what = name if isinstance(options, ParallelSpec) else f"{type(options).__name__} {name}"
-            raise ConfigError(f"{what} is {value!r}", fix=f"use {' or '.join(map(_name_of, kinds))}")
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is tuple:
-        is_many = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
-        return is_many and all(_is_a(each, inner[0]) for each in value)
-    if origin is Any:
-        return True
-    if isinstance(value, bool):
-        return origin is bool
-    is_one = isinstance(value, (int, float) if origin is float else origin)
-    return is_one and (origin is not Mapping or all(isinstance(key, inner[0]) for key in value))
-
-
-def _name_of(kind: Any) -> str:
-    origin = typing.get_origin(kind) or kind
-    if origin is tuple:
-        return f"a tuple of {typing.get_args(kind)[0].__name__}"
-    return _KINDS.get(origin) or f"shardwise.{origin.__name__}(...)"
 
 
 def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:
@@ -300,6 +256,16 @@ def check_kind(what: str, value: object, kinds: Any, *, fix: str) -> None:
     """Raises `ConfigError` where the value is of none of these types."""
     if not isinstance(value, kinds):
         raise ConfigError(f"{what} cannot be a {type(value).__name__}", fix=fix)
+
+
+_GROUPS = {
+    "fsdp": FsdpPolicy,
+    "precision": Precision,
+    "recompute": Recompute,
+    "compilation": Compile,
+    "pipeline": Pipeline,
+}
+"""Options of a `ParallelSpec` that are values of their own: these are often passed as text or as a dictionary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +295,9 @@ class ParallelSpec:
     pipeline: Pipeline = field(default_factory=Pipeline)
 
     def __post_init__(self) -> None:
-        _check_types(self, besides="plan")
+        for name, kind in _GROUPS.items():
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise ConfigError(f"{name} is {value!r}", fix=f"use shardwise.{kind.__name__}(...)")
         mode, backend = self.recompute.mode, self.compilation.backend if self.compilation is not None else "eager"
         if mode == "budget" and backend == "eager":
             raise ConfigError(

@@ -54,7 +54,7 @@ class ModelConfig:
     plan: dict[str, str] = field(default_factory=dict)
     """Rules laid over the automatic plan: name pattern -> style."""
     allow_missing: tuple[str, ...] = ()
-    """Patterns of parameters that the checkpoint at `path` need not have and that are drawn from the seed then."""
+    """Patterns of parameters that the checkpoint at `path` may lack; they are drawn from the seed then."""
     allow_unused: tuple[str, ...] = ()
     """Patterns of tensors of that checkpoint which belong to layers that the model does not have."""
 
@@ -78,7 +78,7 @@ class CompilationConfig:
     backend: str | None = None
     """Backend of torch.compile, such as inductor; auto is inductor on GPUs and none on CPUs; null compiles nothing."""
     dynamic: bool | None = None
-    """Whether sequence lengths are left open; null opens them at the second one."""
+    """Whether sequence lengths are dynamic; null makes them dynamic when a second length comes."""
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     """Mode of torch.compile."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -98,7 +98,7 @@ class ScheduleConfig:
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rate rises from 0."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """What is left of the rate at the last step, as a share of `lr`; `constant` does not decay."""
+    """Learning rate at the last step, as a share of `lr`; `constant` does not decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class OptimizerConfig:
     """Other arguments for some parameters, by name pattern or number of dims, the first that fits:
     `[{max_dims: 1, weight_decay: 0}, {params: "**.embed_tokens.*", lr: 1.0e-4}]`."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Gradients with a larger norm are scaled down to it; null leaves them."""
+    """Largest norm of the gradients, to which they are clipped; null leaves them."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
 
@@ -129,8 +129,8 @@ class LogConfig:
     """Holds train.jsonl (one object a step), config.yaml, data_state.json (where the reading of the data stands after
     the last step) and, if asked for, tensorboard/."""
     every: PositiveInt = 10
-    """Steps between lines on a screen that is no terminal, and on GPUs between looks at the device: train.jsonl has
-    every step, those in between a little later."""
+    """Print every N steps when the output is not a terminal. On GPUs, metrics are also read from the device every N
+    steps; train.jsonl still has every step."""
     tensorboard: bool = False
     """Also write TensorBoard events."""
     timeline: PositiveInt | None = None
@@ -143,14 +143,14 @@ class CheckpointConfig:
     """Where a run is saved, so that it can go on when it was ended, and when."""
 
     dir: Place | None = None
-    """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C, SIGTERM,
-    SIGHUP or SIGUSR1 ends it. One run at a time may save there."""
+    """Directory of checkpoints; null saves none. A run is saved at its end, and when Ctrl-C, SIGTERM, SIGHUP or
+    SIGUSR1 ends it. Only one run at a time may save there."""
     every: PositiveInt | None = None
-    """Also after every so many steps."""
+    """Also save every N steps."""
     minutes: Annotated[PositiveFloat, Finite] | None = None
-    """Also when so many minutes have passed since it was saved."""
+    """Also save when N minutes have passed since the last save."""
     keep_last: PositiveInt | None = 2
-    """Checkpoints that are kept, the newest ones; null keeps all."""
+    """Number of checkpoints that are kept, the newest ones; null keeps all."""
     async_save: bool = False
     """Write in the background, while training goes on; takes a copy of what is saved in host memory."""
     resume: Literal["auto", "never"] = "auto"
@@ -186,11 +186,11 @@ class TrainConfig:
     batch_size: PositiveInt = 8
     """Rows of one step, over all ranks and microbatches."""
     num_microbatches: PositiveInt = 1
-    """Parts in which each rank takes its rows; more of them need less memory."""
+    """Number of parts in which each rank processes its rows; more parts need less memory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides the order of the data, dropout, and weights that are not loaded."""
     timeout_seconds: Annotated[float, Field(gt=0, lt=10**9)] = 600.0
-    """How long ranks wait for one that does not come, at the start and in a step. Then it is named."""
+    """How long ranks wait for a missing rank, at the start and in a step, before they fail and name it."""
     adapter: dict[str, Any] | None = None
     """Trains an adapter (LoRA) on the frozen model: any keys of peft.LoraConfig, such as
     `{r: 16, lora_alpha: 32, target_modules: all-linear}`, or `path`, the directory or hub id of an adapter that is
