@@ -19,7 +19,7 @@ from shardwise.job.devices import pick_device
 from shardwise.job.groups import Groups, make_groups, new_group, ranks_along, wide_axes
 from shardwise.job.processes import current_heartbeat, end_processes, start_processes
 from shardwise.job.rendezvous import read_world_size
-from shardwise.job.slurm import adopt_slurm
+from shardwise.job.slurm import read_slurm_environment
 from shardwise.topology.axes import AXES, DATA_AXES
 from shardwise.topology.shape import MeshShape
 
@@ -108,7 +108,7 @@ class Mesh:
         if not 0 < timeout_seconds < 10**9:
             raise MeshError(f"timeout_seconds is {timeout_seconds}", fix="use a positive number of seconds")
         shape = layout if isinstance(layout, MeshShape) else MeshShape.parse(layout)
-        adopt_slurm()
+        read_slurm_environment()
         started = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if started else read_world_size()
         if shape.world_size > 1 and world_size == 1 and not started and "WORLD_SIZE" not in os.environ:
@@ -153,12 +153,13 @@ class Mesh:
             raise MeshError("there is no process group to take over", fix="use Mesh.open, which starts them")
         if isinstance(source, dist.DeviceMesh):
             shape, ranks, groups = read_device_mesh(source, axes or {})
-            own = f"cuda:{torch.cuda.current_device()}" if source.device_type == "cuda" else source.device_type
-            device = own if device is None else device
+            if device is None:
+                is_cuda = source.device_type == "cuda"
+                device = f"cuda:{torch.cuda.current_device()}" if is_cuda else source.device_type
         else:
             shape, ranks, groups = read_groups(source, axes or {})
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        return cls._over(shape, ranks, pick_device(device), given=groups, timeout=timeout)
+        return cls._over(shape, ranks, pick_device(device), existing=groups, timeout=timeout)
 
     @classmethod
     def _over(
@@ -167,13 +168,13 @@ class Mesh:
         ranks: Sequence[int],
         device: torch.device,
         *,
-        given: Groups | None = None,
+        existing: Groups | None = None,
         timeout: datetime.timedelta,
         owns_processes: bool = False,
     ) -> Mesh:
         """The mesh over processes that have met, with every group it needs."""
         rank = dist.get_rank() if shape.world_size > 1 else 0
-        groups = make_groups(shape, ranks, given=given or {}, timeout=timeout)
+        groups = make_groups(shape, ranks, existing=existing or {}, timeout=timeout)
         mesh = cls(
             shape, rank=rank, device=device, ranks=ranks, groups=groups, timeout=timeout, owns_processes=owns_processes
         )
@@ -272,12 +273,12 @@ class Mesh:
     @contextmanager
     def represented(self, stand_in: Callable[[dist.ProcessGroup], dist.ProcessGroup]) -> Iterator[None]:
         """Inside, `group` gives what `stand_in` makes of the groups."""
-        own = self._groups
-        self._groups = {axes: stand_in(group) for axes, group in own.items()}
+        groups = self._groups
+        self._groups = {axes: stand_in(group) for axes, group in groups.items()}
         try:
             yield
         finally:
-            self._groups = own
+            self._groups = groups
 
     def note_step(self) -> None:
         """Notes that this rank begins another training step, for messages about ranks that do not come to one."""

@@ -13,7 +13,7 @@ import shardwise
 from shardwise.errors import MeshError
 from shardwise.job import devices
 from shardwise.job.devices import check_own_cards, pick_device
-from shardwise.job.rendezvous import Place
+from shardwise.job.rendezvous import RankAddress
 from shardwise.ranks.spawn import spawn
 
 pytestmark = pytest.mark.single
@@ -85,7 +85,7 @@ def test_ranks_that_share_a_card_are_told_so_before_nccl_is_asked(monkeypatch, c
     store = dist.HashStore()
     store.set("card/1", f"{cards[1]} of {devices.socket.gethostname()}")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cards[0]))
-    place = Place(0, 2, "localhost", 1, True)
+    place = RankAddress(0, 2, "localhost", 1, True)
     if not shared:
         check_own_cards(store, place, torch.device("cuda", 0))
         return

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import MeshError
-from shardwise.job.slurm import adopt_slurm, first_host
+from shardwise.job.slurm import first_host, read_slurm_environment
 from shardwise.ranks.spawn import spawn
 
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -41,7 +41,7 @@ def set_variables():
 
 @pytest.mark.pure
 def test_a_task_is_a_rank(task):
-    adopt_slurm()
+    read_slurm_environment()
     expected = {"RANK": "17", "WORLD_SIZE": "20", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu03"}
     assert set_variables() == expected | {"MASTER_PORT": str(12_000 + 4711 * 31 % 20_000)}
 
@@ -54,7 +54,7 @@ def test_batch_scripts_single_tasks_and_ranks_of_torchrun_stay_as_they_are(task,
     for name, value in changes.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
     before = set_variables()
-    adopt_slurm()
+    read_slurm_environment()
     assert set_variables() == before
 
 
@@ -63,7 +63,7 @@ def test_batch_scripts_single_tasks_and_ranks_of_torchrun_stay_as_they_are(task,
 def test_a_task_that_does_not_know_which_it_is_says_so(task, monkeypatch, name):
     monkeypatch.delenv(name)
     with pytest.raises(MeshError, match="one of 20 tasks") as raised:
-        adopt_slurm()
+        read_slurm_environment()
     assert name in str(raised.value) and not set_variables()
 
 

@@ -127,8 +127,8 @@ def _run_ranks(
     with _signals_raised():
         try:
             for rank in range(num_ranks):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(directory / str(rank))}
-                environment = {**os.environ, **shared, **own}
+                variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FILE: str(directory / str(rank))}
+                environment = {**os.environ, **shared, **variables}
                 ranks.append(RankProcess(_run_command, list(arguments), environment, output=(1, 2)))
             while None in (codes := [rank.exit_code for rank in ranks]) and not any(codes):
                 time.sleep(RANKS_POLL_SECONDS)
@@ -177,8 +177,8 @@ def _signals_raised() -> Iterator[None]:
 
 def _end(ranks: Sequence[RankProcess], number: signal.Signals, *, seconds: float = SECONDS_TO_SHUT_DOWN) -> None:
     """Has ranks end by a signal, stopped ones too; by SIGKILL if that takes too long, or when a second signal comes."""
-    for each in (number, signal.SIGCONT):
-        _send(ranks, each)
+    _send(ranks, number)
+    _send(ranks, signal.SIGCONT)
     deadline = time.monotonic() + seconds
     with suppress(_SignalledError):
         for rank in ranks:
@@ -228,9 +228,9 @@ def exit_on_terminate() -> None:
         record(TerminatedError(f"rank {local_rank()} was ended by {signal.Signals(number).name}"))
         raise SystemExit(128 + number)
 
-    for each in ENDING:
-        if signal.getsignal(each) != signal.SIG_IGN:
-            signal.signal(each, end)
+    for ending in ENDING:
+        if signal.getsignal(ending) != signal.SIG_IGN:
+            signal.signal(ending, end)
 
 
 def end_with_launcher() -> None:
@@ -238,12 +238,12 @@ def end_with_launcher() -> None:
 
     They unwind as at SIGTERM, and end on the spot if that takes too long.
     """
-    ours, other = multiprocessing.parent_process(), os.getppid()  # this launcher, or torchrun, srun
+    launcher, parent = multiprocessing.parent_process(), os.getppid()  # of `launch`; torchrun or srun
 
     def watch() -> None:
-        if ours is not None:
-            ours.join()
-        while ours is None and os.getppid() == other:
+        if launcher is not None:
+            launcher.join()
+        while launcher is None and os.getppid() == parent:
             time.sleep(LAUNCHER_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(SECONDS_TO_SHUT_DOWN)
@@ -284,11 +284,11 @@ def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, sho
         failed: the exit codes of the ranks that failed, as `subprocess` gives them.
         reported: what ranks recorded.
     """
-    own = {rank: failure for rank, failure in reported.items() if failure.name != TerminatedError.__name__}
-    is_found = any(failure.name == RankError.__name__ for failure in own.values())
+    failures = {rank: failure for rank, failure in reported.items() if failure.name != TerminatedError.__name__}
+    is_explained = any(failure.name == RankError.__name__ for failure in failures.values())
     ended = (-signal.SIGTERM, 128 + signal.SIGTERM)
     silent = [rank for rank, code in failed.items() if rank not in reported and code not in ended]
-    if (silent and not is_found) or not reported:
+    if (silent and not is_explained) or not reported:
         rank = min(silent or failed)
         code = failed[rank]
         number = -code if code < 0 else code - 128
@@ -296,7 +296,7 @@ def _describe(failed: Mapping[int, int], reported: Mapping[int, Failure], *, sho
         how = f"was ended by {signal.Signals(number).name}" if is_signal else f"exited with code {code}"
         hint = "\n  why: the machine may have run out of memory" if code == -signal.SIGKILL else ""
         return f"error: rank {rank} {how}{hint}"
-    rank, first = min((own or reported).items(), key=lambda item: item[1].at_seconds)
+    rank, first = min((failures or reported).items(), key=lambda item: item[1].at_seconds)
     if not first.is_ours or show_traceback:
         return f"rank {rank} failed first:\n{first.trace.rstrip()}"
     return f"error: {first.message}"

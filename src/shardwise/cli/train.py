@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from shardwise.cli.launch import (
 )
 from shardwise.errors import ConfigError
 from shardwise.job.gpu_defaults import set_gpu_defaults
-from shardwise.job.slurm import adopt_slurm
+from shardwise.job.slurm import read_slurm_environment
 from shardwise.topology.machines import describe_crossing
 from shardwise.topology.shape import MeshShape
 from shardwise.train.run_config import TrainConfig
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
     exit_on_terminate()
-    adopt_slurm()
+    read_slurm_environment()
     set_gpu_defaults()
     if is_rank():
         end_with_launcher()
@@ -138,7 +139,8 @@ def _run_rank(arguments: argparse.Namespace) -> None:
     from shardwise.cli.inputs import check_inputs
 
     config = read_config(arguments.config, arguments.overrides)
-    if problems := [*check_inputs(config), *check_adapter(config)]:
+    is_checked = multiprocessing.parent_process() is not None  # by the launcher that this rank was forked for
+    if not is_checked and (problems := [*check_inputs(config), *check_adapter(config)]):
         raise config_error(str(arguments.config), problems)
     together = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if (

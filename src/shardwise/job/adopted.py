@@ -48,16 +48,16 @@ def read_groups(groups: Mapping[str, dist.ProcessGroup], axes: Mapping[str, str]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, {name: dist.get_process_group_ranks(group) for name, group in groups.items()})
     sizes = {name: len(ranks) for name, ranks in everyone[0].items()}
-    if any({name: len(ranks) for name, ranks in each.items()} != sizes for each in everyone):
+    if any({name: len(ranks) for name, ranks in groups_of_rank.items()} != sizes for groups_of_rank in everyone):
         raise MeshError(
             "ranks pass groups of different names or sizes",
-            why="\n".join(f"rank {rank}: {each}" for rank, each in enumerate(everyone)),
+            why="\n".join(f"rank {rank}: {groups_of_rank}" for rank, groups_of_rank in enumerate(everyone)),
             fix="pass the same names on every rank, each with this rank's group",
         )
     ours = _translated(sizes, axes)
     ranks = torch.full([sizes[name] for name in ours], -1, device="cpu")
-    for rank, each in enumerate(everyone):
-        ranks[tuple(each[name].index(rank) for name in ours)] = rank
+    for rank, groups_of_rank in enumerate(everyone):
+        ranks[tuple(groups_of_rank[name].index(rank) for name in ours)] = rank
     shape = _checked_shape(ours, sizes, ranks)
     return shape, ranks.flatten().tolist(), {(ours[name],): groups[name] for name in ours}
 

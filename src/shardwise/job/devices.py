@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import MeshError, counted
-from shardwise.job.rendezvous import Place
+from shardwise.job.rendezvous import RankAddress
 
 __all__ = ["DEVICE_VARIABLE", "check_own_cards", "pick_device"]
 
@@ -62,7 +62,7 @@ def pick_device(device: str | torch.device | None) -> torch.device:
     return picked
 
 
-def check_own_cards(store: dist.Store, place: Place, device: torch.device) -> None:
+def check_own_cards(store: dist.Store, address: RankAddress, device: torch.device) -> None:
     """Checks that no two ranks compute on one card, which NCCL cannot serve.
 
     Raises:
@@ -71,13 +71,13 @@ def check_own_cards(store: dist.Store, place: Place, device: torch.device) -> No
     Communicates: through the store alone.
     """
     card = f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
-    store.set(f"card/{place.rank}", card)
-    cards = [each.decode() for each in store.multi_get([f"card/{rank}" for rank in range(place.world_size)])]
-    for rank, each in enumerate(cards):
-        first = cards.index(each)
+    store.set(f"card/{address.rank}", card)
+    cards = [card.decode() for card in store.multi_get([f"card/{rank}" for rank in range(address.world_size)])]
+    for rank, card in enumerate(cards):
+        first = cards.index(card)
         if first != rank:
             raise MeshError(
                 f"ranks {first} and {rank} compute on the same card",
-                why=f"it is {each}; NCCL needs a card for each rank",
+                why=f"it is {card}; NCCL needs a card for each rank",
                 fix=f'start fewer ranks, set {DEVICE_VARIABLE}=cpu, or share the card with backend="gloo"',
             )

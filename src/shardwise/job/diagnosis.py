@@ -72,9 +72,9 @@ def diagnose(beats: Sequence[Beat], now: float, *, rank: int, quiet_seconds: flo
     if ends := [(beat.order, ended) for ended, beat in enumerate(beats) if beat.ended]:
         _, first = min(ends)
         return _ended(first, beats[first], mine, at)
-    others = [other for other in range(len(beats)) if other != rank]
-    quiet = [other for other in others if now - beats[other].heard_at > quiet_seconds]
-    elsewhere = [other for other in others if not beats[other].collective or beats[other].step != mine.step]
+    peers = [peer for peer in range(len(beats)) if peer != rank]
+    quiet = [peer for peer in peers if now - beats[peer].heard_at > quiet_seconds]
+    elsewhere = [peer for peer in peers if not beats[peer].collective or beats[peer].step != mine.step]
     if quiet or elsewhere:
         return _missing(quiet, elsewhere, beats, mine, at)
     return _all_waiting(beats, mine, at) if is_late else None

@@ -24,5 +24,5 @@ _OTHER_NAMES = {
 def set_gpu_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets what is not set, by this name or an older one. Before anything is allocated; on CPUs they do nothing."""
     for name, value in GPU_DEFAULTS.items():
-        if not any(each in environment for each in (name, *_OTHER_NAMES.get(name, ()))):
+        if not any(spelling in environment for spelling in (name, *_OTHER_NAMES.get(name, ()))):
             environment[name] = value

@@ -18,7 +18,7 @@ __all__ = [
     "end_process_groups",
     "make_groups",
     "new_group",
-    "new_own_group",
+    "new_group_of_one",
     "ranks_along",
     "wide_axes",
     "world_group",
@@ -30,8 +30,7 @@ Groups = dict[tuple[str, ...], dist.ProcessGroup]
 
 def wide_axes(shape: MeshShape, axes: Sequence[str] = AXES) -> tuple[str, ...]:
     """Those of `axes` along which there are several ranks, outermost first."""
-    found = [axis for axis in axes if shape.size(axis) > 1]
-    return tuple(axis for axis in AXES if axis in found)
+    return tuple(axis for axis in AXES if axis in axes and shape.size(axis) > 1)
 
 
 def ranks_along(shape: MeshShape, ranks: Sequence[int], axes: Sequence[str]) -> list[list[int]]:
@@ -43,16 +42,16 @@ def make_groups(
     shape: MeshShape,
     ranks: Sequence[int],
     *,
-    given: Mapping[tuple[str, ...], dist.ProcessGroup],
+    existing: Mapping[tuple[str, ...], dist.ProcessGroup],
     timeout: datetime.timedelta,
 ) -> Groups:
-    """The groups along every axis, along the data axes together, along all others together, and of all ranks: `given`
-    ones, and the rest new.
+    """The groups along every axis, along the data axes together, along all others together, and of all ranks: the
+    `existing` ones, and the rest new.
 
     Communicates: the creation of each new group, over all ranks.
     """
     everyone = wide_axes(shape)
-    groups = {**given}
+    groups = {**existing}
     if everyone and everyone not in groups:
         assert dist.group.WORLD is not None
         groups[everyone] = dist.group.WORLD
@@ -73,7 +72,7 @@ def new_group(lines: Sequence[Sequence[int]], *, timeout: datetime.timedelta) ->
     return group
 
 
-def new_own_group(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
+def new_group_of_one(*, timeout: datetime.timedelta) -> dist.ProcessGroup:
     """A group of this rank alone, for callers to whom no group would mean all ranks. Communicates nothing."""
     return dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from shardwise.errors import RankError, ShardwiseError
 from shardwise.job.diagnosis import Beat, diagnose
-from shardwise.job.rendezvous import Place, within
+from shardwise.job.rendezvous import RankAddress, call_with_timeout
 
 __all__ = ["Heartbeat", "find_place"]
 
@@ -72,9 +72,9 @@ class Heartbeat:
         failed_at: the failed collective while `diagnosis.explain` looks into it: the rank counts as being there.
     """
 
-    def __init__(self, store: dist.Store, place: Place, *, timeout_seconds: float) -> None:
+    def __init__(self, store: dist.Store, address: RankAddress, *, timeout_seconds: float) -> None:
         self.step = 0
-        self.place = place
+        self.address = address
         self.failed_at: Beat | None = None
         self._timeout_seconds = timeout_seconds
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's types lack it
@@ -97,12 +97,12 @@ class Heartbeat:
         ended, text = ("left", "") if error is None else ("failed", _in_words(error))
         last = replace(self._beat, step=self.step, ended=ended, text=text)
         with suppress(dist.DistError):  # the rank that keeps the store has ended first: nobody is left to read it
-            within(ANSWER_SECONDS, lambda: self._publish(replace(last, order=self._store.add("ended", 1))))
+            call_with_timeout(ANSWER_SECONDS, lambda: self._publish(replace(last, order=self._store.add("ended", 1))))
 
     def read_all(self) -> list[Beat] | None:
         """Every rank's last beat, with when it was heard; None where the store does not answer."""
         try:
-            beats = within(ANSWER_SECONDS, self._read)
+            beats = call_with_timeout(ANSWER_SECONDS, self._read)
         except dist.DistError:
             beats = None
         self._is_lost = beats is None
@@ -131,12 +131,12 @@ class Heartbeat:
             if all(beat.heard_at > start + BEAT_SECONDS / 2 for beat in beats):
                 break
             time.sleep(BEAT_SECONDS)
-        rank = self.place.rank
+        rank = self.address.rank
         if beats is None:
             return RankError(
                 f"rank 0 or its launcher did not come to {mine.collective} of step {mine.step}",
                 at=f"rank {rank}, {mine}",
-                why=f"the store it keeps at {self.place} no longer answers: it ended, was stopped, or cannot be "
+                why=f"the store it keeps at {self.address} no longer answers: it ended, was stopped, or cannot be "
                 "reached",
             )
         beats = [mine if number == rank else beat for number, beat in enumerate(beats)]
@@ -144,7 +144,7 @@ class Heartbeat:
         return diagnose(beats, time.monotonic(), rank=rank, quiet_seconds=quiet_seconds, is_late=is_late)
 
     def _read(self) -> list[Beat]:
-        keys = [f"beat/{rank}" for rank in range(self.place.world_size)]
+        keys = [f"beat/{rank}" for rank in range(self.address.world_size)]
         beats, now = [Beat.from_json(text) for text in self._store.multi_get(keys)], time.monotonic()
         last = self._heard or [replace(beat, heard_at=now) for beat in beats]
         self._heard = [
@@ -155,7 +155,7 @@ class Heartbeat:
 
     def _publish(self, beat: Beat) -> None:
         self._beat = beat
-        self._store.set(f"beat/{self.place.rank}", beat.to_json())
+        self._store.set(f"beat/{self.address.rank}", beat.to_json())
 
     def _look_here(self) -> Beat:
         if self.failed_at is not None:
@@ -172,7 +172,7 @@ class Heartbeat:
                 if self._beat.place != place:
                     place, moved_at, has_warned = self._beat.place, time.monotonic(), False
                 waited = time.monotonic() - moved_at
-                if self.place.rank < 2 and self._beat.collective and not has_warned:
+                if self.address.rank < 2 and self._beat.collective and not has_warned:
                     has_warned = self._warn(waited)
 
     def _warn(self, seconds: float) -> bool:
@@ -183,8 +183,8 @@ class Heartbeat:
         beats = self._read()
         if seconds < self._timeout_seconds / 2 + quiet_seconds + BEAT_SECONDS:
             return False  # until then the last readings cannot tell who is quiet
-        error = diagnose(beats, time.monotonic(), rank=self.place.rank, quiet_seconds=quiet_seconds, is_late=True)
-        if error is not None and (self.place.rank == 0 or not beats[0].collective):
+        error = diagnose(beats, time.monotonic(), rank=self.address.rank, quiet_seconds=quiet_seconds, is_late=True)
+        if error is not None and (self.address.rank == 0 or not beats[0].collective):
             logger.warning("%s has taken %.0f seconds: %s", self._beat.collective, seconds, error)
         return True
 

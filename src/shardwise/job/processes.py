@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.job.devices import check_own_cards
 from shardwise.job.heartbeat import Heartbeat
-from shardwise.job.rendezvous import meet, read_place
+from shardwise.job.rendezvous import read_address, rendezvous
 
 __all__ = ["current_heartbeat", "end_processes", "start_processes"]
 
@@ -31,21 +31,21 @@ def start_processes(device: torch.device, backend: str | None, timeout: datetime
 
     Communicates: the rendezvous.
     """
-    place = read_place()
-    store = meet(place, timeout_seconds=timeout.total_seconds())
+    address = read_address()
+    store = rendezvous(address, timeout_seconds=timeout.total_seconds())
     if device.type == "cuda" and backend != "gloo":
-        check_own_cards(store, place, device)
+        check_own_cards(store, address, device)
     dist.init_process_group(
         backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"),
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=address.rank,
+        world_size=address.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" and backend in (None, "nccl") else None,
     )
     atexit.register(end_processes)
     try:
-        _HEARTBEATS.append(Heartbeat(store, place, timeout_seconds=timeout.total_seconds()))
+        _HEARTBEATS.append(Heartbeat(store, address, timeout_seconds=timeout.total_seconds()))
     except dist.DistError:  # the rank that keeps the store has failed already, and said why
         return
 

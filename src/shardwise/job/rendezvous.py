@@ -21,7 +21,15 @@ import torch.distributed as dist
 
 from shardwise.errors import MeshError
 
-__all__ = ["Place", "meet", "read_place", "read_rank", "read_world_size", "shown_ranks", "within"]
+__all__ = [
+    "RankAddress",
+    "call_with_timeout",
+    "read_address",
+    "read_rank",
+    "read_world_size",
+    "rendezvous",
+    "shown_ranks",
+]
 
 FIRST_NOTICE_SECONDS = 10.0
 """After how long it is said who is missing; again whenever that time has doubled."""
@@ -34,7 +42,7 @@ _START = "start it with torchrun, which sets all of them"
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """What the environment says of this process: its rank, and where the store of all ranks is.
 
     Attributes:
@@ -51,7 +59,7 @@ class Place:
         return f"{self.host}:{self.port}"
 
 
-def read_place() -> Place:
+def read_address() -> RankAddress:
     """Reads the environment that torchrun sets.
 
     Raises:
@@ -77,19 +85,19 @@ def read_place() -> Place:
     if problems or rank is None or world_size is None or port is None:
         raise MeshError("the environment of this rank cannot be right", why="\n".join(problems), fix=_START)
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Place(rank, world_size, os.environ["MASTER_ADDR"], port, rank == 0 and not has_agent)
+    return RankAddress(rank, world_size, os.environ["MASTER_ADDR"], port, rank == 0 and not has_agent)
 
 
 def read_world_size() -> int:
     """The number of ranks that the environment gives; 1 where there is no launcher."""
-    return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_place().world_size
+    return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_address().world_size
 
 
 def read_rank() -> int:
     """This process's rank, also before it has met others; 0 where there is no launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return 0 if read_world_size() == 1 else read_place().rank
+    return 0 if read_world_size() == 1 else read_address().rank
 
 
 def _number(name: str, problems: list[str]) -> int | None:
@@ -101,7 +109,7 @@ def _number(name: str, problems: list[str]) -> int | None:
         return None
 
 
-def meet(place: Place, *, timeout_seconds: float) -> dist.Store:
+def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
     """Waits until every rank has come; returns the store they share.
 
     Raises:
@@ -110,14 +118,14 @@ def meet(place: Place, *, timeout_seconds: float) -> dist.Store:
     Communicates: through the store alone.
     """
     waiting = _Waiting(timeout_seconds)
-    _reach(place, waiting)
+    _reach(address, waiting)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"shardwise/{attempt}", _open_store(place, waiting))
+    store = dist.PrefixStore(f"shardwise/{attempt}", _open_store(address, waiting))
     try:
-        _arrive(store, place, waiting)
+        _arrive(store, address, waiting)
     except dist.DistError as error:
         raise MeshError(
-            f"rank 0 at {place} has gone before all ranks had come",
+            f"rank 0 at {address} has gone before all ranks had come",
             why=str(error).splitlines()[0],
             fix="look at what rank 0 or its launcher said",
         ) from None
@@ -151,65 +159,67 @@ class _Waiting:
         logger.warning("waiting for %s (%.0f of %g seconds)", text, self.seconds - self.seconds_left, self.seconds)
 
 
-def _reach(place: Place, waiting: _Waiting) -> None:
+def _reach(address: RankAddress, waiting: _Waiting) -> None:
     """Waits until the host has an address, as a cluster may name hosts after it starts them, and something listens."""
     while True:
         try:
-            if place.hosts_store:
-                socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+            if address.hosts_store:
+                socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
             else:
                 seconds = max(0.1, min(5.0, waiting.seconds_left))
-                socket.create_connection((place.host, place.port), timeout=seconds).close()
+                socket.create_connection((address.host, address.port), timeout=seconds).close()
             return
         except (OSError, UnicodeError) as error:
             has_address = not isinstance(error, socket.gaierror | UnicodeError)
-            why = "nothing listens there" if has_address else f"{place.host} does not resolve"
+            why = "nothing listens there" if has_address else f"{address.host} does not resolve"
             why = f"{why}: {getattr(error, 'strerror', None) or error}"
         if waiting.seconds_left <= 0:
             raise MeshError(
-                f"rank {place.rank} cannot reach rank 0 at {place}",
+                f"rank {address.rank} cannot reach rank 0 at {address}",
                 why=f"{why}, for {waiting.seconds:g} seconds",
                 fix="look whether rank 0 was started, or raise timeout_seconds"
                 if has_address
                 else "set MASTER_ADDR to the address of rank 0's host",
             )
         if waiting.pause():
-            waiting.say(f"{place.world_size - 1} of {place.world_size} ranks at {place}: rank 0 is missing; {why}")
+            waiting.say(
+                f"{address.world_size - 1} of {address.world_size} ranks at {address}: rank 0 is missing; {why}"
+            )
 
 
-def _open_store(place: Place, waiting: _Waiting) -> dist.Store:
+def _open_store(address: RankAddress, waiting: _Waiting) -> dist.Store:
     build = functools.partial(
         dist.TCPStore,
-        place.host,
-        place.port,
-        place.world_size,
-        place.hosts_store,
+        address.host,
+        address.port,
+        address.world_size,
+        address.hosts_store,
         timeout=datetime.timedelta(seconds=waiting.seconds),
         wait_for_workers=False,
         multi_tenant=True,
     )
     try:
-        store = within(max(1.0, waiting.seconds_left), build)
+        store = call_with_timeout(max(1.0, waiting.seconds_left), build)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise MeshError(
-                f"rank {place.rank} cannot open the store at {place}", why=str(error).splitlines()[0]
+                f"rank {address.rank} cannot open the store at {address}", why=str(error).splitlines()[0]
             ) from None
         raise MeshError(
-            f"port {place.port} of this machine is in use",
+            f"port {address.port} of this machine is in use",
             why="rank 0 must listen there, and another process does",
             fix="set MASTER_PORT to a free port on every rank, or start with torchrun, which finds one",
         ) from None
     if store is None:
         raise MeshError(
-            f"what listens at {place} does not answer as rank 0",
+            f"what listens at {address} does not answer as rank 0",
             why=f"it said nothing for {waiting.seconds:g} seconds: another program, or a stopped rank 0",
             fix="set MASTER_PORT to a free port on every rank",
         )
     return store
 
 
-def within(seconds: float, work: Callable[[], Result]) -> Result | None:
+def call_with_timeout(seconds: float, work: Callable[[], Result]) -> Result | None:
     """What `work` returns or raises; None if it takes longer, and goes on in a thread that nobody waits for."""
     future: Future[Result] = Future()
 
@@ -219,14 +229,14 @@ def within(seconds: float, work: Callable[[], Result]) -> Result | None:
         except Exception as error:  # noqa: BLE001 - raised where it is waited for
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True, name="shardwise-within").start()
+    threading.Thread(target=run, daemon=True, name="shardwise-call").start()
     done, _ = wait([future], timeout=seconds)
     return future.result() if done else None
 
 
-def _arrive(store: dist.Store, place: Place, waiting: _Waiting) -> None:
+def _arrive(store: dist.Store, address: RankAddress, waiting: _Waiting) -> None:
     """Says that this rank is there, and waits until all are."""
-    rank, world_size = place.rank, place.world_size
+    rank, world_size = address.rank, address.world_size
     expected = int(store.compare_set("world size", "", str(world_size)))
     if expected != world_size:
         raise MeshError(
@@ -252,12 +262,12 @@ def _arrive(store: dist.Store, place: Place, waiting: _Waiting) -> None:
         missing = [each for each in range(world_size) if not store.check([f"arrived/{each}"])]
         if waiting.seconds_left <= 0:
             raise MeshError(
-                f"{len(missing)} of {world_size} ranks never came to {place}",
+                f"{len(missing)} of {world_size} ranks never came to {address}",
                 why=f"rank {rank} waited {waiting.seconds:g} seconds for {shown_ranks(missing)}",
                 fix="see whether they were started with the same MASTER_ADDR and MASTER_PORT, or raise timeout_seconds",
             )
         if missing and not set(range(rank)) - set(missing):  # the first of those that have come speaks for all
-            waiting.say(f"{len(missing)} of {world_size} ranks at {place}: {shown_ranks(missing)} to come")
+            waiting.say(f"{len(missing)} of {world_size} ranks at {address}: {shown_ranks(missing)} to come")
 
 
 def shown_ranks(ranks: Sequence[int]) -> str:

@@ -11,13 +11,13 @@ import re
 
 from shardwise.errors import MeshError
 
-__all__ = ["adopt_slurm"]
+__all__ = ["read_slurm_environment"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 """Below the ports that systems hand out by themselves."""
 
 
-def adopt_slurm() -> None:
+def read_slurm_environment() -> None:
     """Sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` as torchrun would,
     where this process is one of several tasks of a Slurm step; what is set already stays.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -64,7 +64,7 @@ class FsdpPolicy:
         if self.zero_stage not in _STAGES:
             raise ConfigError(f"zero_stage is {self.zero_stage!r}", fix="use 1, 2 or 3")
         if self.units is not None:
-            object.__setattr__(self, "units", tuple(self.units))
+            object.__setattr__(self, "units", _patterns(self.units))
         if self.prefetch < 1:
             raise ConfigError(
                 f"prefetch is {self.prefetch!r}", why="it counts units", fix="use an integer of at least 1"
@@ -149,7 +149,7 @@ class Recompute:
         check_choice("Recompute mode", self.mode, _RECOMPUTED)
         if self.every < 1:
             raise ConfigError(f"Recompute every is {self.every!r}", fix="use an integer of at least 1")
-        object.__setattr__(self, "modules", tuple(self.modules))
+        object.__setattr__(self, "modules", _patterns(self.modules))
         if self.modules and self.mode in ("none", "attention", "budget"):
             raise ConfigError(
                 f"Recompute modules with mode {self.mode!r}",
@@ -236,6 +236,11 @@ class Pipeline:
                     why="it says with which layer every stage begins, or how many each holds",
                     fix="use integers, such as (0, 7, 15)",
                 )
+
+
+def _patterns(patterns: str | Iterable[str]) -> tuple[str, ...]:
+    """Patterns as a tuple; text is one pattern."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
 def check_choice(what: str, value: object, choices: tuple[str, ...]) -> None:

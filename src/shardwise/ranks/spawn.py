@@ -112,10 +112,10 @@ def spawn(
 def _check_request(fn: Callable[..., object], world_size: int, timeout: float) -> None:
     problems = []
     module: Any = sys.modules.get(getattr(fn, "__module__", None) or "")
-    found = module
+    value = module
     for part in getattr(fn, "__qualname__", "?").split("."):
-        found = getattr(found, part, None)
-    if found is not fn:
+        value = getattr(value, part, None)
+    if value is not fn:
         problems.append(
             f"{fn!r} cannot be found again by its name: pass a function defined at the top level of a module"
         )
@@ -203,7 +203,7 @@ def _raise_for(ranks: Sequence[_Rank], timeout: float) -> None:
         raise _exit_error(gone[0], "without a result")
     failed = [(rank, rank.report.failure) for rank in ranks if rank.report and rank.report.failure]
     if failed:
-        rank, failure = min(failed, key=lambda each: each[1].at_seconds)
+        rank, failure = min(failed, key=lambda item: item[1].at_seconds)
         cause = RankError(
             f"{rank.name} raised {failure.name}",
             at=rank.place,

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import ConfigError, MeshError, UnsupportedError
-from shardwise.job.groups import new_own_group
+from shardwise.job.groups import new_group_of_one
 from shardwise.job.rendezvous import read_world_size
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
@@ -128,7 +128,7 @@ def _define_getters(kind: str, axes: tuple[str, ...]) -> None:
 def _own_group() -> dist.ProcessGroup | None:
     """This rank alone: torch takes None for all ranks. None where no processes have met, so that these are the same."""
     if _State.own_group is None and dist.is_available() and dist.is_initialized():
-        _State.own_group = new_own_group(timeout=datetime.timedelta(seconds=600))
+        _State.own_group = new_group_of_one(timeout=datetime.timedelta(seconds=600))
     return _State.own_group
 
 
