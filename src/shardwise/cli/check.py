@@ -16,11 +16,14 @@ from shardwise.train.run_config import Problem, TrainConfig
 __all__ = ["HELP", "add_arguments", "check_run", "run"]
 
 HELP = """\
-Look a training run over without starting it: spelling and types of its keys, files and packages it needs, whether the
-ranks fill the layout, whether batches divide among them, whether the model can be split that way, with its adapter,
-and keeps documents of a row apart, and whether the first prompts or messages are what they should be. Lists every
-problem at once; the exit code is 1 if there is one. Warns where tensor parallelism crosses machines, which works and
-is slow.
+Check a training run without starting it, and list every problem at once:
+
+  - names and types of its keys, and the files and packages that it needs;
+  - whether the number of ranks fits the layout, and whether batches divide among the ranks;
+  - whether the model, with its adapter, can be split that way, and can keep packed documents apart;
+  - whether the first prompts or messages of the data can be read.
+
+Warns if tensor parallelism crosses machines, which works but is slow. The exit code is 1 if there is a problem.
 
   shardwise check run.yaml
   shardwise check run.yaml layout=tp8 --world-size 64

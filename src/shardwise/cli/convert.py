@@ -11,17 +11,16 @@ from shardwise.weights.staging import is_url
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Write the model of a checkpoint as a directory that `from_pretrained` loads. Needs neither the ranks that saved it nor
-their memory: tensors are copied one by one. Checkpoints of others are taken, too: directories of
-torch.distributed.checkpoint (NeMo Automodel's among them), of transformers' distributed_checkpoint=True, of Optimum
-Neuron and of NxD.
+Write the model of a checkpoint as a directory that `from_pretrained` loads, in one process: tensors are copied one by
+one. Also reads torch.distributed.checkpoint (NeMo Automodel's among them), transformers' distributed_checkpoint=True,
+Optimum Neuron and NxD.
 
   shardwise convert runs/first/checkpoints --to hf out
   shardwise convert runs/first/checkpoints --tag step-200 --to hf out --dtype bfloat16 --tokenizer path/or/hub-id
   shardwise convert automodel/epoch_0_step_100/model --config path/or/hub-id --to hf out
 
-Of a run that trained an adapter, a checkpoint holds that alone. Write it as PEFT does, or add it to its base, which is
-named first:
+The checkpoint of a run that trained an adapter holds the adapter alone. Write it in PEFT's format, or merge it into its
+base model, which is named first:
 
   shardwise convert runs/lora/checkpoints --adapter --to hf out
   shardwise convert path/or/hub-id --merge-adapter runs/lora/checkpoints --to hf out

@@ -19,8 +19,9 @@ from shardwise.versions import SUPPORTED, installed, release_of
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-Look this machine over: versions, devices, communication backends, threads, the hub cache, what torch.compile needs, and
-a real all-reduce between two CPU ranks. The exit code is 1 if something is broken.
+Check this machine: versions (installed, oldest supported, newest tested), the private names of torch that Shardwise
+uses, devices, communication backends, threads, the hub cache, what torch.compile needs, and an all-reduce between two
+CPU ranks. The exit code is 1 if something is broken.
 
   shardwise doctor
 """

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = """\
-List the checkpoints of a directory, the newest last, and say what the newest (or --tag) holds. --verify compares
-every byte with its checksum. The exit code is 1 if something is damaged.
+List the checkpoints of a directory, newest last, and describe the newest one (or --tag). --verify compares every byte
+with its checksum. The exit code is 1 if something is damaged.
 
   shardwise inspect runs/first/checkpoints
   shardwise inspect runs/first/checkpoints --tag step-200 --verify --tensors

@@ -46,9 +46,9 @@ COMMANDS: dict[str, tuple[Any, str]] = {
     "plan": (plan, "print how a model is split"),
     "check": (check, "list every problem of a run before it starts"),
     "verify": (verify, "prove on a tiny model that a split computes the same numbers"),
-    "inspect": (inspect, "say what is in a checkpoint, and whether it is complete"),
+    "inspect": (inspect, "describe a checkpoint, and verify its checksums"),
     "convert": (convert, "write a checkpoint's model as a Hugging Face directory"),
-    "doctor": (doctor, "look over this machine"),
+    "doctor": (doctor, "check this machine"),
 }
 
 KEYS = frozenset(field.name for field in dataclasses.fields(TrainConfig))

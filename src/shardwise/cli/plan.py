@@ -20,18 +20,17 @@ from shardwise.train.run_config import TrainConfig
 __all__ = ["HELP", "add_arguments", "add_target", "find_target", "run"]
 
 HELP = """\
-Print how a model is split: the rule for every parameter and where it comes from, what each rank holds, and what stays
-replicated and why. Reads the model's configuration, not its weights.
+Print how a model is split: the rule for every parameter and where the rule comes from, what each rank holds, and which
+parameters stay replicated and why. Reads the model's configuration, not its weights.
 
   shardwise plan path/or/hub-id --layout tp2
   shardwise plan path/or/hub-id --layout fsdp8.tp4 --batch 2x4096 --compute bfloat16 --recompute full
   shardwise plan path/or/hub-id --layout pp4 --timeline steps.svg
   shardwise plan run.yaml
 
-With --timeline a step of the pipeline is drawn, and shown as text, where all stages cost alike.
+--timeline draws one step of the pipeline, under the assumption that all stages cost the same.
 
-With --batch (a run's file says it itself) a forward on fake tensors also tells what a rank holds between forward and
-backward of one microbatch.
+--batch (for a run, its own batch size is used) adds the memory of one microbatch, from a forward on fake tensors.
 """
 
 
@@ -49,7 +48,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `shardwise plan`."""
     add_target(parser)
-    parser.add_argument("--batch", metavar="ROWSxTOKENS", help="one microbatch of a data rank, such as 2x4096")
+    parser.add_argument("--batch", metavar="ROWSxTOKENS", help="size of one microbatch on a data rank, such as 2x4096")
     parser.add_argument("--compute", metavar="DTYPE", help="dtype of forward and backward, such as bfloat16")
     parser.add_argument("--recompute", metavar="MODE", help="none, full, attention, selective, alternate or offload")
     parser.add_argument(

@@ -14,7 +14,7 @@ from shardwise.job.rendezvous import RankAddress
 __all__ = ["DEVICE_VARIABLE", "check_own_cards", "pick_device"]
 
 DEVICE_VARIABLE = "SHARDWISE_DEVICE"
-"""Where ranks compute that were not told: `cpu`, `cuda`, `cuda:0`."""
+"""Environment variable with the default device of ranks: `cpu`, `cuda`, `cuda:0`."""
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:

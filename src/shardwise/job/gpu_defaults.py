@@ -1,4 +1,4 @@
-"""What ranks on GPUs are started with, as far as their user has not said otherwise."""
+"""Default environment variables of ranks on GPUs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 FIRST_NOTICE_SECONDS = 10.0
-"""After how long it is said who is missing; again whenever that time has doubled."""
+"""Seconds until the first warning that names missing ranks; the next ones come after twice the time each."""
 
 logger = logging.getLogger("shardwise.job")
 
@@ -133,7 +133,7 @@ def rendezvous(address: RankAddress, *, timeout_seconds: float) -> dist.Store:
 
 
 class _Waiting:
-    """A wait with a limit, of which a word is said from time to time."""
+    """A wait with a time limit, which warns at growing intervals."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
