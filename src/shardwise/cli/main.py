@@ -90,6 +90,8 @@ def command() -> NoReturn:
     The interpreter would first free one by one what torch and transformers imported, which takes a second.
     """
     gc.disable()  # imports leave no garbage, and looking for it takes a sixth of their time; `train` enables it
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - to the end of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for a terminal or a pipe that knows fewer characters
     code = main()
