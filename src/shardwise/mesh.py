@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -234,19 +233,6 @@ class Mesh:
         """
         wide = wide_axes(self.shape, axes or AXES)
         return self._groups[wide] if wide else None
-
-    def group_of(self, lines: Any) -> dist.ProcessGroup | None:
-        """This rank's group of those that are given as lists of ranks; of all ranks where none are.
-
-        Raises:
-            MeshError: they run along none of tp, pp, the data axes, and all.
-        """
-        for axes in (AXES, DATA_AXES, ("tp",), ("pp",)):
-            if isinstance(lines, dist.ProcessGroup):  # torch's, where lists are asked for
-                break
-            if lines is None or [list(line) for line in lines] == [list(line) for line in self.shape.groups(*axes)]:
-                return self.group(*axes)
-        raise MeshError(f"the groups {lines} are none of {self.shape}", fix="use those of tp, pp, data or all ranks")
 
     def subgroup(self, axis: str, blocks: Blocks) -> dist.ProcessGroup | None:
         """The group of this rank when the coords of `axis` are divided into `blocks`, e.g. `((0, 1), (2, 3))`.

@@ -8,7 +8,7 @@ import torch
 import shardwise
 from shardwise.checkpoint.schedules import common_state, state_for_groups
 from shardwise.compat.neuronx_distributed import trainer
-from shardwise.compat.optimizers.wrapped import CompletingOptimizer
+from shardwise.compat.neuronx_distributed.trainer.optimizer import NxDOptimizer
 from shardwise.errors import LoadError
 from tests.families import tiny_model
 
@@ -71,7 +71,7 @@ def test_the_scheduler_of_a_wrapped_optimizer_goes_on_with_the_rates_of_its_grou
         matrices, vectors = ([each for each in model.parameters() if each.ndim == ndim] for ndim in (2, 1))
         by_name = {"matrices": (matrices[1:], 0.1), "vectors": (vectors, 0.2), "embedding": (matrices[:1], 0.2)}
         groups = [{"params": by_name[name][0], "lr": by_name[name][1]} for name in names]
-        optimizer = CompletingOptimizer(torch.optim.AdamW(groups), mesh, max_norm=None)
+        optimizer = NxDOptimizer(torch.optim.AdamW(groups), mesh, max_norm=None)
         return {"model": model, "optimizer": optimizer, "scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5)}
 
     saved, loaded = build("matrices", "vectors", "embedding"), build("embedding", "vectors", "matrices")

@@ -481,6 +481,34 @@ def test_values_that_are_no_dtensors():
     assert to_cpu(torch.ones(2)).tolist() == [1.0, 1.0]
 
 
+def loaded_later(mesh, name):
+    """A meta model, split, then given memory and full weights, as torch's users do."""
+    whole = tiny_model(name)
+    with torch.device("meta"):
+        model = type(whole)(whole.config)
+    device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    fsdp2_strategy_parallelize(model, device_mesh, mp_policy=FLOAT32)
+    model.to_empty(device="cpu")
+    for value in model.buffers():
+        value.fill_(3)  # whatever was in memory
+    model.load_state_dict(whole.state_dict())
+    batch = tiny_batch(whole, rows=2)
+    loss = model(**batch).loss
+    loss.backward()
+    wanted = whole(**batch).loss
+    wanted.backward()
+    gradients = {name: value.grad for name, value in whole.named_parameters()}
+    problems = differing("loss", loss.detach(), wanted.detach(), LOSS)
+    return problems + differing_gradients(shardwise.full_gradients(model), gradients)
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("layout", ["tp2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_buffers_that_no_state_dict_holds_are_right_after_to_empty(on_ranks, layout, name):
+    assert on_ranks(loaded_later) == [[], []]
+
+
 @single
 def test_a_model_on_the_meta_device_starts_as_its_modules_do():
     config = tiny_model("llama", tied=True).config

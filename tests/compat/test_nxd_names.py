@@ -10,13 +10,11 @@ import torch
 
 import shardwise.compat.neuronx_distributed as nxd
 from shardwise.comm.agree import run_in_turns
-from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state, xm
+from shardwise.compat.neuronx_distributed import parallel_layers, parallel_state
 from shardwise.compat.neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
 from shardwise.compat.neuronx_distributed.optimizer import NeuronZero1Optimizer
-from shardwise.compat.neuronx_distributed.parallel_layers import grads, layers, utils
+from shardwise.compat.neuronx_distributed.parallel_layers import grads, layers
 from shardwise.compat.neuronx_distributed.trainer import optimizer as nxd_optimizer
-from shardwise.compat.neuronx_distributed.utils import model_utils
-from shardwise.errors import MeshError
 from tests.families import tiny_model
 
 pytestmark = pytest.mark.spawn
@@ -62,13 +60,12 @@ def used(mesh):
         GQAQKVColumnParallelLinear(6, [8, 4], fuse_qkv=False),
     ):
         torch.manual_seed(0)
-        start = kept.initialize_weight_biases if isinstance(kept, GQAQKVColumnParallelLinear) else kept.init_weight_cpu
-        start()
+        kept.reset_parameters()
         before = [each.detach().clone() for each in kept.parameters()]
         with torch.no_grad():
             [each.fill_(7.0) for each in kept.parameters()]
         torch.manual_seed(0)
-        start()
+        kept.reset_parameters()
         same = all(map(torch.equal, before, kept.parameters()))
         wrong += [f"{type(kept).__name__} started again"] if not same else []
     grouped = GQAQKVColumnParallelLinear(
@@ -85,36 +82,13 @@ def used(mesh):
     parallel_layers.destroy_model_parallel()
     parallel_layers.initialize_model_parallel(1)
     wrong += sharded()
-    wrong += ["move"] if model_utils.move_model_to_device is not parallel_layers.move_model_to_device else []
     parallel_layers.destroy_model_parallel()
     return wrong
 
 
 def called(mesh, nxd_config, model, optimizer):
-    """What the scripts beside the package call."""
-    data, tensor = (
-        parallel_state.get_data_parallel_group(as_list=True),
-        parallel_state.get_tensor_model_parallel_group(True),
-    )
-    x = torch.tensor([1.0 + mesh.rank])
-    sums = [float(xm.all_reduce(xm.REDUCE_SUM, x, groups=each)) for each in (None, data, tensor)]
-    wrong = [f"all_reduce {sums}"] if sums != [3.0, 1.0 + mesh.rank, 3.0] else []
-    wrong += (
-        ["largest"] if float(xm.all_reduce(xm.REDUCE_MAX, x, scale=0.5)) != 1.0 or float(x) != 1.0 + mesh.rank else []
-    )
-    try:
-        xm.all_reduce(xm.REDUCE_SUM, x, groups=[[1, 0]])
-        wrong += ["groups of nobody"]
-    except MeshError:
-        pass
-    wrong += ["mesh_reduce"] if xm.mesh_reduce("loss", mesh.rank, sum) != 1 else []
-    xm.set_rng_state(5)
-    drawn = torch.rand(1)
-    torch.manual_seed(5)
-    wrong += ["set_rng_state"] if drawn != torch.rand(1) or nxd.utils.cpu_mode() is not True else []
-    wrong += ["divide"] if utils.divide(8, 2) != 4 or utils.requires_init_pg_override() else []
-    wrong += ["to cpu"] if utils.move_all_tensor_to_cpu({"x": [x, 3]}) != {"x": [x, 3]} else []
-    wrong += ["init_zero"] if optimizer.optimizer.init_zero() is not None or len(optimizer.params) == 0 else []
+    """What the scripts beside the package call, by name where it is otherwise."""
+    wrong = ["init_zero"] if optimizer.optimizer.init_zero() is not None or len(optimizer.params) == 0 else []
     wrong += ["has_checkpoint"] if nxd.has_checkpoint("nowhere") else []
     built = []
     with_buffers = nxd.initialize_parallel_model(

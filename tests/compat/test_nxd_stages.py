@@ -22,6 +22,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers import (
 )
 from shardwise.compat.neuronx_distributed.pipeline import NxDPPModel
 from shardwise.compat.neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule
+from shardwise.compat.warned import CompatWarning
 from shardwise.errors import ShardwiseError
 from tests.families import FULL_PRODUCT
 from tests.oracle import differing
@@ -281,7 +282,8 @@ def of_numbers(mesh):
     """Gradients of a model without labels are the mean of its microbatches', as theirs; it is cut, then moved."""
     parallel_state.initialize_model_parallel(1, 2)
     options = {"transformer_layer_cls": nn.Sequential, "num_microbatches": 4, "output_loss_value_spec": True}
-    model = NxDPPModel(Numbers(), auto_partition=True, input_names=["x"], **options)
+    with pytest.warns(CompatWarning, match="auto_partition, input_names, output_loss_value_spec change nothing"):
+        model = NxDPPModel(Numbers(), auto_partition=True, input_names=["x"], **options)
     whole, x = Numbers(), batch_of("layers")["inputs"]
     (whole(x) / 4).backward()
     loss = model.run_train(x=x)

@@ -177,9 +177,6 @@ def details(mesh, directory):
         dist.get_process_group_ranks(state.get_pipeline_model_parallel_group()) == [dist.get_rank()],
         state.get_tensor_parallel_size(),
         state.get_data_parallel_world_size(),
-        state.get_tensor_model_parallel_src_rank() == dist.get_rank() // 2 * 2,
-        state.get_expert_model_parallel_size(),
-        state.get_pipeline_model_parallel_next_rank() == dist.get_rank(),
     )
     for name, call in {
         "twice": lambda: state.initialize_model_parallel(2),
@@ -270,9 +267,6 @@ def test_groups_saving_and_what_is_refused(on_ranks, layout, tmp_path):
             True,
             2,
             2,
-            True,
-            1,
-            True,
         )
         assert found["norms"] == [[], []] and found["stepped"]
         assert found["rest"] == {"epoch": 3} and found["loaded"] and found["xser"] and found["from full"]

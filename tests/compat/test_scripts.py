@@ -108,13 +108,12 @@ def resumed(mesh, directory):
     found = steps(*second)
     parallel_state.destroy_model_parallel()
     xm.rendezvous("the end")  # where ranks have met, and no model parallelism is initialised
-    own = xm.get_ordinal(), xm.xrt_world_size(), xm.is_master_ordinal(), xm.mesh_reduce("sum", mesh.rank, sum)
-    return found == expected, content, own == (mesh.rank, 2, mesh.rank == 0, 1)
+    return found == expected, content
 
 
 @pytest.mark.parametrize("layout", ["tp2"])
 def test_an_optimizer_is_loaded_by_itself_and_ranks_meet_before_any_model(on_ranks, layout, tmp_path):
-    assert on_ranks(resumed, directory=str(tmp_path)) == [(True, {"step": 2}, True)] * 2
+    assert on_ranks(resumed, directory=str(tmp_path)) == [(True, {"step": 2})] * 2
 
 
 def odd(mesh):
@@ -137,15 +136,13 @@ def odd(mesh):
     ):
         with pytest.raises(BatchError, match="pad it to a multiple of 2"):
             call()
-    values = [torch.ones(2), torch.full((1,), 2.0)]
-    assert xm.all_reduce(xm.REDUCE_SUM, values) is None
     parallel_state.destroy_model_parallel()
-    return same, [each.tolist() for each in values]
+    return same
 
 
 @pytest.mark.parametrize("layout", ["tp2"])
 def test_features_of_any_sizes_are_joined_and_odd_sequences_refused(on_ranks, layout):
-    assert on_ranks(odd) == [(True, [[2.0, 2.0], [4.0]])] * 2
+    assert on_ranks(odd) == [True] * 2
 
 
 @pytest.mark.single
@@ -173,7 +170,6 @@ def test_wrong_arguments_are_one_error_with_the_remedy(tmp_path):
         "kv_size_multiplier is 0": lambda: nxd.modules.qkv_linear.GQAQKVColumnParallelLinear(
             4, [4, 2], kv_size_multiplier=0
         ),
-        "those of tp, pp, data": lambda: xm.all_reduce("sum", torch.ones(1), groups=[[0, 1]]),
     }
     for said, call in wrong.items():
         with pytest.raises((ConfigError, MeshError), match=said):
@@ -193,7 +189,6 @@ def test_what_the_documents_name_is_there_after_the_import_of_the_package():
 
     assert nxd.lightning.NeuronLTModule
     assert nxd.pipeline.manual_pipe_stage
-    assert nxd.utils.adamw_fp32_optim_params
     assert optimum.distributed.Parallelizer
     with pytest.raises(AttributeError, match="no attribute 'lightening'"):
         _ = nxd.lightening

@@ -224,7 +224,7 @@ def test_what_is_refused_and_the_small_print(on_ranks, layout):
         "sizes": "tensor_parallel_size 1 and pipeline_parallel_size 1 on tp2",
         "class": "has no Conv2d",
         "lora": "lora_config",
-        "no model": "without a model",
+        "no model": "nothing to save",
         "no parameters": "no parameter that is trained",
         "nothing saved": "/nowhere/at/all",
         "no loss": "which is no loss",

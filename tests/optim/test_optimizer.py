@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.compat.layers.by_hand import adopt_model
-from shardwise.compat.optimizers.zero_redundancy import build_sharded
+from shardwise.compat.neuronx_distributed.optimizer import build_sharded
 from shardwise.errors import ConfigError, UnsupportedError
 from shardwise.optim.gradients import LossScale, gradients_of
 from shardwise.optim.plain_step import stepping_class, takes_left_out

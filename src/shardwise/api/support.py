@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from shardwise.api.prepare import decide
 from shardwise.errors import ShardwiseError, UnsupportedError, one_line
-from shardwise.parallel.build import build_meta_model
+from shardwise.parallel.build import build_meta_model, named_class
 from shardwise.parameters.registry import is_split
 from shardwise.plan.options import ParallelSpec
 from shardwise.runtime.adapters import find_model
@@ -22,6 +23,20 @@ _KINDS = {
     "tp2 along the sequence": ("tp2", ParallelSpec(sequence_parallel=True)),
     "pp2": ("pp2", ParallelSpec()),
 }
+
+
+_CLASSES: tuple[Any, ...] = (
+    transformers.AutoModelForCausalLM,
+    transformers.AutoModelForSeq2SeqLM,
+    transformers.AutoModelForMaskedLM,
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForSpeechSeq2Seq,
+    transformers.AutoModelForCTC,
+    transformers.AutoModelForImageClassification,
+    transformers.AutoModelForAudioClassification,
+    transformers.AutoModel,
+)
+"""Which class represents a model type."""
 
 
 class _Answers(NamedTuple):
@@ -50,8 +65,8 @@ def find_support(given: str | type | nn.Module) -> Support:
     Seconds for an architecture that was not examined before; what is found is kept on disk.
 
     Args:
-        given: a model, real or not, split or not; a model class; or a model type, which represents its causal language
-            model or, where there is none, the class that its config names.
+        given: a model, real or not, split or not; a model class; or a model type, which represents the class that
+            its config names, its causal language model, or else the first of a list of other tasks.
     """
     try:
         model = _unsplit_model(given)
@@ -86,7 +101,14 @@ def _unsplit_model(given: Any) -> nn.Module:
     except Exception as error:  # a config's class refuses its own defaults with errors of many kinds
         why = one_line(error, limit=300)
         raise UnsupportedError(f"there is no default config of {given!r}: {why}") from error
-    return build_meta_model(config, given if is_class else None, dtype=None, options={})
+    return build_meta_model(config, given if is_class else _first_class(config), dtype=None, options={})
+
+
+def _first_class(config: PreTrainedConfig) -> Any:
+    """The first auto class that has models of such a config; None where none has, or the config names a class."""
+    if named_class(config) is not None:
+        return None
+    return next((each for each in _CLASSES if type(config) in each._model_mapping), None)
 
 
 def _said(error: ShardwiseError) -> str:

@@ -24,6 +24,7 @@ from shardwise.errors import MeshError
 __all__ = [
     "RankAddress",
     "call_with_timeout",
+    "is_launched",
     "read_address",
     "read_rank",
     "read_world_size",
@@ -91,6 +92,13 @@ def read_address() -> RankAddress:
 def read_world_size() -> int:
     """The number of ranks that the environment gives; 1 where there is no launcher."""
     return 1 if os.environ.get("WORLD_SIZE") in (None, "1") else read_address().world_size
+
+
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several ranks. Those that a Lightning Trainer starts are
+    told their rank by it, and not by `RANK`.
+    """
+    return bool(os.environ.get("RANK")) and read_world_size() > 1
 
 
 def read_rank() -> int:

@@ -1,181 +1,192 @@
-"""Adapters around modules that divide themselves: PEFT's own, whose A or B is such a module, too.
+"""LoRA around layers that divide themselves: PEFT's adapters, with an A or B that is such a layer too.
 
-Of a column-split module B is divided as its output is, of a row-split one A as its input is, and an embedding's are
-replicated. So ranks exchange what has the rank's width, and hidden features nowhere.
+Around a column-split layer B is split as the layer's output, around a row-split one A as the layer's input; an
+embedding's A and B are replicated. So ranks exchange tensors of the adapter's rank only, never hidden features.
+Importing this file needs PEFT.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft.tuners.lora.layer import Embedding, Linear
 from torch import Tensor, nn
 
 from shardwise.compat.layers.embedding import StandaloneEmbedding
 from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.layers.linears import ColumnLinear, RowLinear
-from shardwise.compat.layers.random_streams import own_stream
 from shardwise.compat.layers.split_module import SplitModule
 from shardwise.errors import UnsupportedError
+from shardwise.runtime.context import SplitContext, seeded
+from shardwise.runtime.modes import has_dropout
 from shardwise.sharding.placement import split_sections
 
 __all__ = ["register_split_layers"]
 
 
 def register_split_layers(model: nn.Module, config: Any) -> None:
-    """Tells PEFT, by the config of an adapter, how modules of `model` that divide themselves are adapted.
+    """Tells PEFT, through an adapter's config, which classes adapt the layers of `model` that divide themselves.
 
     Raises:
         UnsupportedError: the adapter reads full weights.
     """
     if not any(isinstance(module, SplitModule) for module in model.modules()):
         return
-    others = (getattr(config, each, False) for each in ("use_dora", "lora_bias"))
-    if not hasattr(config, "_register_custom_module") or any(others):
+    variants = (getattr(config, name, False) for name in ("use_dora", "lora_bias"))
+    if not hasattr(config, "_register_custom_module") or any(variants):
         raise UnsupportedError(
             f"adapters by {type(config).__name__} around modules that divide themselves",
-            why="only the sum of what A and B multiply is computed from parts",
+            why="only the product of A and B is computed from parts",
             fix="use LoRA, without biases of its own and variants such as DoRA",
         )
-    config._register_custom_module(_layers())
+    layers = {ColumnLinear: ColumnLora, GroupedProjections: ColumnLora, RowLinear: RowLora}
+    config._register_custom_module({**layers, StandaloneEmbedding: EmbeddingLora})
 
 
-@functools.cache
-def _layers() -> dict[type[nn.Module], type[nn.Module]]:
-    theirs = importlib.import_module("peft.tuners.lora.layer")
-    linear = type("SplitLinear", (_Divided, theirs.Linear), {"__module__": __name__})
-    embedding = type("SplitEmbedding", (_Replicated, theirs.Embedding), {"__module__": __name__})
-    return {ColumnLinear: linear, RowLinear: linear, GroupedProjections: linear, StandaloneEmbedding: embedding}
-
-
-class _Divided:
-    """Mixin of PEFT's adapter of a linear."""
-
-    lora_A: Any  # noqa: N815 - PEFT's
-    lora_B: Any  # noqa: N815
+class _SplitLora(Linear):
+    """PEFT's adapter of a linear, around a split one. The base may return a tuple."""
 
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         out: Any = module.out_features
         return module.in_features, out if isinstance(out, int) else out[0] + 2 * out[1]
 
+    def _drops_alike(self, base: Any) -> bool:
+        """Whether tp ranks drop the same inputs, because all of them have the full input."""
+        return base.sequence_dim is None
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        """Adds the adapters' products to what the base returns."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        base = self.get_base_layer()
+        out = self.base_layer(x, *args, **options)
+        for name in () if self.disable_adapters or self.merged else self.active_adapters:
+            if name in self.lora_A:
+                first, last, dropout = self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+                with nullcontext() if self._drops_alike(base) else _own_stream(dropout, base._split):
+                    dropped = self._cast_input_dtype(dropout(x), first.weight.dtype)
+                out = _add(out, last(first(dropped)), self.scaling[name])
+        return out
+
+
+class ColumnLora(_SplitLora):
+    """Around a column-split linear: A is replicated, B is split as the base's output is."""
+
     @property
     def parameter_name(self) -> str:
         """The base's weight."""
-        return "weight_qkv" if isinstance(self.get_base_layer(), GroupedProjections) else "weight"  # type: ignore[attr-defined]
+        return "weight_qkv" if isinstance(self.get_base_layer(), GroupedProjections) else "weight"
 
     @torch.no_grad()
     def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """Adds an adapter, which PEFT makes in full, after the same numbers on every rank, and keeps this rank's part.
-
-        Communicates: nothing.
-        """
-        super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
-        base: Any = self.get_base_layer()  # type: ignore[attr-defined]
-        first, last = self.lora_A[adapter_name], self.lora_B[adapter_name]
-        if isinstance(base, RowLinear):
-            self.lora_A[adapter_name] = _first_of(base, first)
-            is_partial, whole = base.sequence_dim is not None or not base.reduces, last
+        """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of B."""
+        super().update_layer(adapter_name, *args, **options)
+        base, first, full = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
+        same: dict[str, Any] = {name: getattr(base, name) for name in ("gathers", "sequence_dim", "reduce_dtype")}
+        same |= {"bias": False, "dtype": full.weight.dtype, "init_weight": nn.init.zeros_}
+        if isinstance(base, GroupedProjections):
+            same |= {"copies": base.copies, "num_heads": base.num_heads}
+            grouped = GroupedProjections(full.in_features, base.out_features, base.mesh, **same)
+            last: SplitModule = grouped
+            name, split = "weight_qkv", split_sections(0, grouped.splits)
         else:
-            self.lora_B[adapter_name] = _last_of(base, last)
-            is_partial, whole = base.sequence_dim is not None, first
-        whole.partial_parameters = tuple(whole._parameters) if is_partial else ()
+            last = ColumnLinear(full.in_features, base.out_features, base.mesh, **same)
+            name, split = "weight", base.placements["weight"]
+        last.add_parameter(name, full.weight, split, device=full.weight.device)
+        last.padded_width = base.padded_width
+        self.lora_B[adapter_name] = last
+        first.partial_parameters = ("weight",) if base.sequence_dim is not None else ()
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """As PEFT's, into this rank's part of one weight.
+        """Merges as PEFT does, into this rank's part of one weight.
 
         Raises:
-            UnsupportedError: the base has several, or one in parts.
+            UnsupportedError: the base holds query, key and value.
         """
-        if self.parameter_name != "weight":
+        if isinstance(self.get_base_layer(), GroupedProjections):
             raise _not_in_place(self)
-        super().merge(*args, **options)  # type: ignore[misc]
+        super().merge(*args, **options)
 
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        """As PEFT's, of modules that may return several values."""
-        own: Any = self
-        if own.disable_adapters and own.merged:
-            own.unmerge()
-        out, base = own.base_layer(x, *args, **options), own.get_base_layer()
-        is_part = base.input_is_split if isinstance(base, RowLinear) else base.sequence_dim is not None
-        for name in () if own.disable_adapters or own.merged else own.active_adapters:
-            if name in own.lora_A:
-                with own_stream(own.lora_dropout[name], base._split) if is_part else nullcontext():
-                    given = own._cast_input_dtype(own.lora_dropout[name](x), own.lora_A[name].weight.dtype)
-                out = _sum(out, own.lora_B[name](own.lora_A[name](given)), own.scaling[name])
+
+class RowLora(_SplitLora):
+    """Around a row-split linear: A is split as the base's input is, B is replicated."""
+
+    def _drops_alike(self, base: Any) -> bool:
+        return not base.input_is_split
+
+    @torch.no_grad()
+    def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
+        """Adds an adapter. PEFT draws the full one, alike on every rank; this rank keeps its part of A."""
+        super().update_layer(adapter_name, *args, **options)
+        base, full, last = self.get_base_layer(), self.lora_A[adapter_name], self.lora_B[adapter_name]
+        names = ("input_is_split", "reduces", "sequence_dim", "reduce_dtype")
+        same: dict[str, Any] = {name: getattr(base, name) for name in names}
+        same |= {"bias": False, "dtype": full.weight.dtype, "init_weight": nn.init.zeros_}
+        first = RowLinear(base.in_features, full.out_features, base.mesh, **same)
+        first.add_parameter("weight", full.weight, base.placements["weight"], device=full.weight.device)
+        first.padded_width = base.padded_width
+        self.lora_A[adapter_name] = first
+        last.partial_parameters = ("weight",) if base.sequence_dim is not None or not base.reduces else ()
+
+
+class EmbeddingLora(Embedding):
+    """Around a split embedding: A and B are replicated."""
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.num_embeddings, module.embedding_dim
+
+    def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
+        """Adds an adapter. Its gradients are parts of a sum where the base returns a part of the sequence."""
+        super().update_layer(adapter_name, *args, **options)
+        if self.get_base_layer().sequence_dim is not None:
+            for parameters in (self.lora_embedding_A, self.lora_embedding_B):
+                parameters.partial_parameters = tuple(parameters.keys())
+
+    def merge(self, *args: Any, **options: Any) -> None:
+        """Raises UnsupportedError."""
+        raise _not_in_place(self)
+
+    def forward(self, ids: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Adds the adapters' rows to those that this rank returns. Args: ids int `[b, s]`."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        base = self.get_base_layer()
+        out, ids = self.base_layer(ids, *args, **options), base.own_ids(ids)
+        for name in () if self.disable_adapters or self.merged else self.active_adapters:
+            if name in self.lora_embedding_A:
+                rows = F.embedding(ids, self.lora_embedding_A[name].T, base.padding_row)
+                out = _add(out, rows @ self.lora_embedding_B[name].T, self.scaling[name])
         return out
 
 
 def _not_in_place(wrapper: Any) -> UnsupportedError:
     return UnsupportedError(
         f"merging adapters into the weights of a {type(wrapper.get_base_layer()).__name__}",
-        why="a rank's part of the adapter is no part of what is added to its weight",
+        why="a rank's part of the adapter is not the change of its part of the weight",
         fix='write the merged model with shardwise.export_pretrained(model, directory, adapter="merged")',
     )
 
 
-def _first_of(base: RowLinear, full: nn.Linear) -> RowLinear:
-    options: dict[str, Any] = {"input_is_split": base.input_is_split, "reduces": base.reduces}
-    options |= {"sequence_dim": base.sequence_dim, "reduce_dtype": base.reduce_dtype, "dtype": full.weight.dtype}
-    made = RowLinear(base.in_features, full.out_features, base.mesh, bias=False, init_weight=nn.init.zeros_, **options)
-    made.add_parameter("weight", full.weight, base.placements["weight"], device=full.weight.device)
-    made.padded_width = base.padded_width
-    return made
-
-
-def _last_of(base: Any, full: nn.Linear) -> SplitModule:
-    options: dict[str, Any] = {"gathers": base.gathers, "sequence_dim": base.sequence_dim, "bias": False}
-    options |= {"reduce_dtype": base.reduce_dtype, "dtype": full.weight.dtype, "init_weight": nn.init.zeros_}
-    width, device = full.in_features, full.weight.device
-    if isinstance(base, ColumnLinear):
-        column = ColumnLinear(width, base.out_features, base.mesh, **options)
-        column.add_parameter("weight", full.weight, base.placements["weight"], device=device)
-        column.padded_width = base.padded_width
-        return column
-    options |= {"copies": base.copies, "num_heads": base.num_heads, "fused": True}
-    grouped = GroupedProjections(width, base.out_features, base.mesh, **options)
-    grouped.add_parameter("weight_qkv", full.weight, split_sections(0, grouped.splits), device=device)
-    return grouped
-
-
-def _sum(out: Any, added: Any, scaling: float) -> Any:
-    if isinstance(out, tuple) and not isinstance(added, tuple):
-        return _sum(out[0], added, scaling), *out[1:]  # the second is a bias
+def _add(out: Any, product: Any, scaling: float) -> Any:
+    if isinstance(out, tuple) and not isinstance(product, tuple):
+        return _add(out[0], product, scaling), *out[1:]  # the second is a bias
     if isinstance(out, tuple):
-        return tuple(_sum(*pair, scaling) for pair in zip(out, added, strict=True))
-    return (out + added * scaling).to(out.dtype)
+        return tuple(_add(*pair, scaling) for pair in zip(out, product, strict=True))
+    return (out + product * scaling).to(out.dtype)
 
 
-class _Replicated:
-    """Mixin of PEFT's adapter of an embedding."""
-
-    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
-        return module.num_embeddings, module.embedding_dim
-
-    def update_layer(self, adapter_name: str, *args: Any, **options: Any) -> None:
-        """As PEFT's; where the output is a part of the sequence, gradients are parts, too."""
-        super().update_layer(adapter_name, *args, **options)  # type: ignore[misc]
-        own: Any = self
-        if own.get_base_layer().sequence_dim is not None:
-            for each in (own.lora_embedding_A, own.lora_embedding_B):
-                each.partial_parameters = tuple(each.keys())
-
-    def merge(self, *args: Any, **options: Any) -> None:
-        """Refuses, with UnsupportedError."""
-        raise _not_in_place(self)
-
-    def forward(self, ids: Tensor, *args: Any, **options: Any) -> Tensor:
-        """As PEFT's, of the rows that this rank puts out."""
-        own: Any = self
-        if own.disable_adapters and own.merged:
-            own.unmerge()
-        base = own.get_base_layer()
-        out, ids = own.base_layer(ids, *args, **options), base.own_ids(ids)
-        for name in () if own.disable_adapters or own.merged else own.active_adapters:
-            if name in own.lora_embedding_A:
-                rows = F.embedding(ids, own.lora_embedding_A[name].T, base.padding_row)
-                out = _sum(out, rows @ own.lora_embedding_B[name].T, own.scaling[name])
-        return out
+@contextmanager
+def _own_stream(module: nn.Module, context: SplitContext) -> Iterator[None]:
+    """Inside, what `module` drops of this rank's part differs between tp ranks; then all draw alike again, however
+    much each has drawn.
+    """
+    if context.size == 1 or not (module.training and has_dropout(module)):
+        yield
+        return
+    seed = int(torch.empty((), dtype=torch.int64).random_()) + 1 + context.coord
+    with seeded(context.device, seed):
+        yield

@@ -22,6 +22,7 @@ from shardwise.api.values import Place, Values
 from shardwise.comm.agree import raise_on_all_ranks, run_in_turns, sum_of
 from shardwise.compat.layers.grouped import note_heads
 from shardwise.compat.layers.split_module import SplitModule, by_hand, stored
+from shardwise.compat.layers.transparent import seen_through
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.estimate.cuts import cut
 from shardwise.lora.wrapper import guard_wrapper
@@ -141,6 +142,7 @@ def adopt_model(
         gradients are made of, one all-reduce of a number. From here on every backward sums gradients over the data
         ranks (their mean) and where tp ranks hold parts of the sum.
     """
+    given = seen_through(given)
     model = find_model(given)
     with raise_on_all_ranks(mesh.group(), "reading the model"):
         check_unsplit(model)

@@ -9,6 +9,8 @@ checkpoints, have the true sizes, a head of zeros adds nothing, and its gradient
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +26,10 @@ __all__ = ["pad_heads"]
 
 @torch.no_grad()
 def pad_heads(model: nn.Module, num_heads: int, *, within: tuple[type[nn.Module], ...] = ()) -> None:
-    """Divides column- and row-split linears, of which every head has as many features, by whole heads, in place.
+    """Divides column- and row-split linears by whole heads, all of the same width, in place.
+
+    Linears of heads come in pairs: what a column-split one puts out, a row-split one of as many features takes in. Any
+    other linear, such as one over the vocabulary, stays as it is.
 
     Args:
         model: with modules that divide themselves, not known yet (see `shardwise.compat.layers.by_hand`).
@@ -35,18 +40,45 @@ def pad_heads(model: nn.Module, num_heads: int, *, within: tuple[type[nn.Module]
 
     Communicates: over tp, one all-gather of every parameter that is divided otherwise.
     """
-    chosen: dict[int, tuple[str, SplitModule]] = {}
+    linears: dict[str, SplitModule] = {}
     for name, module in model.named_modules():
         if not within or isinstance(module, within):
-            chosen |= {
-                id(each): (f"{name}.{own}".strip("."), each)
+            linears |= {
+                f"{name}.{own}".strip("."): each
                 for own, each in module.named_modules()
                 if isinstance(each, ColumnLinear | RowLinear | GroupedProjections)
             }
-    for name, module in chosen.values():
+    chosen = {name: module for name, module in linears.items() if _has_partner(name, module, linears)}
+    for name, module in chosen.items():
         _check(name, module)
-    for _, module in chosen.values():
+    for module in chosen.values():
         _divide(module, num_heads)
+
+
+def _has_partner(name: str, module: SplitModule, linears: Mapping[str, SplitModule]) -> bool:
+    """Whether another linear takes in what this one puts out, or the other way around, in the same layer."""
+    return any(
+        isinstance(other, RowLinear) is not isinstance(module, RowLinear)
+        and _width(other) == _width(module)
+        and not _is_across_layers(name, partner)
+        for partner, other in linears.items()
+    )
+
+
+def _width(module: Any) -> int:
+    """Features between the two linears of a pair."""
+    if isinstance(module, GroupedProjections):
+        return module.out_features[0]
+    width: int = module.in_features if isinstance(module, RowLinear) else module.out_features
+    return width
+
+
+def _is_across_layers(first: str, second: str) -> bool:
+    """Whether, below what both names share, one leads through an item of a list of blocks, `layers.0.mlp`."""
+    ends = [name.split(".") for name in (first, second)]
+    while ends[0] and ends[1] and ends[0][0] == ends[1][0]:
+        ends = [end[1:] for end in ends]
+    return any(part.isdigit() for end in ends for part in end[:-1])
 
 
 def _check(name: str, module: SplitModule) -> None:

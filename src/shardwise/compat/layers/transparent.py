@@ -49,6 +49,16 @@ class Transparent(nn.Module):
         """Of the first floating-point parameter."""
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Transparent:
+        """Calls `fn` with every module inside."""
+        self.__dict__["module"].apply(fn)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Transparent:
+        """Moves or casts the module inside, as `to` and `half` ask for."""
+        self.__dict__["module"]._apply(fn, recurse)
+        return self
+
     def train(self, mode: bool = True) -> Transparent:
         """Sets the mode of the module, and of this wrapper."""
         self.training = mode

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
 from shardwise.compat.neuronx_distributed.trainer import trainer as nxd_trainer
 from shardwise.compat.spelling import also_spelled
+from shardwise.compat.warned import warn_once
 from shardwise.lightning.models import note_spec
 from shardwise.lightning.precision import ShardwisePrecision
 from shardwise.lightning.reporting import ShardwiseTensorBoardLogger, ShardwiseTQDMProgressBar
@@ -63,6 +64,9 @@ class NeuronLTModule(LightningModule):
         logging_interval: int = 1,
     ) -> None:
         super().__init__()
+        idle = {"log_rank0": log_rank0, "train_batch_size": train_batch_size != 16}
+        for name in [name for name, value in {**idle, "logging_interval": logging_interval != 1}.items() if value]:
+            warn_once(f"NeuronLTModule: {name} changes nothing: rank 0 logs the loss of all ranks")
         self.model_fn, self.nxd_config, self.grad_accum_steps = model_fn, nxd_config, grad_accum_steps
         self.model_args, self.model_kwargs, self.log_rank0 = model_args, model_kwargs, log_rank0
         self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, opt_args, opt_kwargs
@@ -141,6 +145,8 @@ class NeuronXLAStrategy(ShardwiseStrategy):
         save_load_xser: bool = True,
         **options: Any,
     ) -> None:
+        if not save_load_xser:
+            warn_once("NeuronXLAStrategy: save_load_xser changes nothing: checkpoints are those of shardwise")
         config = nxd_config or {}
         tp_size = config.get("tensor_parallel_size", tensor_parallel_size)
         pp_size = config.get("pipeline_parallel_size", pipeline_parallel_size)
@@ -162,8 +168,9 @@ class NeuronXLAStrategy(ShardwiseStrategy):
 
     def setup_environment(self) -> None:
         """Has the ranks meet, or takes over those that have met, for `parallel_state`, too."""
-        if parallel_state.model_parallel_is_initialized():
-            self._mesh = parallel_state.current_mesh()
+        mesh = parallel_state.opened_mesh()
+        if mesh is not None and mesh.shape.world_size == self.shape.world_size:
+            self._mesh = mesh
         super().setup_environment()
         parallel_state.adopt(self.mesh)
 

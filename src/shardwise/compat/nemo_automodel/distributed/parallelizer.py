@@ -27,9 +27,13 @@ from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
 from shardwise.job.groups import end_process_groups
 from shardwise.mesh import Mesh
+from shardwise.parallel.build import build_meta_model
+from shardwise.parallel.construction import Construction
+from shardwise.parallel.materialize import draw_values, record_missing
 from shardwise.parallel.starting_values import initialize_meta
 from shardwise.parameters.canonical import full_value
 from shardwise.plan.options import FsdpPolicy, ParallelSpec, check_choice, check_kind
+from shardwise.runtime.adapters import find_model
 from shardwise.search.planning import plan_for
 
 __all__ = [
@@ -175,7 +179,39 @@ def _parallelize(
 ) -> nn.Module:
     plan, sequence_parallel = read_plan(tp_shard_plan, model)
     precision = precision_of(policy, model, params=params, nonfinite=nonfinite)
+    unsaved = _unsaved_buffers(find_model(model))
     spec = ParallelSpec(plan=plan, sequence_parallel=sequence_parallel, fsdp=fsdp, precision=precision)
     prepare(model, mesh, spec, dtype=params)
     cast_output(model, policy.output_dtype)
+    if unsaved:
+        _fill_at_first_forward(find_model(model), unsaved)
     return model
+
+
+def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The values that the buffers of a meta model start with which no state dict holds, such as `inv_freq`; on the
+    CPU.
+    """
+    if not isinstance(model, PreTrainedModel) or not any(value.is_meta for value in model.buffers()):
+        return {}
+    with Construction() as construction:
+        fresh = build_meta_model(model.config, type(model), dtype=model.dtype, options={})
+    values = record_missing(fresh, construction, ())
+    saved = fresh.state_dict().keys()
+    names = [name for name, value in model.named_buffers() if value.is_meta and name in values and name not in saved]
+    return {name: draw_values(construction, [values[name]], f"0/{name.rpartition('.')[0]}")[0] for name in names}
+
+
+def _fill_at_first_forward(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Has the first forward set these buffers, which `to_empty` leaves undefined and no state dict holds."""
+
+    def fill(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        for name, value in values.items():
+            owner, _, own = name.rpartition(".")
+            buffers = module.get_submodule(owner)._buffers
+            old = buffers[own]
+            assert old is not None
+            buffers[own] = value.to(old.device, old.dtype)
+
+    handle = model.register_forward_pre_hook(fill)

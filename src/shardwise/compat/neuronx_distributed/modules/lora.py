@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from torch import nn
 
 from shardwise.api.state import export_pretrained
 from shardwise.checkpoint.store import find_tag
-from shardwise.compat.layers.adapters import register_split_layers
+from shardwise.compat.layers.grouped import GroupedProjections
 from shardwise.compat.layers.transparent import Transparent
 from shardwise.errors import ConfigError, PlanError
 from shardwise.lora.inject import inject, named_targets, read_adapter_config
@@ -125,8 +126,16 @@ class LoRAModel(Transparent):
                 fix="wrap the model before it is split, or pass lora_config to neuronx_distributed_config",
             )
         config = LoraConfig.for_peft(module)
-        register_split_layers(module, config)
+        importlib.import_module("shardwise.compat.layers.adapters").register_split_layers(module, config)  # needs PEFT
         super().__init__(inject(module, config, on_meta=False))
+        for name, each in self.named_modules() if LoraConfig.merge_lora else ():
+            base = getattr(each, "base_layer", None)
+            if isinstance(base, GroupedProjections) and not base.fused:
+                raise ConfigError(
+                    f"LoraConfig merge_lora with adapters around {name}, which keeps its weights apart",
+                    why="one adapter of query, key and value is merged into one weight",
+                    fix="build the layer with fuse_qkv=True, or leave merge_lora out",
+                )
         self.__dict__["lora_config"] = LoraConfig
 
 

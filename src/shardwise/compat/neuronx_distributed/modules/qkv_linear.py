@@ -13,7 +13,7 @@ from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import 
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
 
-__all__ = ["GQAQKVColumnParallelLinear", "destroy_kv_group"]
+__all__ = ["GQAQKVColumnParallelLinear"]
 
 
 class GQAQKVColumnParallelLinear(GroupedProjections):
@@ -59,9 +59,3 @@ class GQAQKVColumnParallelLinear(GroupedProjections):
         chosen = own_options(order, (dtype, device, sequence_parallel_enabled), options)
         chosen |= {"copies": kv_size_multiplier, "fused": fuse_qkv, "bias": bias, "gathers": gather_output}
         super().__init__(input_size, (output_size[0], output_size[1]), current_mesh(), **chosen)
-
-    initialize_weight_biases = GroupedProjections.reset_parameters
-
-
-def destroy_kv_group() -> None:
-    """Nothing: ranks that hold the same keys have no group of their own."""

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.compat.rank_files import load_by_rank, write_by_rank
 from shardwise.compat.spelling import also_spelled
 from shardwise.errors import ConfigError
 from shardwise.plan.options import check_kind
-from shardwise.weights.rank_files import load_by_rank, write_by_rank
 
 __all__ = ["load", "save"]
 
@@ -32,7 +32,7 @@ def save(
     Args:
         save_xser: a file for every tensor, in `tp_rank_TT_pp_rank_PP.tensors/`; `load` needs `load_xser` then.
         master_dp_only: only data rank 0 writes; else every one, with `_dp_rank_DD` in its name.
-        others: see `shardwise.weights.rank_files.write_by_rank`.
+        others: see `shardwise.compat.rank_files.write_by_rank`.
     """
     check_kind("state_dict", state_dict, Mapping, fix="pass a dictionary, such as model.state_dict()")
     write_by_rank(
@@ -70,9 +70,9 @@ def load(
         The other entries; all of them where nothing takes one.
 
     Raises:
-        LoadError: there is no such file, or it has no such entry. The same on every rank.
+        LoadError: there is no such file, it has no such entry, or that is of other degrees. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks.
+    Communicates: one gather of a small object over all ranks for each tp rank: one after the other reads.
     """
     target = model_or_optimizer if model_or_optimizer is not None else model
     if not sharded and target is None:

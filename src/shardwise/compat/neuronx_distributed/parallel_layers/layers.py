@@ -56,8 +56,6 @@ class ColumnParallelLinear(ColumnLinear):
         super().__init__(input_size, output_size, current_mesh(), bias=bias, gathers=gather_output, **chosen)
         self.input_size, self.output_size, self.gather_output = input_size, output_size, gather_output
 
-    init_weight_cpu = ColumnLinear.reset_parameters
-
 
 class RowParallelLinear(RowLinear):
     """A linear whose input features are divided over tp, in any sizes; the product is summed. See
@@ -79,8 +77,6 @@ class RowParallelLinear(RowLinear):
         super().__init__(input_size, output_size, current_mesh(), bias=bias, **chosen)
         self.input_size, self.output_size, self.input_is_parallel = input_size, output_size, input_is_parallel
 
-    init_weight_cpu = RowLinear.reset_parameters
-
 
 class ParallelEmbedding(StandaloneEmbedding):
     """An embedding that is divided over tp by vocabulary, of any size, or by features (`shard_across_embedding`).
@@ -92,8 +88,6 @@ class ParallelEmbedding(StandaloneEmbedding):
     def __init__(self, num_embeddings: int, embedding_dim: int, *args: Any, **options: Any) -> None:
         chosen = own_options(_EMBEDDING, args, options)
         super().__init__(num_embeddings, embedding_dim, current_mesh(), **chosen)
-
-    init_weight_cpu = StandaloneEmbedding.reset_parameters
 
 
 def own_options(order: Sequence[str], args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
+from shardwise.errors import ConfigError
 from shardwise.loss.cross_entropy import LossOptions, cross_entropy_of_parts
 from shardwise.runtime.context import SplitContext
 
@@ -24,8 +25,13 @@ def parallel_cross_entropy(
     Returns:
         Losses `[...]`, the same on every tp rank.
 
+    Raises:
+        ConfigError: `label_smoothing` is outside of 0 to 1.
+
     Communicates: over tp, one all-reduce of one integer and one all-gather of three values a target and rank.
     """
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(f"label_smoothing is {label_smoothing!r}", fix="use a number from 0 to 1")
     options = LossOptions(reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
     return cross_entropy_of_parts(
         vocab_parallel_logits, target, context=SplitContext.of(current_mesh()), options=options

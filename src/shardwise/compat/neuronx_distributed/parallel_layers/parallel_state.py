@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,13 +15,44 @@ from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.topology.shape import MeshShape
 
-__all__ = ["current_mesh", "destroy_model_parallel", "initialize_model_parallel", "model_parallel_is_initialized"]
+__all__ = [
+    "current_mesh",
+    "destroy_model_parallel",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_size",
+    "get_data_parallel_world_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_size",
+    "get_tensor_model_parallel_world_size",
+    "get_tensor_parallel_size",
+    "initialize_model_parallel",
+    "model_parallel_is_initialized",
+]
 
 
 class _State:
-    """What is initialised: the mesh, and this rank's group of itself, once somebody asked for it."""
+    """What is initialised in this process.
+
+    Attributes:
+        mesh: None before.
+        waits: whether a mesh of one rank is to be opened when it is first asked for: a Lightning Trainer may still
+            start the ranks.
+        shards_later: whether that mesh is to shard over data ranks.
+        is_adopted: whether somebody else has opened the mesh, and closes it.
+        earlier: meshes of the same ranks, whose groups the script may have.
+        own_group: this rank's group of itself, once somebody asked for it.
+    """
 
     mesh: Mesh | None = None
+    waits: bool = False
+    shards_later: bool = False
+    is_adopted: bool = False
+    earlier: list[Mesh] = []  # noqa: RUF012
     own_group: dist.ProcessGroup | None = None
 
 
@@ -36,11 +67,11 @@ def initialize_model_parallel(
     *,
     shards: bool = False,
 ) -> None:
-    """Arranges all ranks, tp innermost, then data, then pp outermost; what is left are data ranks.
+    """Arranges all ranks: tp innermost, then data ranks, pp outermost. Data ranks are those that tp and pp leave.
 
     Args:
         shards: whether data ranks shard optimizer states (ZeRO), or replicate them.
-        others: have no meaning off Neuron hardware.
+        skip_collective_init, lnc_size: have no meaning off Neuron hardware.
 
     Raises:
         MeshError: it has been done already, or the sizes do not divide the number of ranks.
@@ -48,9 +79,9 @@ def initialize_model_parallel(
 
     Communicates: as `Mesh.open`.
     """
-    if _State.mesh is not None:
+    if model_parallel_is_initialized():
         raise MeshError(
-            f"model parallel is initialised already, as {_State.mesh.shape}",
+            f"model parallel is initialised already, as {current_mesh().shape}",
             fix="call parallel_state.destroy_model_parallel() first",
         )
     if context_parallel_size != 1 or expert_model_parallel_size != 1 or mesh_only:
@@ -60,25 +91,72 @@ def initialize_model_parallel(
             why="only tensor, data and pipeline parallelism are served so far",
             fix="leave them at their defaults",
         )
+    _open(tensor_model_parallel_size, pipeline_model_parallel_size, shards=shards)
+
+
+def _open(tp_size: int, pp_size: int, *, shards: bool) -> Mesh:
     world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else read_world_size()
-    tp_size, pp_size = tensor_model_parallel_size, pipeline_model_parallel_size
     _State.mesh = Mesh.open(MeshShape.filling(world_size, tp_size=tp_size, pp_size=pp_size, shards=shards))
+    _State.waits = _State.is_adopted = False
+    return _State.mesh
+
+
+def initialize_later(*, shards: bool) -> None:
+    """Initialises model parallelism over one rank, when the mesh is first asked for."""
+    _State.waits, _State.shards_later = True, shards
+
+
+def shard_data_ranks() -> None:
+    """Has data ranks shard optimizer states from here on, where model parallelism was initialised without that. Groups
+    that the script has taken from `parallel_state` stay valid.
+
+    Raises:
+        MeshError: a Lightning strategy has opened the mesh.
+
+    Communicates: as `Mesh.open`, where data ranks replicate.
+    """
+    mesh = current_mesh()
+    if mesh.size("ddp") == 1:
+        return
+    if _State.is_adopted:
+        raise MeshError(
+            f"zero_one_enabled on {mesh.shape}",
+            why="the Trainer's strategy replicates over its data ranks",
+            fix="pass the config to the strategy too: NeuronXLAStrategy(nxd_config)",
+        )
+    _State.earlier.append(mesh)
+    _open(mesh.size("tp"), mesh.size("pp"), shards=True)
 
 
 def adopt(mesh: Mesh) -> None:
-    """Takes over a mesh that somebody else has opened; theirs alone to close."""
-    _State.mesh = mesh
+    """Takes over a mesh that a Lightning strategy has opened, and closes.
+
+    Raises:
+        MeshError: model parallelism was initialised over other ranks.
+    """
+    if _State.mesh is not None and _State.mesh.shape.world_size != mesh.shape.world_size:
+        raise MeshError(
+            f"model parallel was {_State.mesh.shape} before the Trainer started the ranks of {mesh.shape}",
+            fix="ask parallel_state for groups and sizes inside the LightningModule, or start the script by torchrun",
+        )
+    _State.mesh, _State.waits, _State.is_adopted = mesh, False, True
+
+
+def opened_mesh() -> Mesh | None:
+    """The mesh of this process, if it is open."""
+    return _State.mesh
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` has been called."""
-    return _State.mesh is not None
+    """Whether `initialize_model_parallel` or `neuronx_distributed_config` has initialised model parallelism."""
+    return _State.mesh is not None or _State.waits
 
 
 def destroy_model_parallel() -> None:
     """Lets go of the groups; `initialize_model_parallel` may be called again. Safe to call twice."""
-    mesh, _State.mesh, _State.own_group = _State.mesh, None, None
-    if mesh is not None:
+    meshes = [each for each in (_State.mesh, *reversed(_State.earlier)) if each is not None]
+    _State.mesh, _State.own_group, _State.waits, _State.is_adopted, _State.earlier = None, None, False, False, []
+    for mesh in meshes:
         mesh.close()
 
 
@@ -88,6 +166,8 @@ def current_mesh() -> Mesh:
     Raises:
         MeshError: model parallel is not initialised.
     """
+    if _State.mesh is None and _State.waits:
+        return _open(1, 1, shards=_State.shards_later)
     if _State.mesh is None:
         raise MeshError(
             "model parallel is not initialised",
@@ -97,32 +177,18 @@ def current_mesh() -> Mesh:
     return _State.mesh
 
 
-def _define_getters(kind: str, axes: tuple[str, ...]) -> None:
-    """The functions that NxD has for every direction of its groups; each raises MeshError before initialisation."""
+def _groups(*axes: str) -> list[list[int]]:
+    """The ranks of all groups along these axes."""
+    return [list(ranks) for ranks in current_mesh().shape.groups(*axes)]
 
-    def lines() -> list[list[int]]:
-        return [list(line) for line in current_mesh().shape.groups(*axes)]
 
-    def line() -> list[int]:
-        return next(each for each in lines() if current_mesh().rank in each)
+def _ranks(*axes: str) -> list[int]:
+    """The ranks of this rank's group along these axes."""
+    return next(ranks for ranks in _groups(*axes) if current_mesh().rank in ranks)
 
-    def group(as_list: bool = False) -> Any:
-        own = current_mesh().group(*axes) if axes else None
-        return lines() if as_list else own or _own_group()
 
-    functions: dict[str, Callable[..., Any]] = {
-        "size": lambda: len(line()),
-        "rank": lambda: line().index(current_mesh().rank),
-        "src_rank": lambda: line()[0],
-        "replica_groups": lines,
-        "group": group,
-    }
-    for what, function in functions.items():
-        name = f"get_{kind}_parallel_{what}"
-        function.__name__ = function.__qualname__ = name
-        function.__doc__ = f"{what.replace('_', ' ')} of the ranks that are {kind.replace('_', ' ')} parallel to this."
-        globals()[name] = function
-        __all__.append(name)
+def _group(*axes: str) -> dist.ProcessGroup | None:
+    return current_mesh().group(*axes) or _own_group()
 
 
 def _own_group() -> dist.ProcessGroup | None:
@@ -132,44 +198,61 @@ def _own_group() -> dist.ProcessGroup | None:
     return _State.own_group
 
 
-for _kind, _axes in {
-    "tensor_model": ("tp",),
-    "data": DATA_AXES,
-    "pipeline_model": ("pp",),
-    "context_model": ("cp",),
-    "expert_model": (),
-    "expert_data": DATA_AXES,
-}.items():
-    _define_getters(_kind, _axes)
+def get_tensor_model_parallel_size() -> int:
+    """Number of ranks in this rank's tensor parallel group."""
+    return len(_ranks("tp"))
 
-get_tensor_parallel_size = globals()["get_tensor_model_parallel_size"]
-get_tensor_model_parallel_world_size = get_tensor_parallel_size
-get_data_parallel_world_size = globals()["get_data_parallel_size"]
-get_zero1_sharding_groups = globals()["get_data_parallel_replica_groups"]
+
+def get_tensor_model_parallel_rank() -> int:
+    """This rank's position in its tensor parallel group."""
+    return _ranks("tp").index(current_mesh().rank)
+
+
+def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's tensor parallel process group; with `as_list` the global ranks of all of them."""
+    return _groups("tp") if as_list else _group("tp")
+
+
+def get_data_parallel_size() -> int:
+    """Number of ranks in this rank's data parallel group."""
+    return len(_ranks(*DATA_AXES))
+
+
+def get_data_parallel_rank() -> int:
+    """This rank's position in its data parallel group."""
+    return _ranks(*DATA_AXES).index(current_mesh().rank)
+
+
+def get_data_parallel_group(as_list: bool = False) -> Any:
+    """This rank's data parallel process group; with `as_list` the global ranks of all of them."""
+    return _groups(*DATA_AXES) if as_list else _group(*DATA_AXES)
+
+
+def get_pipeline_model_parallel_size() -> int:
+    """Number of ranks in this rank's pipeline parallel group."""
+    return len(_ranks("pp"))
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    """This rank's position in its pipeline parallel group."""
+    return _ranks("pp").index(current_mesh().rank)
+
+
+def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
+    """This rank's pipeline parallel process group; with `as_list` the global ranks of all of them."""
+    return _groups("pp") if as_list else _group("pp")
+
+
+get_tensor_parallel_size = get_tensor_model_parallel_world_size = get_tensor_model_parallel_size
+get_data_parallel_world_size = get_data_parallel_size
 
 
 def check_data_groups(groups: Sequence[Sequence[int]] | None, doing: str) -> None:
     """Raises `ConfigError` where groups are given that are not the data-parallel ones."""
     given = groups if isinstance(groups, dist.ProcessGroup | None) else [list(group) for group in groups]
-    if given not in (None, get_zero1_sharding_groups()):
+    if given not in (None, get_data_parallel_group(as_list=True)):
         raise ConfigError(
             f"{doing} over the groups {given}",
-            why=f"data ranks are {get_zero1_sharding_groups()}",
+            why=f"data ranks are {get_data_parallel_group(as_list=True)}",
             fix="pass parallel_state.get_data_parallel_group(as_list=True)",
         )
-
-
-def get_world_group() -> dist.ProcessGroup | None:
-    """The group of all ranks."""
-    return current_mesh().group() or _own_group()
-
-
-def get_pipeline_model_parallel_next_rank(step: int = 1) -> int:
-    """The rank after this one along the pipeline; the first after the last."""
-    mesh = current_mesh()
-    return mesh.shape.rank(**{**mesh.coords, "pp": (mesh.coord("pp") + step) % mesh.size("pp")})
-
-
-def get_pipeline_model_parallel_prev_rank() -> int:
-    """The rank before this one along the pipeline; the last before the first."""
-    return get_pipeline_model_parallel_next_rank(-1)

@@ -11,7 +11,7 @@ from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError, MeshError, did_you_mean
-from shardwise.job.rendezvous import read_world_size
+from shardwise.job.rendezvous import is_launched
 from shardwise.plan.options import check_count, check_kind
 
 __all__ = ["initialize", "neuronx_distributed_config"]
@@ -22,13 +22,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
     "mixed_precision_config": dict.fromkeys(_MASTERS, False),
 }
-_PIPELINE = frozenset(
+_PIPELINE_IDLE = frozenset(
     """
-    transformer_layer_cls num_microbatches virtual_pipeline_size output_loss_value_spec return_mb_loss
-    broadcast_and_average_loss use_zero1_optimizer use_model_wrapper use_optimizer_wrapper pipeline_cuts input_names
-    leaf_module_cls autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls param_init_fn trace_file_path
-    return_loss_on_cpu deallocate_pipeline_outputs auto_partition fuse_microbatches manual_pp_partition
-    manual_pp_stage_partition_fn manual_pp_loss_fn
+    output_loss_value_spec use_zero1_optimizer use_model_wrapper use_optimizer_wrapper input_names leaf_module_cls
+    autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls param_init_fn trace_file_path
+    return_loss_on_cpu deallocate_pipeline_outputs auto_partition fuse_microbatches
+    """.split()  # noqa: SIM905
+)
+_PIPELINE = _PIPELINE_IDLE | frozenset(
+    """
+    transformer_layer_cls num_microbatches virtual_pipeline_size return_mb_loss broadcast_and_average_loss
+    pipeline_cuts manual_pp_partition manual_pp_stage_partition_fn manual_pp_loss_fn
     """.split()  # noqa: SIM905
 )
 
@@ -49,8 +53,8 @@ def neuronx_distributed_config(
     sequential_move_factor: int | None = None,
     lnc_size: int = 1,
 ) -> dict[str, Any]:
-    """What the training functions take, complete; initialises model parallelism, unless that has been done alike, or
-    no ranks have been started yet (a Lightning Trainer starts them).
+    """Returns what the training functions take, complete, and initialises model parallelism. Where no launcher has
+    started ranks, that waits until it is needed, because a Lightning Trainer may start them.
 
     Args:
         others: as documented; dictionaries stay as they are, and keys that are left out have their defaults.
@@ -72,7 +76,8 @@ def neuronx_distributed_config(
     sub = {name: {**_DEFAULTS[name], **(value or {})} for name, value in given.items()}
     if sequential_move_factor is not None:
         sub["model_init_config"]["sequential_move_factor"] = sequential_move_factor
-    _check_values(sub, activation_checkpoint_config, lora_config)
+    switches = {"pad_model": pad_model, "sequence_parallel": sequence_parallel}
+    _check_values(sub, activation_checkpoint_config, lora_config, **switches)
     _note_masters(mixed_precision_config, sub)
     config = {
         "tensor_parallel_size": tensor_parallel_size,
@@ -87,9 +92,11 @@ def neuronx_distributed_config(
         **sub,
     }
     sizes = tensor_parallel_size, pipeline_parallel_size
-    is_started = dist.is_initialized() or read_world_size() > 1 or parallel_state.model_parallel_is_initialized()
-    if is_started or sizes == (1, 1) or any(type(size) is not int or size < 1 for size in sizes):
+    is_wrong = any(type(size) is not int or size < 1 for size in sizes)
+    if is_wrong or parallel_state.opened_mesh() is not None or dist.is_initialized() or is_launched():
         initialize(config)
+    elif sizes == (1, 1):
+        parallel_state.initialize_later(shards=sub["optimizer_config"]["zero_one_enabled"])
     return config
 
 
@@ -103,7 +110,7 @@ def initialize(config: Mapping[str, Any]) -> None:
     if not parallel_state.model_parallel_is_initialized():
         others = config["context_parallel_size"], config["expert_parallel_size"]
         parallel_state.initialize_model_parallel(
-            tensor, pipeline, *others, shards=bool(config["optimizer_config"]["zero_one_enabled"])
+            tensor, pipeline, *others, shards=config["optimizer_config"]["zero_one_enabled"]
         )
     mesh = parallel_state.current_mesh()
     if (tensor, pipeline) != (mesh.size("tp"), mesh.size("pp")):
@@ -112,6 +119,8 @@ def initialize(config: Mapping[str, Any]) -> None:
             why="model parallel is initialised already, with other sizes",
             fix="use the same sizes, or call parallel_state.destroy_model_parallel() first",
         )
+    if config["optimizer_config"]["zero_one_enabled"]:
+        parallel_state.shard_data_ranks()
 
 
 def _note_masters(given: Any, sub: dict[str, dict[str, Any]]) -> None:
@@ -141,6 +150,11 @@ def _check_keys(name: str, value: Any, known: Any) -> None:
 def _check_pipeline(given: Any) -> None:
     _check_keys("pipeline_config", given, _PIPELINE)
     config = given or {}
+    if idle := sorted(name for name in _PIPELINE_IDLE.intersection(config) if config[name]):
+        warn_once(
+            f"pipeline_config: {', '.join(idle)} change nothing: the layers, what passes between them and what the "
+            "loss is are found by running a small model"
+        )
     for name in ("num_microbatches", "virtual_pipeline_size"):
         check_count(f"pipeline_config {name}", config.get(name, 1))
     if config.get("return_mb_loss") and config.get("broadcast_and_average_loss"):
@@ -152,7 +166,19 @@ def _check_pipeline(given: Any) -> None:
         )
 
 
-def _check_values(sub: Mapping[str, Mapping[str, Any]], activation_checkpoint_config: Any, lora_config: Any) -> None:
+def _check_values(
+    sub: Mapping[str, Mapping[str, Any]], activation_checkpoint_config: Any, lora_config: Any, **switches: Any
+) -> None:
+    optimizer, init = sub["optimizer_config"], sub["model_init_config"]
+    switches = {
+        "optimizer_config zero_one_enabled": optimizer["zero_one_enabled"],
+        "optimizer_config grad_clipping": optimizer["grad_clipping"],
+        "model_init_config meta_device_init": init["meta_device_init"],
+        **switches,
+    }
+    for name, value in switches.items():
+        if type(value) is not bool:
+            raise ConfigError(f"{name} is {value!r}", fix="use True or False")
     norm = sub["optimizer_config"]["max_grad_norm"]
     if sub["optimizer_config"]["grad_clipping"] and not (isinstance(norm, int | float) and norm > 0):
         raise ConfigError(f"max_grad_norm is {norm!r}", fix="use a positive number, or grad_clipping False")

@@ -99,11 +99,17 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
         if nxd_config["pad_model"]:
-            pad_heads(base, base.config.num_attention_heads)
+            pad_heads(base, _heads_of(base))
         policy = FsdpPolicy(zero_stage=1) if is_sharded else None
         order, pipeline = order_of(base, nxd_config["pipeline_config"] or {}) if mesh.size("pp") > 1 else (None, None)
         adopt_model(model, mesh, policy=policy, recompute=recompute, order=order, pipeline=pipeline)
     else:
+        if nxd_config["pad_model"] and (number := _heads_of(base)) % mesh.size("tp"):
+            raise ConfigError(
+                f"pad_model of a {type(base).__name__} with {number} attention heads on {mesh.size('tp')} tp ranks",
+                why="it pads heads of models that are written with parallel layers; this one is split by its plan",
+                fix=f"use a tensor_parallel_size that divides {number}, or write the attention with parallel layers",
+            )
         base.config.return_dict = True  # without it transformers 5 does not run its own models
         spec = ParallelSpec(
             sequence_parallel=nxd_config["sequence_parallel"] and mesh.size("tp") > 1,
@@ -132,6 +138,18 @@ def _recompute_classes(model: nn.Module, classes: tuple[type[nn.Module], ...]) -
             fix="name classes of its modules",
         )
     return Recompute(mode="full", modules=tuple(outermost(names)))
+
+
+def _heads_of(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    number = getattr(getattr(config, "get_text_config", lambda: config)(), "num_attention_heads", None)
+    if type(number) is not int:
+        raise ConfigError(
+            f"pad_model of a {type(model).__name__}",
+            why="config.num_attention_heads of the model says how many heads there are",
+            fix="give it such a config, or let model_fn call parallel_layers.pad_model(model, tp_degree, n_heads)",
+        )
+    return number
 
 
 def pipeline_of(model: nn.Module, config: Mapping[str, Any], order: LayerOrder | None = None) -> Pipeline:

@@ -18,7 +18,7 @@ from shardwise.api.state import export_pretrained
 from shardwise.api.values import split_lazily
 from shardwise.compat.layers.by_hand import split_rewritten
 from shardwise.compat.neuronx_distributed.parallel_layers.parallel_state import current_mesh
-from shardwise.compat.optimizers.moved import move_optimizer
+from shardwise.compat.optimum_neuron.distributed.moved_optimizer import move_optimizer
 from shardwise.compat.run_batch import add_runners
 from shardwise.compat.warned import warn_once
 from shardwise.errors import ConfigError
@@ -176,6 +176,8 @@ class Parallelizer:
             use_xser, num_local_ranks_per_step: change nothing: ranks stream tensor by tensor.
             async_save: return when everything has been copied to host memory.
         """
+        if not use_xser:
+            warn_once("save_model_sharded_checkpoint: use_xser changes nothing: the format is that of shardwise")
         if num_local_ranks_per_step != 8:
             warn_once("save_model_sharded_checkpoint: num_local_ranks_per_step changes nothing: tensors are streamed")
         checkpoints.save_checkpoint(output_dir, model=model, optimizer=optimizer, tag=_TAG, async_save=async_save)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from shardwise.api.lazily import build_lazily as from_pretrained_for_mp
 from shardwise.api.lazily import loading_lazily
-from shardwise.compat.optimizers.moved import lazy_class as make_optimizer_constructor_lazy
+from shardwise.compat.optimum_neuron.distributed.moved_optimizer import lazy_class as make_optimizer_constructor_lazy
 from shardwise.plan.options import check_count
 
 __all__ = ["from_pretrained_for_mp", "lazy_load_for_parallelism", "make_optimizer_constructor_lazy"]

@@ -1,4 +1,4 @@
-"""Models on their way to the device."""
+"""`move_model_to_device`: models on their way to the device."""
 
 from __future__ import annotations
 

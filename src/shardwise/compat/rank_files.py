@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardwise.comm.agree import raise_on_all_ranks, run_in_turns
+from shardwise.comm.agree import run_in_turns
 from shardwise.comm.operations import all_gather_objects
 from shardwise.errors import LoadError, one_line
 from shardwise.mesh import Mesh
 from shardwise.topology.axes import DATA_AXES
 from shardwise.weights.staging import atomic_file
 
-__all__ = ["place_of", "read_file", "read_tree", "write_by_rank", "write_tree"]
+__all__ = ["load_by_rank", "read_tree", "write_by_rank", "write_tree"]
 
 _MARK = "shardwise tensor "
 _NAME = "checkpoint.pt"
@@ -97,9 +97,10 @@ def load_by_rank(
     Raises:
         LoadError: there is no such file, or it has no such entry. The same on every rank.
 
-    Communicates: one gather of a small object over all ranks.
+    Communicates: one gather of a small object over all ranks for each tp rank: one after the other reads.
     """
-    with raise_on_all_ranks(mesh.group(), "loading"):
+
+    def read() -> Any:
         path = place_of(place, mesh, by_data_rank=by_data_rank) if sharded else Path(place)
         state = read_tree(path, file_per_tensor=file_per_tensor) if sharded else read_file(path)
         if target is None:
@@ -108,8 +109,19 @@ def load_by_rank(
         if key not in state:
             raise LoadError(f"{path} has no entry {key!r}", why=f"it has {', '.join(map(repr, state))}")
         options = {"strict": strict} if isinstance(target, nn.Module) else {}
-        target.load_state_dict(state.pop(key), **options)
-    return state
+        try:
+            target.load_state_dict(state.pop(key), **options)
+        except (RuntimeError, ValueError) as error:
+            raise LoadError(
+                f"what {path} holds does not fit on {mesh.shape}",
+                why=one_line(error, limit=400),
+                fix="load it at the tensor and pipeline parallel degrees at which it was saved; a layer with copies of "
+                "key/value heads after move_model_to_device, or with num_heads=; "
+                "nxd.save_checkpoint saves for any degrees",
+            ) from error
+        return state
+
+    return run_in_turns(read, mesh.group(), turn=mesh.coord("tp"), num_turns=mesh.size("tp"), doing="loading")
 
 
 def write_tree(tree: Any, place: Path, *, file_per_tensor: bool = False, dtype: torch.dtype | None = None) -> None:
