@@ -172,7 +172,7 @@ def refusals(mesh):
         found["sizes"] = str(error)
     for name, call in {
         "class": lambda: nxd.initialize_parallel_model(
-            nxd.neuronx_distributed_config(2, activation_checkpoint_config=nn.Conv2d), tiny_model, "llama"
+            nxd.neuronx_distributed_config(2, activation_checkpoint_config=nn.Conv2d(1, 1, 1)), tiny_model, "llama"
         ),
         "lora": lambda: nxd.initialize_parallel_model(
             nxd.neuronx_distributed_config(2, lora_config=object()), tiny_model, "llama"

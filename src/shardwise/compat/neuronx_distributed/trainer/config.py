@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from shardwise.compat.neuronx_distributed.modules.lora import LoraConfig
 from shardwise.compat.neuronx_distributed.parallel_layers import parallel_state
@@ -26,13 +27,13 @@ _PIPELINE_IDLE = frozenset(
     """
     output_loss_value_spec use_zero1_optimizer use_model_wrapper use_optimizer_wrapper input_names leaf_module_cls
     autowrap_functions autowrap_modules autowrap_obj_methods tracer_cls param_init_fn trace_file_path
-    return_loss_on_cpu deallocate_pipeline_outputs auto_partition fuse_microbatches
+    return_loss_on_cpu deallocate_pipeline_outputs fuse_microbatches
     """.split()  # noqa: SIM905
 )
 _PIPELINE = _PIPELINE_IDLE | frozenset(
     """
     transformer_layer_cls num_microbatches virtual_pipeline_size return_mb_loss broadcast_and_average_loss
-    pipeline_cuts manual_pp_partition manual_pp_stage_partition_fn manual_pp_loss_fn
+    auto_partition pipeline_cuts manual_pp_partition manual_pp_stage_partition_fn manual_pp_loss_fn
     """.split()  # noqa: SIM905
 )
 
@@ -186,8 +187,8 @@ def _check_values(
     check_count("sequential_move_factor", sub["model_init_config"]["sequential_move_factor"])
     asked = activation_checkpoint_config
     classes = asked if isinstance(asked, tuple | list | set) else [asked]
-    if asked not in (None, "full") and not all(isinstance(each, type) for each in classes):
+    if asked not in (None, "full") and not all(isinstance(each, type | nn.Module) for each in classes):
         near = did_you_mean(str(asked), ["full"])
         raise ConfigError(
-            f"activation_checkpoint_config is {asked!r}{near}", fix='use None, "full", a module class or several'
+            f"activation_checkpoint_config is {asked!r}{near}", fix='use None, "full", a module, its class or several'
         )

@@ -94,7 +94,8 @@ def split_model(model: nn.Module, nxd_config: Mapping[str, Any]) -> nn.Module:
     model = seen_through(wrapped)
     base: Any = find_model(model)
     asked = nxd_config["activation_checkpoint_config"]
-    classes = tuple(asked) if isinstance(asked, tuple | list | set) else (asked,)
+    given = asked if isinstance(asked, tuple | list | set) else (asked,)
+    classes = tuple(type(each) if isinstance(each, nn.Module) else each for each in given)
     recompute = Recompute(mode=asked or "none") if asked in (None, "full") else _recompute_classes(base, classes)
     is_sharded = nxd_config["optimizer_config"]["zero_one_enabled"] and mesh.size("fsdp") > 1
     if not isinstance(base, PreTrainedModel) or any(isinstance(module, SplitModule) for module in base.modules()):
