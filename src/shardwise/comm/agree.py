@@ -223,9 +223,9 @@ class Agreement:
     def gathered(self) -> list[list[int]]:
         """Two words of a digest, whether there is a fault, and the numbers, of every rank."""
         assert self._group is not None
-        if isinstance(self._everyone, FakeTensor):  # a rehearsal: nothing is on its way
-            return []
         _wait(self._work, self._group, self._doing)
+        if isinstance(self._everyone, FakeTensor):
+            return []
         everyone: list[list[int]] = self._everyone.view(self._group.size(), -1).tolist()
         return everyone
 
@@ -308,12 +308,11 @@ def _device_of(group: Group) -> torch.device:
 
 def _wait(work: Any, group: Group, doing: str) -> None:
     """Waits for a collective; where some ranks do not come, one of those that wait says which."""
-    if not group.group_name or dist.get_backend(group) == "fake":  # done at once; its work has no `is_completed`
-        return
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    is_pretended = not group.group_name or dist.get_backend(group) == "fake"  # whose work never says it is completed
+    deadline = time.monotonic() + (0.0 if is_pretended else _PATIENCE_SECONDS)
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    if not work.is_completed():
+    if not is_pretended and not work.is_completed():
         with _saying_who_is_missing(group, doing):
             work.wait()
     work.wait()
