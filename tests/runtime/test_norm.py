@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
+from shardwise.comm.simulated import run_ranks
 from shardwise.errors import UnsupportedError
-from shardwise.runtime.norm import recognise_norm
+from shardwise.runtime.context import SplitContext
+from shardwise.runtime.linear import apply_mixin
+from shardwise.runtime.norm import SplitNorm, recognise_norm
 
 pytestmark = pytest.mark.single
 
@@ -19,3 +23,34 @@ def test_norms_over_the_last_dim_are_recognised():
 def test_a_group_norm_is_none_of_them_though_it_computes_the_same_for_two_dims():
     with pytest.raises(UnsupportedError, match="GroupNorm"):
         recognise_norm(nn.GroupNorm(1, 8))
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (3, 6, 7)])
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+@pytest.mark.parametrize("norm_class", [nn.LayerNorm, nn.RMSNorm])
+def test_split_norms_compute_and_learn_as_the_unsplit_one_does_also_far_from_zero(norm_class, mean, sizes):
+    whole = norm_class(16, eps=1e-5)
+    for number, parameter in enumerate(whole.parameters()):
+        nn.init.uniform_(parameter, 0.5, 1.5, generator=torch.Generator().manual_seed(number))
+    x = (mean + torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(9))).requires_grad_()
+    factor = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(10))
+    y = whole(x)
+    (y * factor).sum().backward()
+    splits = torch.arange(16).split(list(sizes))
+
+    def run(group):
+        mine = splits[group.rank()]
+        module = norm_class(len(mine), eps=1e-5)
+        for name, parameter in whole.named_parameters():
+            module.register_parameter(name, nn.Parameter(parameter.detach()[mine].clone()))
+        context = SplitContext(group=group, size=len(sizes), coord=group.rank())
+        apply_mixin(module, SplitNorm, _split=context, _sizes=sizes, _formula=recognise_norm(whole))
+        x_local = x.detach()[..., mine].requires_grad_()
+        out = module(x_local)
+        (out * factor[..., mine]).sum().backward()
+        return out.detach(), x_local.grad, module.weight.grad
+
+    parts = run_ranks(run, len(sizes))
+    rounding = 1e-5 + 1e-6 * mean  # of one element of float32, where the standard deviation is one
+    for expected, found in zip((y, x.grad, whole.weight.grad), zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(found, -1), expected, rtol=1e-4, atol=rounding)

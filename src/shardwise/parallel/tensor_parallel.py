@@ -152,7 +152,7 @@ def _apply_style(module: nn.Module, name: str, registry: Registry, *, leave: Reg
     elif split is None:
         return  # a bare parameter's rule: its module computes with it as it is
     elif style == "norm_split":
-        apply_mixin(module, SplitNorm, _split=context, _num_features=sum(split.local_sizes), _formula=plan.norms[name])
+        apply_mixin(module, SplitNorm, _split=context, _sizes=split.local_sizes, _formula=plan.norms[name])
     elif style == "embedding_rowwise":
         _split_vocabulary(module, split, context)
     elif style == "embedding_colwise":

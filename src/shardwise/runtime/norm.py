@@ -12,34 +12,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import copy_to_region, reduce_from_region
+from shardwise.comm.collectives import copy_to_region, gather_to_region, reduce_from_region
 from shardwise.errors import UnsupportedError
 from shardwise.plan.decision import NormFormula
 from shardwise.runtime.context import SplitContext
 
-__all__ = ["SplitNorm", "compute_norm", "epsilon_of", "recognise_norm"]
+__all__ = ["SplitNorm", "compute_norm", "epsilon_of", "moments_of", "recognise_norm"]
+
+Moments = Callable[..., tuple[Tensor | None, Tensor]]
+"""Called as `moments_of`."""
 
 _EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps", "rms_norm_eps")
 
 
 def compute_norm(
-    formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, means: Callable[[Tensor], Tensor]
+    formula: NormFormula, module: Any, x: Tensor, *, gate: Tensor | None, moments: Moments | None = None
 ) -> Tensor:
     """The norm of `x` by `formula`, with the module's weight, bias and epsilon.
 
     Args:
-        means: from summands `[..., features, count]` to their means over all features `[..., 1, count]`.
+        x: `[..., features]`, any floating dtype; so is `gate`.
+        moments: computes the statistics; by default from the features of `x` alone.
+
+    Returns:
+        A tensor of the shape and dtype of `x`. Statistics are computed in float32.
     """
     values = x.float()
     if gate is not None and formula.gate == "before":
         values = values * F.silu(gate.float())
-    moments = [values.pow(2), values] if formula.centered else [values.pow(2)]
-    found = means(torch.stack(moments, -1))
-    if formula.centered:
-        center = found[..., 1]
-        values = (values - center) * torch.rsqrt(found[..., 0] - center.pow(2) + epsilon_of(module))
-    else:
-        values = values * torch.rsqrt(found[..., 0] + epsilon_of(module))
+    mean, square = (moments or moments_of)(values, centered=formula.centered)
+    values = (values if mean is None else values - mean) * torch.rsqrt(square + epsilon_of(module))
     values = values * (module.weight.float() + formula.offset)
     bias = getattr(module, "bias", None)
     values = values if bias is None else values + bias.float()
@@ -48,28 +50,50 @@ def compute_norm(
     return values.to(x.dtype)
 
 
+def moments_of(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
+    """The mean (None unless `centered`) and the mean square around it, each `[..., 1]`, of `values` `[..., features]`."""
+    if not centered:
+        return None, values.pow(2).mean(-1, keepdim=True)
+    variance, mean = torch.var_mean(values, -1, correction=0, keepdim=True)
+    return mean, variance
+
+
 class SplitNorm:
     """Mixin of an RMS or layer norm whose features are split over tp ranks.
 
     Features that several ranks hold (replicated key/value heads) count once for each holder, in the sums and in the
     number of features alike, so the statistics stay exact.
 
-    Communicates: over tp, one all-reduce of one value a token (two for a layer norm) forward, the same backward.
+    Communicates: over tp, of an RMS norm one all-reduce of one value a token forward, and the same backward; of a layer
+    norm one all-gather of two values a token forward, and one reduce-scatter backward.
     """
 
     _split: SplitContext
-    _num_features: int
+    _sizes: tuple[int, ...]
     _formula: NormFormula
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Args: x and gate `[..., features]`, per rank `[..., features / tp]`. Returns the same shape."""
-        return compute_norm(self._formula, self, x, gate=gate, means=self._means)
+        return compute_norm(self._formula, self, x, gate=gate, moments=self._moments)
 
-    def _means(self, moments: Tensor) -> Tensor:
-        """Args: moments `[..., features, count]`. Returns their means over all ranks' features `[..., 1, count]`."""
-        group = self._split.group
-        summed = moments.sum(-2)
-        return (copy_to_region(reduce_from_region(summed, group), group) / self._num_features).unsqueeze(-2)
+    def _moments(self, values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
+        """`moments_of` all ranks' features.
+
+        The variance of a layer norm is joined from the ranks' own deviations: the mean square less the squared mean
+        would lose all digits where the mean is large.
+        Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979)
+        """
+        group, size = self._split.group, sum(self._sizes)
+        if not centered:
+            summed = values.pow(2).sum(-1, keepdim=True)
+            return None, copy_to_region(reduce_from_region(summed, group), group) / size
+        mean = values.sum(-1, keepdim=True) / max(1, values.shape[-1])
+        local = torch.stack([mean, (values - mean).pow(2).sum(-1, keepdim=True)])
+        means, deviations = gather_to_region(local, group, dim=-1)  # [..., tp]
+        sizes = means.new_tensor(self._sizes)
+        mean = (means * sizes).sum(-1, keepdim=True) / size
+        between = (sizes * (means - mean).pow(2)).sum(-1, keepdim=True)
+        return mean, (deviations.sum(-1, keepdim=True) + between) / size
 
 
 def recognise_norm(module: nn.Module) -> NormFormula:
@@ -104,8 +128,7 @@ def recognise_norm(module: nn.Module) -> NormFormula:
         ):
             formula = NormFormula(centered=centered, offset=offset, gate=place)
             given = gate if takes_gate else None
-            found = compute_norm(formula, probe, x, gate=given, means=lambda moments: moments.mean(-2, keepdim=True))
-            if torch.allclose(found, expected, atol=1e-4, rtol=1e-4):
+            if torch.allclose(compute_norm(formula, probe, x, gate=given), expected, atol=1e-4, rtol=1e-4):
                 return formula
     raise _not_a_norm(module)
 

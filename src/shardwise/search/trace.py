@@ -20,7 +20,7 @@ from shardwise.parallel.facts import read_facts
 from shardwise.plan.decision import NormFormula
 from shardwise.plan.structure import is_within, outermost_layers, parent_of, upwards
 from shardwise.runtime.arguments import argument_names
-from shardwise.runtime.norm import compute_norm, recognise_norm
+from shardwise.runtime.norm import compute_norm, moments_of, recognise_norm
 from shardwise.search.traced_sizes import MADE, SizeConstraint, flat, size_constraints_of, traced_integers
 from shardwise.tiny.objective import copied
 
@@ -318,6 +318,8 @@ def _compute_elementwise(formula: NormFormula, module: nn.Module, args: Any, kwa
     """
     values = [*args, *kwargs.values()]
     gate = values[1] if len(values) > 1 else None
-    return compute_norm(
-        formula, module, values[0], gate=gate, means=lambda moments: moments.detach().mean(-2, keepdim=True)
-    )
+
+    def constants(values: Tensor, *, centered: bool) -> tuple[Tensor | None, Tensor]:
+        return moments_of(values.detach(), centered=centered)
+
+    return compute_norm(formula, module, values[0], gate=gate, moments=constants)
