@@ -8,8 +8,12 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import shardwise
+from shardwise.optim.summing import multiply_gradients
 from shardwise.ranks.spawn import spawn
 from tests.families import tiny_batch, tiny_model
 from tests.oracle import differing_gradients
@@ -99,3 +103,26 @@ def test_no_gradients_have_norm_zero_and_a_nan_of_one_rank_is_seen_by_all():
     ranks = spawn(edge_cases, 2, "tp2")
     assert all(without == 0.0 and math.isnan(norm) for without, norm, _ in ranks)
     assert len({text for *_, text in ranks}) == 1
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises where an operation takes tensors of two devices, as one on a card does; copies may."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        devices = {value.device for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+        if func.overloadpacket.__name__ not in ("_to_copy", "copy_"):
+            assert len(devices) <= 1, f"{func} over {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.single
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_gradients_of_two_devices_are_clipped_as_one_each(order):
+    """As with `cpu_offload`: what FSDP2 manages is on the host, what is kept in full on the card."""
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.ones(2, 3, device=device)) for device in ("cpu", "cuda", "cpu", "cuda")]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with OneDevice():
+            assert shardwise.clip_grad_norm_(parameters, 1.0, order).device.type == "cuda"
+            multiply_gradients(parameters, torch.ones((), device="cuda"))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
+from shardwise.optim.gradients import gradients_of
 from shardwise.ranks.fake_mesh import fake_mesh
 from shardwise.topology.shape import MeshShape
 from tests.families import tiny_batch, tiny_model
@@ -81,6 +84,40 @@ def test_a_step_takes_no_more_calls_than_plain_torchs_and_no_memory(layout, plai
         assert len(states) == 2 * len(list(model.parameters()))
         assert {type(value) for value in states} == {DTensor if "fsdp" in layout else torch.Tensor}
     assert calls <= 1.2 * plain_calls
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute: views and allocations are left out."""
+
+    names = ("view", "_unsafe_view", "detach", "split_with_sizes", "slice", "select", "empty", "empty_like", "alias")
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ not in self.names:
+            self.operations.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "ddp2.tp2"])
+def test_the_sums_of_a_step_launch_as_much_for_many_layers_as_for_one(layout):
+    def launched(num_layers):
+        with fake_mesh(MeshShape.parse(layout)) as mesh:
+            whole = tiny_model("qwen3", num_hidden_layers=num_layers)
+            model = shardwise.parallelize(whole, mesh, sequence_parallel=True)
+            batch = tiny_batch(tiny_model("qwen3"))
+            gradients = gradients_of(model)
+            with Launches() as seen:
+                with gradients.together():
+                    model(**batch).loss.backward()
+                    del seen.operations[:]
+            return Counter(seen.operations)
+
+    one, many = launched(1), launched(8)
+    assert one == many
+    assert one.total() <= 10, one
 
 
 def test_narrow_gradients_are_not_copied():

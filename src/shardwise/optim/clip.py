@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ConfigError
 from shardwise.optim.gradients import gradients_of
+from shardwise.optim.summing import multiply
 from shardwise.parameters.at_rest import held_parameters
 from shardwise.parameters.local_gradient import complete_norms, norm_of_owned
 from shardwise.parameters.local_parameter import hidden
@@ -61,8 +62,7 @@ def clip_grad_norm_(
         registry.context.steps.add(f"clip_grad_norm_ to {max_norm}")
     if chosen and math.isfinite(max_norm):
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        values = [value for value, _ in chosen]
-        torch._foreach_mul_(values, factor.to(values[0].device))
+        multiply([value for value, _ in chosen], factor)
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,40 +18,63 @@ from shardwise.topology.axes import DATA_AXES
 __all__ = [
     "average_gradients",
     "complete_gradients",
+    "multiply",
     "multiply_gradients",
     "scale_back_to_partial",
     "time_reduction",
 ]
+
+Value = TypeVar("Value")
 
 
 class _Summand:
     """A parameter's gradient on its way through the sums.
 
     # [Note: gradients that some ranks lack]
-    An expert that none of this rank's tokens chose has no gradient here and one elsewhere. What is summed is decided
-    from the layout alone, so that ranks sum the same: zeros represent a gradient that is not there, and next to every
-    gradient runs a one where it is there. Where these add up to zero it is nowhere, and stays None as in the full
-    model: an optimizer must not decay it. Only a rank that lacks a gradient looks.
+    An expert that none of this rank's tokens chose has no gradient here and one elsewhere. The layout alone decides
+    what is summed, so that ranks sum the same: zeros stand for a missing gradient, and a flag travels with every
+    gradient, one where it exists. Where the flags add up to zero no rank has the gradient, and it stays None as in the
+    unsplit model: an optimizer must not decay it. Only a rank that lacks a gradient reads the sums.
 
     Attributes:
-        local: what this rank adds to the sum; afterwards the sum.
-        present: how many ranks have the gradient.
+        local: this rank's gradient, zeros where it is missing; afterwards the sum.
+        present: `[1]`, the number of ranks that have the gradient.
     """
+
+    present: Tensor
 
     def __init__(self, parameter: nn.Parameter, entry: ParameterEntry) -> None:
         gradient = parameter.grad
         self.entry, self.parameter, self.is_lacking = entry, parameter, gradient is None
         self.local = torch.zeros_like(local_part(parameter)) if gradient is None else local_part(gradient)
-        self.present = self.local.new_full((1,), float(gradient is not None))
 
-    def keep(self) -> None:
-        """Gives the parameter the sum where it has had no gradient here."""
-        if self.is_lacking and bool(self.present) and self.parameter.requires_grad:
-            self.parameter.grad = self.entry.wrap(self.local)
+
+def _summands(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]]) -> list[_Summand]:
+    summands = [_Summand(*each) for each in parameters]
+    for same in _by_kind(summands, [each.local for each in summands]).values():
+        flags = _flags([not each.is_lacking for each in same], like=same[0].local)
+        for each, flag in zip(same, flags.split(1), strict=True):
+            each.present = flag
+    return summands
+
+
+def _flags(values: Sequence[bool], *, like: Tensor) -> Tensor:
+    """A one for every true value, a zero for the others, `[n]`. Does not wait for the device."""
+    if all(values):
+        return like.new_ones(len(values))
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+def _by_kind(values: Sequence[Value], tensors: Sequence[Tensor]) -> dict[Any, list[Value]]:
+    """Values in groups whose `tensors` have one dtype and one device."""
+    groups: dict[Any, list[Value]] = {}
+    for value, tensor in zip(values, tensors, strict=True):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(value)
+    return groups
 
 
 @torch.no_grad()
-def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], registry: Registry) -> None:
+def complete_gradients(parameters: Sequence[tuple[nn.Parameter, ParameterEntry]], registry: Registry) -> None:
     """Sums the gradients of these parameters over all ranks that hold parts of them, and takes away those that FSDP2
     made for parameters that no rank has used (see [Note: parameters that no rank used]).
 
@@ -63,9 +86,8 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
         over tp, one of all partial gradients of a dtype together, and one over each group of ranks that share
         key/value heads; over each group of stages that hold the same, one.
     """
-    reduced = [_Summand(*each) for each in found if each[1].data == "reduced"]
-    _sum_over_data(reduced, registry)
-    summands = reduced + [_Summand(*each) for each in found if each[1].data != "reduced"]
+    summands = _summands(parameters)
+    _sum_over_data([each for each in summands if each.entry.data == "reduced"], registry)
     partial = [part for each in summands if each.entry.gradient == "partial" for part in (each.local, each.present)]
     _sum_together(partial, registry.mesh.group("tp"))
     shared: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
@@ -81,9 +103,16 @@ def complete_gradients(found: Sequence[tuple[nn.Parameter, ParameterEntry]], reg
             tied.setdefault(each.entry.stage_coords, []).append(each)
     for stages, same in sorted(tied.items()):
         _sum_over_stages(stages, same, registry)
-    for each in summands:
-        each.keep()
+    _give_to_lacking([each for each in summands if each.is_lacking and each.parameter.requires_grad])
     _refuse_unproved(summands)
+
+
+def _give_to_lacking(summands: Sequence[_Summand]) -> None:
+    """Gives parameters without a gradient here the sum, where another rank has one. Reads the device once a dtype."""
+    for same in _by_kind(summands, [each.local for each in summands]).values():
+        for each, count in zip(same, torch.cat([each.present for each in same]).tolist(), strict=True):
+            if count:
+                each.parameter.grad = each.entry.wrap(each.local)
 
 
 def _refuse_unproved(summands: Sequence[_Summand]) -> None:
@@ -110,19 +139,19 @@ def _sum_over_data(reduced: Sequence[_Summand], registry: Registry) -> None:
     parts = [part for each in reduced for part in (each.local, each.present)]
     if group is not None and uses.has_reduced:
         like = parts[0] if parts else torch.empty((), device=host_device(group, registry.mesh.device))
-        counts = uses.counts(dtype=like.dtype, device=like.device)
+        counts = _flags(uses.used(), like=like)
         _sum_together([*parts, counts], group)
         uses.settle(counts)
     else:
         _sum_together(parts, group)
-    for each in reduced:
-        each.local.div_(registry.divide_factor)
+    if reduced and registry.divide_factor != 1.0:
+        torch._foreach_div_([each.local for each in reduced], registry.divide_factor)
 
 
 def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], registry: Registry) -> None:
     """Sums what the stages at these coords of pp hold together. All of them come, also where gradients are missing."""
     group = registry.mesh.subgroup("pp", (stages,))
-    trained = [each.local.new_full((1,), float(each.parameter.requires_grad)) for each in summands]
+    trained = [_flags([each.parameter.requires_grad], like=each.local) for each in summands]
     _sum_together([part for each in summands for part in (each.local, each.present)] + trained, group)
     for each, count in zip(summands, trained, strict=True):
         if float(count) not in (0.0, float(len(stages))):
@@ -134,17 +163,14 @@ def _sum_over_stages(stages: tuple[int, ...], summands: Sequence[_Summand], regi
 
 
 def _sum_together(parts: Sequence[Tensor], group: Group | None) -> None:
-    """Sums every tensor over `group` in place, in one collective a dtype."""
+    """Sums every tensor over `group` in place, in one collective a dtype and device."""
     if group is None:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for part in parts:
-        by_dtype.setdefault(part.dtype, []).append(part)
-    for same in by_dtype.values():
+    for same in _by_kind(parts, parts).values():
         flat = torch.cat([part.reshape(-1) for part in same])
         all_reduce_(flat, group)
-        for part, summed in zip(same, flat.split([part.numel() for part in same]), strict=True):
-            part.copy_(summed.view_as(part))
+        sums = flat.split([part.numel() for part in same])
+        torch._foreach_copy_(same, [summed.view_as(part) for part, summed in zip(same, sums, strict=True)])
 
 
 @torch.no_grad()
@@ -183,8 +209,7 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Mesh) -> None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local_part(parameter.grad))
     _sum_together(gradients, group)
-    for gradient in gradients:
-        gradient.div_(mesh.data_size)
+    multiply(gradients, 1 / mesh.data_size)
 
 
 @torch.no_grad()
@@ -195,13 +220,14 @@ def multiply_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> 
         parameters: as they are at rest, and optimizers hold them: between forward and backward the modules may have
             others, which FSDP2 has gathered.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local = local_part(parameter.grad)
-            by_device.setdefault(local.device, []).append(local)
-    for device, gradients in by_device.items():
-        torch._foreach_mul_(gradients, factor.to(device) if isinstance(factor, Tensor) else factor)
+    gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    multiply(gradients, factor)
+
+
+def multiply(values: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies plain tensors in place, of any dtypes, on any devices."""
+    for (_, device), same in _by_kind(values, values).items():
+        torch._foreach_mul_(same, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def time_reduction(registry: Registry, *, is_last: bool) -> None:

@@ -51,22 +51,21 @@ def share_of_norm(gradients: Iterable[tuple[Tensor, ParameterEntry | None]], ord
 
 def norm_of_owned(values: Iterable[tuple[Tensor, ParameterEntry | None]], order: float) -> Tensor:
     """The same of what ranks hold of the gradients, as plain tensors. Nothing is copied."""
-    narrow: list[Tensor] = []
-    wide: list[Tensor] = []
-    device = torch.device("cpu")
+    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for value, entry in values:
-        device = value.device
+        narrow, wide = by_device.setdefault(value.device, ([], []))
         parts = narrow if value.dtype.itemsize < _SUMMED.itemsize else wide
-        if entry is None:
-            parts.append(value)
-        else:
-            parts += [value if place is None else value[place] for place in entry.owned_slices]
-    if narrow and device.type == "cpu":
-        narrow = [run for part in narrow for run in _runs(part)]
-    norms = [*_norms_of(wide, order), *_norms_of(narrow, order, dtype=_SUMMED)]
+        places = (None,) if entry is None else entry.owned_slices
+        parts += [value if place is None else value[place] for place in places]
+    norms: list[Tensor] = []
+    for device, (narrow, wide) in by_device.items():
+        if device.type == "cpu":
+            narrow = [run for part in narrow for run in _runs(part)]
+        norms += [*_norms_of(wide, order), *_norms_of(narrow, order, dtype=_SUMMED)]
+    device = max(by_device, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
     if not norms:
         return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(_SUMMED) for norm in norms]), order)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, _SUMMED) for norm in norms]), order)
 
 
 def _norms_of(parts: Sequence[Tensor], order: float, **options: Any) -> Sequence[Tensor]:

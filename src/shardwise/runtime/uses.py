@@ -80,10 +80,9 @@ class Uses:
             unsharded.grad = torch.zeros_like(unsharded)
         self.has_reduced |= is_reduced
 
-    def counts(self, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A one for every parameter that this rank has used, a zero for the others: what ranks sum."""
-        used = [float(number in self._used) for number in range(len(self._fsdp_params))]
-        return torch.tensor(used, dtype=dtype, device=device)
+    def used(self) -> list[bool]:
+        """Whether this rank has used each parameter: what ranks sum."""
+        return [number in self._used for number in range(len(self._fsdp_params))]
 
     def settle(self, counts: Tensor) -> None:
         """Takes the gradients away that no rank has contributed to; `counts` are summed over the data ranks."""
